@@ -1,0 +1,162 @@
+"""What passes between the stages of one step: plain data, as could be sent to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.core.sequence import Sequence
+from paceline.core.tree import Draw, TokenTree, depths_of
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of one sequence in a step: how much is fed, and how long a draft may be.
+
+    ``feed`` pending tokens go through the target. If they are all that is pending, the sequence
+    decodes: it may draft up to ``draft_length`` levels and gains at least one token. Otherwise
+    it is a prefill chunk, and neither drafts nor samples.
+    """
+
+    seq: Sequence
+    feed: int
+    draft_length: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.feed == self.seq.num_pending
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs in this step."""
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def seqs(self) -> tuple[Sequence, ...]:
+        return tuple(item.seq for item in self.slices)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one sequence in a packed batch, as attention and cache see them.
+
+    Cache layout of the sequence, by logical index::
+
+        [0 ........ context) [context .. context+pending) [.. one index per tree node ..)
+         committed, cached     fed now                      parents[i], of which the nodes
+                                                            from first_new on are fed now
+
+    Rows in the batch: the pending tokens, then nodes ``first_new ..``. A pending row attends to
+    everything before it and itself; a node to context, pending, its ancestors and itself.
+    A tree drafted level by level feeds its later levels with ``pending = 0``.
+    """
+
+    seq_id: int
+    start: int  # first row of this span in the batch
+    context: int
+    pending: int
+    parents: tuple[int, ...] = ()
+    first_new: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.pending + len(self.parents) - self.first_new
+
+    @property
+    def kv_length(self) -> int:
+        return self.context + self.pending + len(self.parents)
+
+    @property
+    def positions(self) -> list[int]:
+        """Position ids of the rows."""
+        base = self.context + self.pending
+        depths = depths_of(self.parents)[self.first_new :]
+        return [*range(self.context, base), *(base - 1 + depth for depth in depths)]
+
+    @property
+    def indices(self) -> range:
+        """Logical cache indices that the rows write to (node i sits at context + pending + i)."""
+        base = self.context + self.pending
+        if self.pending:
+            return range(self.context, base + len(self.parents))
+        return range(base + self.first_new, base + len(self.parents))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed forward of a model over its own paged cache.
+
+    ``input_ids``, ``positions``, ``slots``: int64 ``[T]`` on the device; ``slots`` is where the
+    cache stores each row's key and value. ``tables[i]`` lists the cache block ids of span i.
+    ``logit_rows``: int64 ``[R]`` rows whose logits are wanted, or None for all of them.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    spans: tuple[Span, ...]
+    tables: tuple[list[int], ...]
+    logit_rows: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``."""
+
+    logits: torch.Tensor
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Rows of one decoding sequence among the logits of a step, for laws and rule.
+
+    Row ``start`` is the law after the last committed token, row ``start + 1 + i`` the law after
+    node i of ``tree``.
+    """
+
+    seq: Sequence
+    start: int
+    tree: TokenTree
+
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.tree)
+
+    @property
+    def draw(self) -> Draw:
+        return self.tree.draw
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The rule's word on one tree: accepted nodes, root to leaf, and the token after them."""
+
+    path: tuple[int, ...]  # node indices
+    tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a step added to one sequence; every observer sees this same record.
+
+    ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path`` are the
+    tree nodes whose keys and values stay. ``drafted`` counts the tree's nodes, ``depth`` its
+    levels; ``tokens[:len(path)]`` came from the draft. ``finish_reason`` is "stop", "length" or
+    None. A prefill chunk commits no tokens.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    path: tuple[int, ...] = ()
+    drafted: int = 0
+    depth: int = 0
+    fed: int = 0  # pending tokens whose keys and values are now cached
+    finish_reason: str | None = None

@@ -1,0 +1,109 @@
+"""What a request may ask for, checked once at the door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation off.
+    ``repetition_penalty`` sees prompt and output; presence and frequency penalties see the
+    output only. With a ``seed`` the sampled text does not depend on drafter, batch or machine
+    load (coupled rule). ``logprobs`` asks for that many alternatives beside the chosen token's.
+
+    Raises ConfigError, a ValueError, on a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
+        for name in (*numbers, "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, (int, float)) and math.isfinite(value),
+                f"{name} is {value!r}; it must be a finite number",
+            )
+        for name in ("top_k", "max_tokens", "min_tokens", "n"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and not isinstance(value, bool),
+                f"{name} is {value!r}; it must be a whole number",
+            )
+        _require(
+            self.temperature >= 0,
+            f"temperature is {self.temperature}; it must be 0 (greedy) or above",
+        )
+        _require(self.top_k >= -1, f"top_k is {self.top_k}; use 1 or more, or 0 for no limit")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1")
+        _require(
+            self.repetition_penalty > 0,
+            f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
+        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
+        _require(self.n >= 1, f"n is {self.n}; it must be at least 1")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= 20,
+            f"logprobs is {self.logprobs}; it must be from 0 to 20, or left out",
+        )
+        _require(
+            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
+            f"seed is {self.seed!r}; it must be a whole number from 0 to 2**63 - 1",
+        )
+        _require(all(self.stop), "a stop string is empty; leave it out")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """True if the law at a node depends on the tokens before it other than through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )

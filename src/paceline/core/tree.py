@@ -1,0 +1,100 @@
+"""The draft of one sequence: a tree of candidate tokens below the last committed token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+
+
+class Draw(Enum):
+    """How the children of a node came about. The lossless rule differs for each."""
+
+    POINT = "point"  # chosen deterministically (or with the request's coupled noise)
+    IID = "iid"  # sampled from q; a node has at most one child
+    WITHOUT_REPLACEMENT = "without_replacement"  # siblings sampled one after another from q
+
+
+@lru_cache(maxsize=4096)
+def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Depth of each node; children of the last committed token have depth 1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return tuple(depths)
+
+
+@lru_cache(maxsize=4096)
+def is_chain(parents: tuple[int, ...]) -> bool:
+    return parents == tuple(range(-1, len(parents) - 1))
+
+
+@lru_cache(maxsize=4096)
+def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Children in drawing order; entry 0 belongs to the root, entry i + 1 to node i."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        children[parent + 1].append(node)
+    return tuple(tuple(nodes) for nodes in children)
+
+
+@lru_cache(maxsize=1024)
+def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
+    """bool [n, n]: entry (i, j) is true where node j is node i or one of its ancestors."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def chain_parents(length: int) -> tuple[int, ...]:
+    return tuple(range(-1, length - 1))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Topologically ordered candidates; siblings keep the order in which they were drawn.
+
+    ``tokens`` is int64 ``[n]`` and may live on the device: the shape of a tree is known to the
+    host, its tokens need not be, so drafting costs no synchronisation. ``parents[i] < i``, and
+    -1 is the last committed token. ``q`` is float32 ``[n, vocab]``: row i is the law, after
+    temperature and truncation, from which node i AND its earlier siblings were drawn (the law
+    before any of them was drawn). A sampled draw without q is refused: it could not be verified.
+    """
+
+    tokens: torch.Tensor
+    parents: tuple[int, ...]
+    draw: Draw = Draw.POINT
+    q: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.parents)
+        assert self.tokens.shape == (n,), "one token per node"
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        if self.draw is not Draw.POINT and n:
+            assert self.q is not None, "a sampled draft needs the exact law it was sampled from"
+            assert self.q.shape[0] == n and self.q.dtype == torch.float32
+        if self.draw is Draw.IID:
+            assert is_chain(self.parents), "independent draws are verified along a chain"
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return depths_of(self.parents)
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
+        """No candidates: verifying an empty tree is plain decoding."""
+        return cls(torch.empty(0, dtype=torch.int64, device=device), ())
+
+    @classmethod
+    def chain(cls, tokens: Seq[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenTree:
+        """A deterministic chain of tokens, each the child of the one before."""
+        ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
+        return cls(ids, chain_parents(len(ids)))

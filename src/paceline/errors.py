@@ -1,0 +1,35 @@
+"""Every error a user can cause. The message says what is wrong, why, and what to do next."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all errors raised on purpose; the CLI prints its message on one line and exits 1."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """An option or parameter has a value that makes no sense."""
+
+
+class ModelLoadError(PacelineError):
+    """A model folder or hub name cannot be read as a causal language model."""
+
+
+class UnsupportedModelError(PacelineError):
+    """The architecture has a layer whose state the engine cannot page or roll back."""
+
+
+class VocabularyMismatchError(PacelineError):
+    """Draft and target do not map the same ids to the same tokens."""
+
+
+class PromptError(PacelineError, ValueError):
+    """A prompt is empty, too long for the model, or not text."""
+
+
+class CacheMemoryError(PacelineError):
+    """The paged cache cannot be allocated or cannot hold even one sequence."""
+
+
+class DataError(PacelineError):
+    """Training or benchmark data is missing or malformed."""

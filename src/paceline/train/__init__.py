@@ -1,0 +1,1 @@
+"""Training of tokenizers, small language models and their drafts."""
