@@ -1,0 +1,63 @@
+"""Lossless speculative decoding of language models.
+
+    from paceline import LLM, SamplingParams
+
+    llm = LLM("paceline/tiny", draft="paceline/tiny-draft")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=60))[0].text)
+
+Names are imported on first use, so that ``import paceline`` and ``paceline --help`` cost nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.params import SamplingParams
+    from paceline.errors import (
+        CacheMemoryError,
+        ConfigError,
+        DataError,
+        ModelLoadError,
+        PacelineError,
+        PromptError,
+        UnsupportedModelError,
+        VocabularyMismatchError,
+    )
+    from paceline.llm import LLM, Completion
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheMemoryError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "ModelLoadError",
+    "PacelineError",
+    "PromptError",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "VocabularyMismatchError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "paceline.llm",
+    "Completion": "paceline.llm",
+    "SamplingParams": "paceline.core.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "paceline.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,58 @@
+# Every target works in .venv, which is created and filled from constraints.txt when needed.
+# A stamp inside .venv remembers what is installed, so that a second run starts at once.
+
+PYTHON ?= python3
+THREADS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+# torch with its exact version in the same command: pip then never looks at other builds of it.
+TORCH := $(shell grep -m1 '^torch==' constraints.txt)
+
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench clean
+
+help:  ## print the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Paceline and its pinned dependencies into $(VENV) (once; some minutes)"
+	$(PIP_INSTALL) "$(TORCH)" -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP_INSTALL) "$(TORCH)" -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP_INSTALL) "$(TORCH)" -e ".[test,dev]"
+	@touch $@
+
+install: $(VENV)/.installed  ## create .venv and install the pinned versions
+
+demo: $(VENV)/.installed  ## watch plain and speculative decoding of the embedded pair
+	@$(BIN)/paceline demo
+
+test: $(VENV)/.installed-test  ## run the whole test suite
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q $(ARGS)
+
+check: $(VENV)/.installed-dev  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict src
+
+format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed  ## measure the embedded pair and print one JSON line
+	@$(BIN)/paceline demo --json
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
