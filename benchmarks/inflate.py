@@ -1,0 +1,361 @@
+"""Write a larger Llama checkpoint that computes the same function as a small one.
+
+A model of ten million parameters on a CPU mostly measures Python; users run models that are bound
+by memory. An inflated pair has the cost of a real model and the acceptance of a real (small) pair:
+
+    hidden state   x' = [x, 0]: embeddings padded with zeros, and every row of o_proj and down_proj
+                   that would write into the padding is zero
+    RMSNorm        mean(x'^2) = h/H mean(x^2), so weight' = weight sqrt(h/H), eps' = eps h/H;
+                   exact in bf16 too where H/h is a power of four (256 -> 1024, 192 -> 768)
+    heads, neurons new ones have random weights; their columns in o_proj and down_proj are zero
+    layers         new ones have o_proj = down_proj = 0 and go at the end
+    the rest       small random normals, exact in bf16, so that nothing can be skipped or compressed
+
+    python benchmarks/inflate.py MODEL --preset target           # about 400M, into the cache folder
+    python benchmarks/inflate.py MODEL --hidden 1152 --layers 24 --ffn 3072 --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint import Reader, ShardWriter, has_weights
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+FORMAT = 1  # part of the fingerprint: raise it when the files written here change
+MARKER = "inflated.json"
+NOISE = 0.02  # standard deviation of the new weights
+
+
+class InflateError(ValueError):
+    """The source cannot be inflated to the wished size; the message says why."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of the checkpoint to write: widths in elements, layers as a count."""
+
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int | None = None  # query heads; None: as many as fit into the hidden width
+
+
+PRESETS: dict[str, Sizes] = {
+    "target": Sizes(hidden=1024, layers=24, ffn=4352),  # about 400M with a vocabulary of 4096
+    "draft": Sizes(hidden=768, layers=4, ffn=2304),  # about 30M
+    "8b": Sizes(hidden=4096, layers=32, ffn=16384),
+    "0.6b": Sizes(hidden=768, layers=28, ffn=7936),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the padding needs to know of one Llama configuration."""
+
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_shape(config: dict[str, Any]) -> Shape:
+    """Read the sizes of a `config.json`; raises InflateError for anything but a plain Llama."""
+    if config.get("model_type") != "llama":
+        raise InflateError(
+            f"only Llama checkpoints can be inflated, not {config.get('model_type')!r}"
+        )
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise InflateError("checkpoints with attention or MLP biases cannot be inflated")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return Shape(
+        hidden=hidden,
+        layers=config["num_hidden_layers"],
+        ffn=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+    )
+
+
+def wider(small: Shape, sizes: Sizes) -> Shape:
+    """The shape to write: the head dimension and the ratio of query to KV heads stay."""
+    ratio = small.heads // small.kv_heads
+    heads = sizes.heads or max(small.heads, sizes.hidden // small.head_dim // ratio * ratio)
+    big = Shape(sizes.hidden, sizes.layers, sizes.ffn, heads, heads // ratio, small.head_dim)
+    for name in ("hidden", "layers", "ffn", "heads"):
+        if getattr(big, name) < getattr(small, name):
+            raise InflateError(
+                f"{name} {getattr(big, name)} is smaller than the source's {getattr(small, name)}; "
+                "a checkpoint can only grow"
+            )
+    if heads % ratio:
+        raise InflateError(f"heads {heads} is not a multiple of the source's ratio {ratio}")
+    return big
+
+
+def is_exact(small: Shape, big: Shape) -> bool:
+    """Whether sqrt(h/H) is a power of two, so that bf16 norms are rescaled without rounding."""
+    return math.log(big.hidden / small.hidden, 4).is_integer()
+
+
+class Inflater:
+    """Builds the padded tensors one by one, from a reader of the small checkpoint."""
+
+    def __init__(self, reader: Reader, small: Shape, big: Shape, tied: bool, seed: int) -> None:
+        self.reader, self.small, self.big, self.tied, self.seed = reader, small, big, tied, seed
+
+    def noise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Small normals, exact in bf16, which depend on the seed and the tensor's name only."""
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        draw = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, NOISE, generator=generator)
+        return draw.to(dtype)
+
+    def embed(self, name: str) -> Tensor:
+        """Rows [vocab, H]: the source's, padded with zeros."""
+        source = self.reader.get(name)
+        padded = source.new_zeros(source.shape[0], self.big.hidden)
+        padded[:, : self.small.hidden] = source
+        return padded
+
+    def norm(self, name: str, source: str | None) -> Tensor:
+        """Weights [H] of an RMSNorm, scaled for the wider mean; all random for a new layer."""
+        scale = math.sqrt(self.small.hidden / self.big.hidden)
+        if source is None:
+            return 1.0 + self.noise(name, (self.big.hidden,), self.reader.dtype)
+        weight = self.reader.get(source)
+        # A rounded scale would make the function differ: float32 keeps it to 1e-7.
+        dtype = weight.dtype if is_exact(self.small, self.big) else torch.float32
+        padded = 1.0 + self.noise(name, (self.big.hidden,), dtype)
+        padded[: self.small.hidden] = (weight.double() * scale).to(dtype)
+        return padded
+
+    def reading(self, name: str, rows: int, source: str | None) -> Tensor:
+        """A matrix [rows, H] that reads the hidden state: all that is new is random."""
+        padded = self.noise(name, (rows, self.big.hidden), self.reader.dtype)
+        if source is not None:
+            weight = self.reader.get(source)
+            padded[: weight.shape[0], : weight.shape[1]] = weight
+        return padded
+
+    def writing(self, columns: int, source: str | None) -> Tensor:
+        """A matrix [H, columns] that writes the hidden state: all that is new is zero.
+
+        New columns silence new heads and neurons; new rows keep the padding of the hidden state
+        zero, which the norms and a tied head rely on.
+        """
+        padded = torch.zeros(self.big.hidden, columns, dtype=self.reader.dtype)
+        if source is not None:
+            weight = self.reader.get(source)
+            padded[: weight.shape[0], : weight.shape[1]] = weight
+        return padded
+
+    def layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """The nine tensors of one decoder layer."""
+        big = self.big
+        q_rows, kv_rows = big.heads * big.head_dim, big.kv_heads * big.head_dim
+        readers = {
+            "self_attn.q_proj": q_rows,
+            "self_attn.k_proj": kv_rows,
+            "self_attn.v_proj": kv_rows,
+            "mlp.gate_proj": big.ffn,
+            "mlp.up_proj": big.ffn,
+        }
+        writers = {"self_attn.o_proj": q_rows, "mlp.down_proj": big.ffn}
+        old = index < self.small.layers
+        for part, rows in readers.items():
+            name = f"model.layers.{index}.{part}.weight"
+            yield name, self.reading(name, rows, name if old else None)
+        for part, columns in writers.items():
+            name = f"model.layers.{index}.{part}.weight"
+            yield name, self.writing(columns, name if old else None)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            name = f"model.layers.{index}.{part}.weight"
+            yield name, self.norm(name, name if old else None)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the inflated checkpoint, one at a time."""
+        yield "model.embed_tokens.weight", self.embed("model.embed_tokens.weight")
+        for index in range(self.big.layers):
+            yield from self.layer(index)
+        yield "model.norm.weight", self.norm("model.norm.weight", "model.norm.weight")
+        if not self.tied:
+            head = self.reader.get("lm_head.weight")
+            yield "lm_head.weight", self.reading("lm_head.weight", head.shape[0], "lm_head.weight")
+
+
+def fingerprint(source: Path, sizes: Sizes, seed: int) -> str:
+    """A hash of everything the written checkpoint depends on: source files, sizes, seed, format."""
+    digest = hashlib.sha256(json.dumps([FORMAT, asdict(sizes), seed]).encode())
+    for path in sorted(p for p in source.iterdir() if p.is_file()):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """`$PACELINE_CACHE`, or `~/.cache/paceline`."""
+    configured = os.environ.get("PACELINE_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "paceline"
+
+
+def resolve(model: str) -> Path:
+    """The folder of a checkpoint: a path, or a built-in name such as `paceline/tiny`."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir() and model.startswith("paceline/"):
+        import paceline
+
+        folder = Path(paceline.__file__).parent / "assets" / model.removeprefix("paceline/")
+    if not (folder / "config.json").is_file() or not has_weights(folder):
+        raise InflateError(
+            f"{model!r} has no config.json and *.safetensors; name the folder of a Llama checkpoint"
+        )
+    return folder
+
+
+def inflate(
+    model: str | Path,
+    sizes: Sizes,
+    out: str | Path | None = None,
+    *,
+    seed: int = 0,
+    quiet: bool = False,
+) -> Path:
+    """Write the inflated checkpoint, or reuse it if it is there already; return its folder.
+
+    Without `out` it goes to the cache folder. Raises InflateError when the source is not a plain
+    Llama, a size is smaller than the source's, or `out` holds something else.
+    """
+    source = resolve(str(model))
+    config = json.loads((source / "config.json").read_text())
+    small = read_shape(config)
+    big = wider(small, sizes)
+    mark = fingerprint(source, sizes, seed)
+    name = f"{source.name}-{big.layers}x{big.hidden}-{mark[:12]}"
+    folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
+    if (folder / MARKER).is_file():
+        if json.loads((folder / MARKER).read_text()).get("fingerprint") == mark:
+            return folder
+        shutil.rmtree(folder)  # ours, of another source or size
+    elif folder.exists() and any(folder.iterdir()):
+        raise InflateError(
+            f"{folder} is not empty and was not written by this script; name another"
+        )
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tied = bool(config.get("tie_word_embeddings", False))
+    reader = Reader(source)
+    count = _write_weights(Inflater(reader, small, big, tied, seed), partial, name, quiet)
+    _write_sidecars(source, config, partial, (small, big), count, mark)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+    return folder
+
+
+def _write_weights(inflater: Inflater, folder: Path, title: str, quiet: bool) -> int:
+    """Stream all tensors into shards; return the number of parameters."""
+    count = 0
+    total = 7 * inflater.big.layers + 2 * inflater.big.layers + 2 + (not inflater.tied)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task(f"inflating {title}", total=total)
+        writer = ShardWriter(folder)
+        for name, tensor in inflater.tensors():
+            writer.add(name, tensor)
+            count += tensor.numel()
+            bar.advance(task)
+        writer.close()
+    return count
+
+
+def _write_sidecars(
+    source: Path,
+    config: dict[str, Any],
+    folder: Path,
+    shapes: tuple[Shape, Shape],
+    count: int,
+    mark: str,
+) -> None:
+    """Write config, marker and README; copy the tokenizer and the generation defaults."""
+    small, big = shapes
+    for path in source.iterdir():
+        own = path.suffix == ".safetensors" or path.name.endswith(".index.json")
+        if path.is_file() and not own and path.name.lower() not in ("config.json", "readme.md"):
+            shutil.copyfile(path, folder / path.name)
+    label = {"model": source.name, "hidden": small.hidden, "layers": small.layers, "ffn": small.ffn}
+    config = config | {
+        "hidden_size": big.hidden,
+        "num_hidden_layers": big.layers,
+        "intermediate_size": big.ffn,
+        "num_attention_heads": big.heads,
+        "num_key_value_heads": big.kv_heads,
+        "head_dim": big.head_dim,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6) * small.hidden / big.hidden,
+        "inflated_from": label,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "README.md").write_text(
+        f"# {source.name}, inflated\n\n{count / 1e6:.1f}M parameters that compute the same "
+        f"function as `{source.name}` ({small.layers} layers x {small.hidden}), padded to "
+        f"{big.layers} layers x {big.hidden}, {big.heads} heads ({big.kv_heads} KV), "
+        f"FFN {big.ffn}.\n\n"
+        "For measuring speed only: it says nothing that the small model does not say, at the cost "
+        "of a model of this size. Figures from it are to be labelled as inflated.\n"
+    )
+    marker = {"fingerprint": mark, "parameters": count, "inflated_from": label}
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+
+
+def parse(arguments: list[str]) -> tuple[str, Sizes, str | None, int]:
+    """Read the command line into (model, sizes, out, seed)."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="folder of a small Llama checkpoint, or paceline/tiny")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes to start from")
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--ffn", type=int)
+    parser.add_argument("--heads", type=int, help="query heads; default: as the hidden width holds")
+    parser.add_argument("--seed", type=int, default=0, help="of the random padding")
+    parser.add_argument("--out", help="folder to write; default: the cache folder")
+    args = parser.parse_args(arguments)
+    wished = asdict(PRESETS[args.preset]) if args.preset else {}
+    wished |= {k: v for k in ("hidden", "layers", "ffn", "heads") if (v := getattr(args, k))}
+    if missing := [k for k in ("hidden", "layers", "ffn") if k not in wished]:
+        parser.error(f"give --preset, or also --{' --'.join(missing)}")
+    return args.model, Sizes(**wished), args.out, args.seed
+
+
+def main() -> None:
+    """Inflate as the command line says and print the folder."""
+    model, sizes, out, seed = parse(sys.argv[1:])
+    try:
+        folder = inflate(model, sizes, out, seed=seed)
+    except InflateError as error:
+        raise SystemExit(f"error: {error}") from None
+    marker = json.loads((folder / MARKER).read_text())
+    print(f"{marker['parameters'] / 1e6:.1f}M parameters", file=sys.stderr)
+    print(folder)
+
+
+if __name__ == "__main__":
+    main()

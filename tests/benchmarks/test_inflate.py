@@ -1,0 +1,152 @@
+"""An inflated checkpoint computes the same function, at another size."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint import ShardWriter
+from inflate import InflateError, Sizes, inflate
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
+ROUNDED = Sizes(hidden=144, layers=4, ffn=100)
+
+
+def small_model(folder: Path, tied: bool, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A random Llama with grouped queries, whose weights are large enough to say something."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,  # not hidden / heads: the head dimension must be taken from the file
+        max_position_embeddings=256,
+        rms_norm_eps=1e-3,  # large, so that a forgotten rescaling shows
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+        model.model.embed_tokens.weight.mul_(0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [EXACT, ROUNDED])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_equal_logits_in_float32(
+    tmp_path: Path, tied: bool, sizes: Sizes, stored: torch.dtype
+) -> None:
+    small_model(tmp_path / "small", tied, stored)
+    folder = inflate(tmp_path / "small", sizes, tmp_path / "big", quiet=True)
+    small, big = load(tmp_path / "small", torch.float32), load(folder, torch.float32)
+    assert big.config.hidden_size == sizes.hidden
+    assert len(big.model.layers) == sizes.layers
+    ratio = big.config.num_attention_heads // big.config.num_key_value_heads
+    assert ratio == 2 and big.config.num_attention_heads > 4
+    ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, got = small(ids).logits, big(ids).logits
+    assert expected.std() > 0.1
+    assert (expected - got).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_equal_greedy_text_in_bfloat16(tmp_path: Path, tied: bool) -> None:
+    small = small_model(tmp_path / "small", tied, torch.bfloat16)
+    big = load(inflate(tmp_path / "small", EXACT, tmp_path / "big", quiet=True), torch.bfloat16)
+    prompt = torch.tensor([[5, 17, 80, 3]])
+    length = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    text, copy = small.generate(prompt, **length), big.generate(prompt, **length)
+    with torch.inference_mode():
+        expected = small(text).logits[0, prompt.shape[1] - 1 : -1].float()
+        got = big(text).logits[0, prompt.shape[1] - 1 : -1].float()
+    best = expected.topk(2).values
+    # Sums taken in another order differ by about 2% of the logits' spread, as bfloat16 itself
+    # does from float32; only where the margin is smaller than a few of these may the text differ.
+    assert (expected - got).std() < 0.03 * expected.std()
+    clear = best[:, 0] - best[:, 1] > 0.1 * expected.std()
+    assert clear.float().mean() > 0.75
+    assert len(set(text[0].tolist())) > 12  # not one word over and over
+    assert torch.equal(expected.argmax(-1)[clear], got.argmax(-1)[clear])
+    first_tie = int((~clear).nonzero()[0]) if not clear.all() else 64
+    assert torch.equal(text[0, : 4 + first_tie], copy[0, : 4 + first_tie])
+
+
+def test_new_weights_cannot_be_skipped(tmp_path: Path) -> None:
+    small_model(tmp_path / "small", True, torch.bfloat16)
+    big = load(inflate(tmp_path / "small", EXACT, tmp_path / "big", quiet=True), torch.bfloat16)
+    new_layer, old_layer = big.model.layers[4], big.model.layers[0]
+    for part in (new_layer.self_attn.q_proj, new_layer.mlp.up_proj, old_layer.self_attn.k_proj):
+        assert (part.weight == 0).float().mean() < 0.01
+    assert not new_layer.self_attn.o_proj.weight.any()
+    assert not new_layer.mlp.down_proj.weight.any()
+    assert not old_layer.mlp.down_proj.weight[32:].any()
+    with torch.inference_mode():
+        states = big(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
+    assert all(not state[..., 32:].any() for state in states)
+
+
+def test_reused_until_source_or_size_changes(tmp_path: Path) -> None:
+    small_model(tmp_path / "small", True, torch.bfloat16)
+    out = tmp_path / "big"
+    inflate(tmp_path / "small", EXACT, out, quiet=True)
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    inflate(tmp_path / "small", EXACT, out, quiet=True)
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    inflate(tmp_path / "small", ROUNDED, out, quiet=True)
+    assert json.loads((out / "config.json").read_text())["hidden_size"] == 144
+    assert "inflated_from" in json.loads((out / "config.json").read_text())
+    (tmp_path / "small" / "tokenizer_config.json").write_text("{}")
+    inflate(tmp_path / "small", ROUNDED, out, quiet=True)
+    assert (out / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_default_folder_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    small_model(tmp_path / "small", True, torch.bfloat16)
+    folder = inflate(tmp_path / "small", EXACT, quiet=True)
+    assert folder.parent == tmp_path / "cache" / "inflated"
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_shards_load_as_one(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, limit=64)
+    tensors = {f"t{i}": torch.full((4, 4), float(i)) for i in range(3)}
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["t0", "t1", "t2"]
+    assert len(set(index["weight_map"].values())) == 3
+    assert all((tmp_path / file).is_file() for file in index["weight_map"].values())
+
+
+def test_clear_errors(tmp_path: Path) -> None:
+    small_model(tmp_path / "small", True, torch.bfloat16)
+    with pytest.raises(InflateError, match="can only grow"):
+        inflate(tmp_path / "small", Sizes(hidden=16, layers=5, ffn=112), tmp_path / "big")
+    with pytest.raises(InflateError, match="name the folder"):
+        inflate(tmp_path / "nothing", EXACT)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("keep")
+    with pytest.raises(InflateError, match="not empty"):
+        inflate(tmp_path / "small", EXACT, tmp_path / "mine")
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "keep"
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(InflateError, match="gpt2"):
+        inflate(tmp_path / "small", EXACT, tmp_path / "big")
