@@ -79,7 +79,7 @@ def test_equal_greedy_text_in_bfloat16(tmp_path: Path, tied: bool) -> None:
     # does from float32; only where the margin is smaller than a few of these may the text differ.
     assert (expected - got).std() < 0.03 * expected.std()
     clear = best[:, 0] - best[:, 1] > 0.1 * expected.std()
-    assert clear.float().mean() > 0.75
+    assert clear.float().mean() > 0.6
     assert len(set(text[0].tolist())) > 12  # not one word over and over
     assert torch.equal(expected.argmax(-1)[clear], got.argmax(-1)[clear])
     first_tie = int((~clear).nonzero()[0]) if not clear.all() else 64
