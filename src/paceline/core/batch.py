@@ -148,15 +148,15 @@ class Commit:
     """What a step added to one sequence; every observer sees this same record.
 
     ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path`` are the
-    tree nodes whose keys and values stay. ``drafted`` counts the tree's nodes, ``depth`` its
-    levels; ``tokens[:len(path)]`` came from the draft. ``finish_reason`` is "stop", "length" or
-    None. A prefill chunk commits no tokens.
+    tree nodes whose keys and values stay: ``tokens[:len(path)]`` came from the draft. ``drafted``
+    counts the tree's nodes, ``reached`` the levels at which it had a token to try.
+    ``finish_reason`` is "stop", "length" or None. A prefill chunk commits no tokens.
     """
 
     seq_id: int
     tokens: tuple[int, ...]
     path: tuple[int, ...] = ()
     drafted: int = 0
-    depth: int = 0
+    reached: int = 0
     fed: int = 0  # pending tokens whose keys and values are now cached
     finish_reason: str | None = None

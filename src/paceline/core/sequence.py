@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.core.params import SamplingParams
 
@@ -14,20 +15,31 @@ class DraftCounts:
     target_steps: int = 0  # forwards that yielded tokens (prefill chunks before the last do not)
     drafted: int = 0
     accepted: int = 0
-    reached_at: list[int] = field(default_factory=list)  # drafts whose earlier tokens all held
+    reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, depth: int, accepted: int, nodes: int) -> None:
-        """Count one verified tree of ``nodes`` nodes and ``depth`` levels."""
+    def record(self, nodes: int, accepted: int, reached: int) -> None:
+        """Count one verified tree: its nodes, its accepted depth, and the depth it was tried to.
+
+        ``reached`` is ``accepted`` plus one if the last accepted node had children to try.
+        """
         self.target_steps += 1
         self.drafted += nodes
         self.accepted += accepted
-        while len(self.reached_at) < depth:
+        while len(self.reached_at) < reached:
             self.reached_at.append(0)
             self.accepted_at.append(0)
-        for position in range(min(depth, accepted + 1)):
+        for position in range(reached):
             self.reached_at[position] += 1
             self.accepted_at[position] += position < accepted
+
+
+class TextSink(Protocol):
+    """Turns tokens into text while they are committed; knows the stop strings."""
+
+    def push(self, token: int) -> bool:
+        """Take one token; true if a stop string is complete, which ends the sequence."""
+        ...
 
 
 @dataclass
@@ -44,6 +56,8 @@ class Sequence:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
+    text: TextSink | None = None
+    seconds: float = 0.0  # wall time of the steps it took part in
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     @property

@@ -1,0 +1,72 @@
+"""Spec strings for drafters, and the sizes that are derived once when an LLM is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """``KIND[:ARGUMENT][,KEY=VALUE...]``, for example ``ngram:min=2,max=4`` or
+    ``tree:path/to/draft,branching=2x2x1``. Anything whose first word is not a known kind is a
+    model path: ``DraftSpec("model", path)``."""
+
+    kind: str
+    argument: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str | None, kinds: tuple[str, ...]) -> DraftSpec:
+        """Raises ConfigError on an option that is not KEY=VALUE."""
+        if text is None or text == "none":
+            return cls("none")
+        head, _, rest = text.partition(":")
+        if head not in kinds:
+            return cls("model", text)
+        argument: str | None = None
+        options: dict[str, str] = {}
+        for position, part in enumerate(part for part in rest.split(",") if part):
+            key, equals, value = part.partition("=")
+            if equals:
+                options[key.strip()] = value.strip()
+            elif position == 0:
+                argument = part
+            else:
+                raise ConfigError(f"draft {text!r}: {part!r} is not KEY=VALUE")
+        return cls(head, argument, options)
+
+    def check_options(self, known: tuple[str, ...]) -> None:
+        unknown = sorted(set(self.options) - set(known))
+        if unknown:
+            offered = ", ".join(known) or "none"
+            raise ConfigError(
+                f"draft {self.kind!r} has no option {', '.join(unknown)}; it knows: {offered}"
+            )
+
+    def integer(self, key: str, default: int) -> int:
+        value = self.options.get(key)
+        if value is None:
+            return default
+        try:
+            return int(value)
+        except ValueError:
+            raise ConfigError(
+                f"draft {self.kind!r}: {key}={value!r} is not a whole number"
+            ) from None
+
+    def branching(self, key: str = "branching") -> tuple[int, ...] | None:
+        """``2x2x1``: children per node, level by level."""
+        value = self.options.get(key)
+        if value is None:
+            return None
+        try:
+            factors = tuple(int(part) for part in value.split("x"))
+        except ValueError:
+            factors = ()
+        if not factors or min(factors) < 1:
+            raise ConfigError(
+                f"draft {self.kind!r}: {key}={value!r} is not like 2x2x1 (children per level)"
+            )
+        return factors

@@ -1,0 +1,1 @@
+"""Drafters: each proposes a token tree per sequence, and watches what was committed."""

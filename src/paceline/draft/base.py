@@ -1,0 +1,65 @@
+"""What the engine asks of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.core.batch import Commit, Plan
+from paceline.core.tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes candidates for the next tokens of every sequence in a plan.
+
+    A drafter may propose anything, also nothing: the output never depends on it, only the speed.
+    Sequences are known by ``seq_id``; after ``forget`` an id may come back with other tokens.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Target layers whose inputs ``observe`` wants to see; () for none."""
+        ...
+
+    def max_nodes(self, length: int) -> int:
+        """Most nodes of a tree of ``length`` levels: cache indices to reserve for it."""
+        ...
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        """One tree per slice, on the target's device; empty for slices that do not decode."""
+        ...
+
+    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+        """See what the step committed, before the next ``propose``."""
+        ...
+
+    def forget(self, seq_id: int) -> None:
+        """Drop all state of a sequence (finished, cancelled or preempted)."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    name = "none"
+    features: tuple[int, ...] = ()
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._empty = TokenTree.empty(device)
+
+    def max_nodes(self, length: int) -> int:
+        return 0
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return [self._empty] * len(plan.slices)
+
+    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+    def forget(self, seq_id: int) -> None:
+        pass

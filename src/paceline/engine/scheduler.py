@@ -1,0 +1,140 @@
+"""Who runs in a step: continuous batching, chunked prefill, preemption by recomputation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.core.batch import Plan, Slice
+from paceline.core.sequence import Sequence as Request
+from paceline.errors import CacheMemoryError
+from paceline.model.blocks import OutOfBlocksError
+from paceline.model.cache import PagedCache
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step. Tokens are pending tokens; draft nodes come on top."""
+
+    max_batch_size: int = 8
+    max_step_tokens: int = 2048  # prefill tokens of all sequences in one step
+    prefill_chunk: int = 512  # of one sequence in one step
+    max_positions: int = 2048  # of target and draft: a draft must not reach beyond
+
+
+class Scheduler:
+    """Waiting and running sequences; decides each step's plan and reserves its cache blocks."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PagedCache,
+        max_nodes: Callable[[int], int],
+        on_preempt: Callable[[int], None] = lambda seq_id: None,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self._max_nodes = max_nodes
+        self._on_preempt = on_preempt
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Request) -> None:
+        """Queue a sequence. Raises CacheMemoryError if it could not run even alone."""
+        longest = min(len(seq.tokens) + seq.room, self.config.max_positions)
+        if -(-longest // self.cache.block_size) > self.cache.num_blocks:
+            raise CacheMemoryError(
+                f"the request may grow to {longest} tokens, but the cache holds "
+                f"{self.cache.num_blocks * self.cache.block_size}; "
+                "lower max_tokens or raise kv_cache_memory"
+            )
+        self.waiting.append(seq)
+
+    def remove(self, seq_id: int) -> bool:
+        """Drop a sequence wherever it is (finished or cancelled); False if it is unknown."""
+        for queue in (self.running, self.waiting):
+            for seq in queue:
+                if seq.seq_id == seq_id:
+                    queue.remove(seq)
+                    self.cache.free(seq_id)
+                    return True
+        return False
+
+    def plan(self, draft_lengths: Callable[[Sequence[Request]], Sequence[int]]) -> Plan:
+        """The next step; ``draft_lengths`` gives the wished length of each decoding sequence."""
+        self._admit()
+        wishes = dict(
+            zip(
+                (seq.seq_id for seq in self.running),
+                draft_lengths(self.running),
+                strict=True,
+            )
+        )
+        slices: list[Slice] = []
+        budget = self.config.max_step_tokens
+        # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
+        for seq in list(self.running):
+            if seq not in self.running:
+                continue  # preempted by an older one in this very loop
+            feed = min(seq.num_pending, self.config.prefill_chunk, budget)
+            if feed == 0:
+                continue
+            length = self._draft_limit(seq, wishes[seq.seq_id]) if feed == seq.num_pending else 0
+            length = self._reserve(seq, feed, length)
+            if length is None:
+                continue
+            budget -= feed
+            slices.append(Slice(seq, feed, length))
+        return Plan(tuple(slices))
+
+    def _draft_limit(self, seq: Request, wish: int) -> int:
+        """The last token of the budget and of the context is the target's own: never draft it."""
+        context_left = self.config.max_positions - len(seq.tokens)
+        return max(0, min(wish, seq.room - 1, context_left - 1))
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.config.max_batch_size:
+            seq = self.waiting[0]
+            if self.running and not self._fits(seq):
+                return
+            self.waiting.popleft()
+            seq.cached = self.cache.admit(seq.seq_id, seq.tokens)
+            self.running.append(seq)
+
+    def _fits(self, seq: Request) -> bool:
+        """Whether all of it fits beside one more block for each running sequence."""
+        needed = -(-(len(seq.tokens) + 1) // self.cache.block_size)
+        return needed + len(self.running) <= self.cache.pool.available
+
+    def _reserve(self, seq: Request, feed: int, length: int) -> int | None:
+        """Reserve cache indices; returns the affordable draft length, None if ``seq`` had to go."""
+        while True:
+            for attempt in dict.fromkeys((length, 0)):
+                try:
+                    self.cache.reserve(seq.seq_id, seq.cached + feed + self._max_nodes(attempt))
+                    return attempt
+                except OutOfBlocksError:
+                    continue  # then without a draft
+            victim = self.running[-1]
+            if victim is seq and len(self.running) == 1:
+                raise CacheMemoryError(
+                    "the cache cannot hold one sequence; raise kv_cache_memory or lower max_tokens"
+                )
+            self._preempt(victim)
+            if victim is seq:
+                return None
+
+    def _preempt(self, seq: Request) -> None:
+        """Give up a sequence's blocks; its tokens stay and will be prefilled again."""
+        self.running.remove(seq)
+        self.cache.free(seq.seq_id)
+        seq.cached = 0
+        self.waiting.appendleft(seq)
+        self.preemptions += 1
+        self._on_preempt(seq.seq_id)

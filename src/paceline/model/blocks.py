@@ -1,0 +1,120 @@
+"""Allocation of cache blocks: reference counts, prefix sharing by content, one invariant.
+
+    free + reusable + used == total
+
+``free`` blocks hold nothing, ``used`` ones belong to at least one sequence, ``reusable`` ones
+belong to none but still hold the keys and values of a known prefix, oldest first in line for
+being overwritten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from paceline.errors import PacelineError
+
+_ROOT = b"paceline"
+
+
+class OutOfBlocksError(PacelineError):
+    """No block is free or reusable; the scheduler answers by preempting a sequence."""
+
+
+def prefix_digest(parent: bytes | None, tokens: Sequence[int]) -> bytes:
+    """Digest of a full block and all blocks before it. A collision would be a wrong answer, so
+    this is a cryptographic hash, not Python's."""
+    digest = blake2b(parent or _ROOT, digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return digest.digest()
+
+
+class BlockPool:
+    """Hands out block ids ``0 .. total - 1``."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free: dict[int, None] = dict.fromkeys(range(total))
+        self._refs = [0] * total
+        self._digest: dict[int, bytes] = {}  # registered block -> content
+        self._by_digest: dict[bytes, int] = {}
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        self._starts = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation could take."""
+        return len(self._free) + len(self._reusable)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """``count`` blocks, in one run behind block ``after`` if those are free.
+
+        Raises OutOfBlocksError, and takes nothing, if fewer are available.
+        """
+        if count > self.available:
+            raise OutOfBlocksError(f"{count} cache blocks wanted, {self.available} available")
+        blocks: list[int] = []
+        hint = self._start() if after is None else after + 1
+        for _ in range(count):
+            if hint not in self._free:
+                hint = self._evict() if not self._free else next(iter(self._free))
+            del self._free[hint]
+            self._refs[hint] = 1
+            blocks.append(hint)
+            hint += 1
+        return blocks
+
+    def _start(self) -> int:
+        """Where a new sequence begins: spread over the pool, so that growth stays in one run."""
+        self._starts += 1
+        # Bit-reversed counting: 0, 1/2, 1/4, 3/4, 1/8, ... of the pool.
+        reverse = int(f"{self._starts % 64:06b}"[::-1], 2)
+        return reverse * self.total // 64
+
+    def _evict(self) -> int:
+        block, _ = self._reusable.popitem(last=False)
+        del self._by_digest[self._digest.pop(block)]
+        self._free[block] = None
+        return block
+
+    def retain(self, block: int) -> None:
+        """One more owner of a registered block."""
+        self._reusable.pop(block, None)
+        self._refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """One owner less; at none the block is free, or reusable if its content is registered."""
+        self._refs[block] -= 1
+        assert self._refs[block] >= 0, f"block {block} released too often"
+        if self._refs[block] == 0:
+            if block in self._digest:
+                self._reusable[block] = None
+            else:
+                self._free[block] = None
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Make a full, committed block findable; the first block with a content keeps the name."""
+        if digest not in self._by_digest and block not in self._digest:
+            self._by_digest[digest] = block
+            self._digest[block] = digest
+
+    def find(self, digest: bytes) -> int | None:
+        return self._by_digest.get(digest)
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert the invariant against the tables of all sequences that own blocks."""
+        owners = [0] * self.total
+        for table in tables:
+            assert len(set(table)) == len(table), "a block appears twice in one table"
+            for block in table:
+                owners[block] += 1
+        assert owners == self._refs, "reference counts differ from the block tables"
+        used = {block for block, count in enumerate(owners) if count}
+        assert not used & self._free.keys() and not used & self._reusable.keys()
+        assert not self._free.keys() & self._reusable.keys()
+        assert len(used) + len(self._free) + len(self._reusable) == self.total, "blocks leaked"
+        assert {d: b for b, d in self._digest.items()} == self._by_digest
+        assert all(block in self._digest for block in self._reusable)
+        shared = {block for block, count in enumerate(owners) if count > 1}
+        assert shared <= self._digest.keys(), "a block with unknown content is shared"
