@@ -1,0 +1,205 @@
+"""Draft acceptance at temperature 0, with transformers alone: no line of the engine is used.
+
+The target's greedy text comes first (batched). Then speculative decoding is walked along it: from
+a position the draft continues greedily by `--length` tokens, the run of tokens that agree with the
+target's text is accepted, the next position is after them and the target's own token. All
+positions of a text are drafted in one batch (the draft's answer depends on the text before it
+only), so the walk itself costs nothing.
+
+    python benchmarks/acceptance.py --target DIR --draft DIR --per-suite 20
+
+The last line of the output is one JSON object: per suite and their mean, `acceptance` (accepted /
+drafted tokens) and `mean_accepted_length` (tokens per target step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from prompts import Prompt, default_folder, load_suites
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+
+@dataclass
+class Walk:
+    """Counts of one or more walks; `steps` are target steps."""
+
+    length: int
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    by_position: list[int] = field(default_factory=list)  # how often draft token i was accepted
+    tried: list[int] = field(default_factory=list)  # how often token i was reached
+
+    def __post_init__(self) -> None:
+        self.by_position = self.by_position or [0] * self.length
+        self.tried = self.tried or [0] * self.length
+
+    def summary(self) -> dict[str, Any]:
+        """Rates, each with its own denominator: token i counts only where i - 1 was accepted."""
+        return {
+            "acceptance": round(self.accepted / max(1, self.drafted), 4),
+            "mean_accepted_length": round(self.committed / max(1, self.steps), 4),
+            "per_position": [
+                round(a / max(1, t), 4) for a, t in zip(self.by_position, self.tried, strict=True)
+            ],
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+        }
+
+
+def walk(text: list[int], drafts: list[list[int]], length: int, into: Walk) -> None:
+    """Walk speculative decoding along `text`, the target's greedy tokens.
+
+    `drafts[i]` is the draft's continuation after `text[:i]`. As an engine does, a draft is cut so
+    that it and the target's own token fit into what is left of the text.
+    """
+    at = 0
+    while at < len(text):
+        want = min(length, len(text) - at - 1)
+        run = 0
+        while run < want and drafts[at][run] == text[at + run]:
+            run += 1
+        into.steps += 1
+        into.drafted += want
+        into.accepted += run
+        into.committed += run + 1
+        for i in range(want):
+            into.tried[i] += i <= run
+            into.by_position[i] += i < run
+        at += run + 1
+
+
+@torch.inference_mode()
+def greedy_texts(
+    model: Any, prompts: list[list[int]], tokens: int, stops: frozenset[int]
+) -> list[list[int]]:
+    """The greedy continuations of a batch, each cut after its first stop token."""
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=sorted(stops) or None,
+        pad_token_id=0,
+        use_cache=True,
+    )
+    texts = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
+        texts.append(row[:end])
+    return texts
+
+
+@torch.inference_mode()
+def greedy_drafts(model: Any, prompt: list[int], text: list[int], length: int) -> list[list[int]]:
+    """The draft's greedy continuation of every prefix `prompt + text[:i]`, `length` tokens each.
+
+    One forward over the text gives every first token and all keys and values. The further tokens
+    of all prefixes are decoded together: as rows of one packed sequence with a block mask, so
+    that row i sees the text before i and its own tokens only.
+    """
+    n, start = len(text), len(prompt)
+    known = torch.tensor([prompt + text[:-1]], device=model.device)
+    out = model(known, use_cache=True)
+    token = out.logits[0, start - 1 :].argmax(-1)  # [n]
+    drafts, cache = [token], out.past_key_values
+    device, dtype = model.device, model.dtype
+    seen = (
+        torch.arange(known.shape[1], device=device)
+        < torch.arange(start, start + n, device=device)[:, None]
+    )  # [n, text]: prefix i ends before position start + i
+    own = torch.eye(n, dtype=torch.bool, device=device)
+    for depth in range(length - 1):
+        seen = torch.cat([seen, own], dim=1)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        mask.masked_fill_(~seen, torch.finfo(dtype).min)
+        positions = torch.arange(start, start + n, device=device) + depth
+        out = model(
+            token[None],
+            position_ids=positions[None],
+            attention_mask=mask[None, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        token, cache = out.logits[0].argmax(-1), out.past_key_values
+        drafts.append(token)
+    columns: Tensor = torch.stack(drafts, dim=1)
+    return columns.tolist()
+
+
+def measure(
+    target: Any, draft: Any, suites: dict[str, list[Prompt]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Walk all suites; returns {suite: summary}."""
+    stops: frozenset[int] = frozenset()
+    if not args.ignore_eos:
+        eos = target.generation_config.eos_token_id
+        stops = frozenset([eos] if isinstance(eos, int) else eos or [])
+    console = Console(stderr=True)
+    result: dict[str, Any] = {}
+    for suite, entries in suites.items():
+        counts = Walk(args.length)
+        # Similar lengths share a batch, so that little of it is padding.
+        ordered = sorted((e.token_ids for e in entries), key=len)
+        batches = [ordered[i : i + args.batch] for i in range(0, len(ordered), args.batch)]
+        for batch in track(batches, description=f"{suite:10}", console=console, transient=True):
+            for prompt, text in zip(
+                batch, greedy_texts(target, batch, args.max_tokens, stops), strict=True
+            ):
+                drafts = greedy_drafts(draft, prompt, text, args.length)
+                walk(text, drafts, args.length, counts)
+        result[suite] = counts.summary()
+        console.print(f"{suite:10} {result[suite]}", highlight=False)
+    return result
+
+
+def main() -> None:
+    """Measure as the command line says; the last line of the output is JSON."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", default="paceline/tiny")
+    parser.add_argument("--draft", default="paceline/tiny-draft")
+    parser.add_argument("--length", type=int, default=4, help="draft length")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--per-suite", type=int, default=20, help="prompts a suite; 0: all")
+    parser.add_argument("--suites", default="stories,arith,chat,stdlib")
+    parser.add_argument("--prompts-dir", default=str(default_folder()))
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    from inflate import resolve
+
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(resolve(name), dtype=getattr(torch, args.dtype))
+        .to(args.device)
+        .eval()
+        for name in (args.target, args.draft)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
+    limit = target.config.max_position_embeddings - args.max_tokens - args.length
+    suites = load_suites(args.prompts_dir, args.suites.split(","), tokenizer, args.per_suite, limit)
+    result = measure(target, draft, suites, args)
+    mean = sum(s["acceptance"] for s in result.values()) / len(result)
+    length = sum(s["mean_accepted_length"] for s in result.values()) / len(result)
+    result["mean"] = {"acceptance": round(mean, 4), "mean_accepted_length": round(length, 4)}
+    json.dump(result, sys.stdout)
+    print()
+
+
+if __name__ == "__main__":
+    main()

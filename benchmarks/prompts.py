@@ -1,0 +1,91 @@
+"""The in-domain prompt suites as token ids, the same for every contestant."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUITES = ("stories", "arith", "chat", "stdlib")
+
+# A few of our own, for a checkout without the prompts folder: (format, text).
+BUILT_IN: dict[str, list[tuple[str, str]]] = {
+    "stories": [
+        ("completion", "Once upon a time there was a little fox who lived near a river. One day"),
+        ("completion", "Anna and Tom went to the park with their red ball. The sun was warm."),
+        ("completion", "The old king had three sons. The youngest said,"),
+        ("completion", "It was raining, and the small bear could not find his mother."),
+    ],
+    "arith": [
+        ("chat", "A box holds 12 pencils. How many pencils are in 7 boxes?"),
+        ("chat", "What is 345 + 278?"),
+        ("chat", "Sara has 50 coins and gives away 18. How many coins are left?"),
+        ("chat", "A garden is 9 meters long and 6 meters wide. What is its area?"),
+    ],
+    "chat": [
+        ("chat", "Give three tips for staying healthy."),
+        ("chat", "Write a short letter to a friend about a holiday by the sea."),
+        ("chat", "What is the difference between a city and a village?"),
+        ("chat", "I would like to book a table for two tonight."),
+    ],
+    "stdlib": [
+        ("completion", 'def gcd(a, b):\n    """Return the greatest common divisor."""\n'),
+        ("completion", "class Stack:\n    def __init__(self):\n        self.items = []\n\n"),
+        ("completion", 'def is_prime(n):\n    """Return True if n is a prime number."""\n'),
+        ("completion", "import os\n\ndef walk_files(path):\n"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenized once for all contestants."""
+
+    suite: str
+    token_ids: list[int]
+
+
+def default_folder() -> Path:
+    """Where the prompt files lie beside a checkout."""
+    return Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
+
+
+def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
+    """(format, first turn) of every record; our own few where the file is missing."""
+    path = Path(folder) / f"{suite}.jsonl"
+    if not path.is_file():
+        if suite not in BUILT_IN:
+            raise SystemExit(f"error: no {path}, and no built-in prompts for {suite!r}")
+        return BUILT_IN[suite]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(r["format"], r["turns"][0]) for r in records]
+
+
+def encode(tokenizer: Any, form: str, text: str) -> list[int]:
+    """Token ids of a prompt: chats through the chat template, completions as they are."""
+    if form == "chat" and tokenizer.chat_template:
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+    return list(tokenizer(text).input_ids)
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """`count` items evenly spread over the list (0: all), so that no category is left out."""
+    if not count or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def load_suites(
+    folder: str | Path, names: list[str], tokenizer: Any, per_suite: int, limit: int
+) -> dict[str, list[Prompt]]:
+    """{suite: prompts}, those longer than `limit` tokens left out."""
+    suites = {}
+    for name in names:
+        encoded = [encode(tokenizer, form, text) for form, text in read_texts(folder, name)]
+        fitting = [ids for ids in encoded if len(ids) <= limit]
+        suites[name] = [Prompt(name, ids) for ids in spread(fitting, per_suite)]
+    return suites

@@ -1,0 +1,64 @@
+"""The independent measurement of draft acceptance."""
+
+import torch
+from acceptance import Walk, greedy_drafts, greedy_texts, walk
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_walk_counts_by_hand() -> None:
+    # From 0: [7, 8] agrees, 0 does not -> 2 accepted, the text's own 9 follows. From 3: only one
+    # token may be drafted before the last; it is wrong. From 4: nothing is left to draft.
+    text = [7, 8, 9, 5, 6]
+    drafts = [[7, 8, 0], [1, 1, 1], [1, 1, 1], [4, 4, 4], [6, 6, 6]]
+    counts = Walk(3)
+    walk(text, drafts, 3, counts)
+    assert (counts.steps, counts.drafted, counts.accepted, counts.committed) == (3, 4, 2, 5)
+    assert counts.summary()["per_position"] == [0.5, 1.0, 0.0]
+    assert counts.summary()["acceptance"] == 0.5
+
+
+def test_drafts_equal_one_by_one_decoding() -> None:
+    model = tiny(1)
+    prompt, text = [3, 9, 4, 1], [2, 30, 11, 5, 5, 8]
+    drafts = greedy_drafts(model, prompt, text, 4)
+    for i, draft in enumerate(drafts):
+        ids = prompt + text[:i]
+        for token in draft:
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+    assert len(drafts) == len(text)
+
+
+def test_a_model_accepts_itself() -> None:
+    model = tiny(2)
+    counts = Walk(4)
+    prompts = [[3, 9, 4, 1], [7, 2]]
+    texts = greedy_texts(model, prompts, 21, frozenset())
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert len(text) == 21
+        walk(text, greedy_drafts(model, prompt, text, 4), 4, counts)
+    assert counts.accepted == counts.drafted == 2 * (4 * 4)  # 4 x (4 + 1) tokens, then one more
+    assert counts.summary()["mean_accepted_length"] == 4.2
+
+
+def test_texts_end_after_a_stop_token() -> None:
+    model = tiny(2)
+    free = greedy_texts(model, [[3, 9, 4, 1]], 16, frozenset())[0]
+    stop = free[5]
+    cut = greedy_texts(model, [[3, 9, 4, 1]], 16, frozenset([stop]))[0]
+    assert cut == free[: free.index(stop) + 1]
