@@ -1,0 +1,243 @@
+"""Read a causal language model from a folder or the hub, with one clear line when that fails."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.model.names import resolve
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+_PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def load_module(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
+    """A transformers module in eval mode that calls our attention function."""
+    place = resolve_device(device)
+    number = resolve_dtype(dtype, place)
+    path = resolve(name)
+    if _is_path(path):
+        _check_folder(name, Path(path))
+    from paceline.model.probe import ATTENTION, register
+
+    register()
+    with _quiet():
+        config = _config(name, path)
+        check_architecture(config)
+        module = _weights(name, path, config, number, ATTENTION)
+    return module.to(place)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is CUDA when there is one. Raises ConfigError on an unusable device."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(
+            f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N"
+        ) from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ConfigError(
+            f"device {place} asked for, but PyTorch sees {found} CUDA devices; use auto or cpu"
+        )
+    return place
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype to load in; None keeps the checkpoint's own."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        if device.type != "cpu":
+            return None
+        return torch.bfloat16 if cpu_has_bf16() else torch.float32
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware (AVX-512 BF16, AMX, or Arm BF16)."""
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        supported = getattr(torch.cpu, probe, None)
+        if supported is not None and supported():
+            return True
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+# -- before any weight is read ---------------------------------------------------------------
+
+
+def _is_path(path: str) -> bool:
+    """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
+    looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    return looks or Path(path).exists()
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    if not folder.exists():
+        near = []
+        if folder.parent.is_dir():
+            siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+            near = difflib.get_close_matches(folder.name, siblings, n=1)
+        hint = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
+        raise ModelLoadError(f"model folder {name} does not exist; {hint}")
+    if not folder.is_dir():
+        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelLoadError(
+            f"folder {name} has no config.json, so it is not a transformers model; "
+            "give the folder written by save_pretrained or downloaded from the hub"
+        )
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(
+            f"{config} is not valid JSON ({_line(error)}); copy the file again"
+        ) from None
+    if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
+        raise ModelLoadError(
+            f"folder {name} has a config.json but no weights (*.safetensors); "
+            "finish the download, or give another folder"
+        )
+
+
+def _config(name: str, path: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if _is_path(path):
+            raise ModelLoadError(
+                f"the config.json of {name} cannot be used: {_line(error)}; "
+                "a newer transformers may know this model type"
+            ) from None
+        raise ModelLoadError(_hub_message(name, error)) from None
+
+
+def check_architecture(config: Any) -> None:
+    """Refuse what cannot be paged and rolled back, by name, before reading weights."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{kind} is an encoder-decoder model with cross-attention layers; "
+            "only decoder-only language models can be decoded speculatively here"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
+    text = config.get_text_config(decoder=True)
+    names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    foreign = sorted(set(names) - _PAGED_LAYERS)
+    if foreign:
+        raise UnsupportedModelError(
+            f"{kind} has {', '.join(foreign)} layers, whose state cannot be rolled back "
+            "when draft tokens are rejected; use a model with attention layers only"
+        )
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{kind} has recurrent layers (state space, RWKV or the like), whose state cannot be "
+            "rolled back when draft tokens are rejected; use a model with attention layers only"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"the attention layers of {kind} do not go through the attention interface of "
+            "transformers, so their keys and values cannot be paged; use another architecture"
+        )
+
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, attention: str) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or "auto",
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise ModelLoadError(
+            f"a weights file of {name} is damaged ({_line(error)}); download or copy it again"
+        ) from None
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if _is_path(path):
+            raise ModelLoadError(f"the weights of {name} cannot be read: {_line(error)}") from None
+        raise ModelLoadError(_hub_message(name, error)) from None
+    for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
+        bad = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key])
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise ModelLoadError(
+                f"the checkpoint {name} {what} the weight {bad[0]}{more}, "
+                "which its config.json asks for; the two files do not belong together"
+            )
+    return module
+
+
+def _hub_message(name: str, error: Exception) -> str:
+    reason = _line(error)
+    offline = any(word in reason.lower() for word in ("offline", "connect", "internet", "reach"))
+    if offline or "cached files" in reason:
+        return (
+            f"{name} is no local folder, and the model hub cannot be reached; "
+            "give the path of a downloaded model, or go online"
+        )
+    return (
+        f"{name} is neither a local folder nor a model on the hub that can be read ({reason}); "
+        "check the spelling"
+    )
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a message, without the full stop."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers' progress bars and warnings off; what matters is raised as an error."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,146 @@
+"""Which cached keys a row may see: full, sliding-window and chunked layers, chains and trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from paceline.core.batch import Span
+from paceline.core.tree import ancestor_mask, depths_of
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a layer sees of the past, in positions: everything, a window, or its own chunk.
+
+    ``window`` W: keys with ``q_pos - k_pos < W``. ``chunk`` C: keys with
+    ``k_pos // C == q_pos // C`` (Llama 4). At most one of them is set.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_key(self, span: Span) -> int:
+        """Smallest cache index that any row of the span sees. Earlier keys need not be read."""
+        base = span.context + span.pending
+        if span.pending:
+            lowest = span.context
+        else:
+            lowest = base - 1 + min(depths_of(span.parents)[span.first_new :])
+        if self.window is not None:
+            # Node indices are not positions, but every index below base is.
+            return min(max(0, lowest - self.window + 1), base)
+        if self.chunk is not None:
+            return min(lowest // self.chunk * self.chunk, base)
+        return 0
+
+    def phase(self, span: Span) -> int:
+        """What, beside the span's shape, the mask depends on: where in its chunk it stands."""
+        return (span.context + span.pending) % self.chunk if self.chunk is not None else 0
+
+
+FULL = Pattern()
+
+
+def visible(span: Span, pattern: Pattern, columns: int) -> torch.Tensor:
+    """bool ``[rows, columns]`` on the host: which of the span's last ``columns`` keys each row sees.
+
+    Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
+    chunks the result does not depend on the span's context, so one mask serves all steps.
+    """
+    return _visible(
+        span.pending, span.parents, span.first_new, pattern, pattern.phase(span), columns
+    )
+
+
+def _visible(
+    pending: int,
+    parents: tuple[int, ...],
+    first_new: int,
+    pattern: Pattern,
+    phase: int,
+    columns: int,
+) -> torch.Tensor:
+    # Positions are counted from the first index after the pending tokens ("base").
+    nodes = len(parents)
+    depths = torch.tensor(depths_of(parents), dtype=torch.int64)
+    key_index = torch.arange(nodes - columns, nodes)
+    key_pos = key_index.clone()
+    if nodes:
+        key_pos[max(0, columns - nodes) :] = (depths - 1)[max(0, nodes - columns) :]
+    row_pos = torch.cat([torch.arange(-pending, 0), depths[first_new:] - 1])
+    # Committed and pending keys: everything up to the row itself.
+    mask = (key_index < 0) & (key_index <= row_pos[:, None])
+    if nodes:
+        shown = ancestor_mask(parents)[first_new:, max(0, nodes - columns) :]
+        mask[pending:, max(0, columns - nodes) :] = shown
+    if pattern.window is not None:
+        mask &= row_pos[:, None] - key_pos < pattern.window
+    if pattern.chunk is not None:
+        same = torch.div(row_pos + phase, pattern.chunk, rounding_mode="floor")[:, None]
+        mask &= same == torch.div(key_pos + phase, pattern.chunk, rounding_mode="floor")
+    return mask
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the mask is true, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+@lru_cache(maxsize=64)
+def _template(
+    pending: int,
+    parents: tuple[int, ...],
+    first_new: int,
+    pattern: Pattern,
+    phase: int,
+    capacity: int,
+    repeats: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    mask = _visible(pending, parents, first_new, pattern, phase, capacity)
+    return additive(mask.repeat(repeats, 1), dtype).to(device)
+
+
+def short_mask(
+    span: Span,
+    pattern: Pattern,
+    columns: int,
+    repeats: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Additive ``[repeats * rows, columns]`` for a span of few rows.
+
+    Masks are right-aligned and independent of the context, so a step takes a view of a wider
+    one that was built when this shape of draft was first seen.
+    """
+    capacity = 256
+    while capacity < columns:
+        capacity *= 2
+    template = _template(
+        span.pending,
+        span.parents,
+        span.first_new,
+        pattern,
+        pattern.phase(span),
+        capacity,
+        repeats,
+        dtype,
+        device,
+    )
+    return template[:, capacity - columns :]
+
+
+def long_mask(
+    span: Span, pattern: Pattern, columns: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Additive ``[rows, columns]`` for a span of many rows; not kept."""
+    mask = visible(span, pattern, columns)
+    if device.type == "cuda":
+        mask = mask.pin_memory().to(device, non_blocking=True)
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
+    return zeros.masked_fill_(~mask, float("-inf"))

@@ -1,0 +1,138 @@
+"""What a loaded model does in attention, found by asking it: a forward of two tokens.
+
+Two attention functions are registered with transformers: the real one, for whose name
+transformers builds no masks, and a probe. The probe's masks carry, as their value, what each
+layer would be allowed to see, so windows and chunks are never guessed from configuration names,
+and a layer that does not call the registered function is found before it can do harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from paceline.errors import UnsupportedModelError
+from paceline.model.attention import paged_attention
+from paceline.model.cache import LayerShape
+from paceline.model.masks import FULL, Pattern
+
+ATTENTION = "paceline"
+PROBE = "paceline_probe"
+_FAR = 1 << 30  # a position beyond every window
+
+
+@dataclass
+class Probe:
+    """Filled by the probing attention function, one entry per call."""
+
+    layers: list[int] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    shapes: list[LayerShape] = field(default_factory=list)
+    patterns: list[Pattern] = field(default_factory=list)
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Make both functions known to transformers, once per process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(PROBE, _probing_attention)
+    AttentionMaskInterface.register(PROBE, _probing_mask)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paceline_step: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    out = paged_attention(
+        query, key, value, module.layer_idx, paceline_step, scaling, softcap, s_aux
+    )
+    return out, None
+
+
+def _probing_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    paceline_step: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    kind = type(module).__name__
+    if not isinstance(paceline_step, Probe):
+        raise UnsupportedModelError(f"{kind} does not pass keyword arguments on to attention")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedModelError(f"{kind} does not know which layer it is in (no layer_idx)")
+    for name in ("position_bias", "head_mask", "block_mask", "indexer"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{kind} gives attention a {name}, which is not supported")
+    paceline_step.layers.append(layer)
+    paceline_step.modules.append(module)
+    paceline_step.shapes.append((key.shape[1], key.shape[-1], value.shape[-1]))
+    paceline_step.patterns.append(_pattern(attention_mask, kwargs.get("sliding_window")))
+    group = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(group, 1).transpose(1, 2).contiguous(), None
+
+
+def _pattern(mask: torch.Tensor | None, window: int | None) -> Pattern:
+    if mask is None:  # the model builds no masks through transformers' functions
+        return Pattern(window=window)
+    code = int(mask.flatten()[0].item())
+    if code == 0:
+        return FULL
+    return Pattern(window=code) if code > 0 else Pattern(chunk=-code)
+
+
+def _probing_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> torch.Tensor:
+    """An int64 mask whose every entry is W for a window, -C for chunks, 0 for no limit."""
+    code = _code(mask_function, getattr(config, "attention_chunk_size", None))
+    return torch.full((batch_size, 1, q_length, kv_length), code, device=device)
+
+
+def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
+    def sees(query: int, key: int) -> bool:
+        index = [torch.tensor(value) for value in (0, 0, query, key)]
+        return bool(mask_function(*index))
+
+    def first(query: int) -> int:
+        low, high = 0, query
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if sees(query, middle) else (middle + 1, high)
+        return low
+
+    if sees(_FAR, _FAR + 1) or not sees(_FAR, _FAR):
+        raise UnsupportedModelError("attention is bidirectional; only causal models can be decoded")
+    if sees(_FAR, 0):
+        return 0
+    windows = [query - first(query) + 1 for query in (_FAR, _FAR + 1, _FAR + 2)]
+    if len(set(windows)) == 1:
+        return windows[0]
+    if chunk and all(first(query) == query // chunk * chunk for query in (_FAR, _FAR + chunk + 1)):
+        return -chunk
+    raise UnsupportedModelError("a layer's attention mask is neither full, a window nor chunks")

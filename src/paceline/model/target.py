@@ -1,0 +1,209 @@
+"""Any causal language model of transformers, called on packed batches over a paged cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.errors import UnsupportedModelError
+from paceline.model.attention import AttentionStep, KeyValueStore
+from paceline.model.cache import LayerShape, PagedCache
+from paceline.model.masks import Pattern
+
+UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
+
+
+class CausalModel:
+    """A transformers model whose keys and values live in the engine's paged cache.
+
+    ``vocab_size`` rows of logits, ``max_positions`` tokens per sequence, ``num_layers``,
+    ``hidden_size``, ``cache_shapes`` (kv heads, key width, value width) per layer, ``dtype``,
+    ``device``, ``eos_token_ids``, ``name``, and ``hf``, the transformers module itself.
+    """
+
+    def __init__(self, hf: Any, name: str) -> None:
+        """Adapt a module built with ``attn_implementation="paceline"``.
+
+        Raises UnsupportedModelError if a probe shows that not every layer's state is keys and
+        values handled by our attention function.
+        """
+        self.hf = hf.eval()
+        self.name = name
+        self.device: torch.device = hf.device
+        self.dtype: torch.dtype = hf.dtype
+        config = hf.config.get_text_config(decoder=True)
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        limit = getattr(config, "max_position_embeddings", None)
+        self.max_positions: int = limit or UNLIMITED_POSITIONS
+        self.eos_token_ids = _eos_ids(hf, config)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
+        self._captured: dict[int, torch.Tensor] | None = None
+        self._hooked: set[int] = set()
+        self._patterns: tuple[Pattern, ...] = ()
+        self.cache_shapes: list[LayerShape] = []
+        self._attention_modules: list[torch.nn.Module] = []
+        self.vocab_size = self._probe()
+        self._verify()
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+    ) -> CausalModel:
+        """Load a built-in model, a local folder or a hub name.
+
+        dtype "auto": bfloat16 on a CPU with bf16 instructions, float32 on others, the
+        checkpoint's own on CUDA. Raises ModelLoadError, UnsupportedModelError, ConfigError.
+        """
+        from paceline.model.loading import load_module
+
+        return cls(load_module(name_or_path, dtype, device), name_or_path)
+
+    def __call__(
+        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+    ) -> ModelOutput:
+        """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
+
+        ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
+        the output of the final norm, which the language-model head sees.
+        """
+        step = AttentionStep.of(batch, cache, self._patterns)
+        for layer in features:
+            if layer not in self._hooked:
+                self._hook(layer)
+        self._captured = {} if features else None
+        try:
+            logits = self._forward(batch, step)
+            captured = self._captured or {}
+        finally:
+            self._captured = None
+        return ModelOutput(logits, {layer: captured[layer] for layer in features})
+
+    def _forward(self, batch: Batch, step: Any) -> torch.Tensor:
+        rows = batch.logit_rows
+        keep: dict[str, Any] = {}
+        if rows is not None and self._keeps_rows:
+            keep["logits_to_keep"] = rows
+        out = self.hf(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            paceline_step=step,
+            **keep,
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits if rows is None or self._keeps_rows else logits.index_select(0, rows)
+
+    # -- features --------------------------------------------------------------------------
+
+    def _hook(self, layer: int) -> None:
+        if not 0 <= layer <= self.num_layers:
+            raise UnsupportedModelError(
+                f"{self.name} has layers 0 to {self.num_layers - 1}; there is no feature {layer}"
+            )
+
+        def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._captured is not None:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                self._captured[layer] = hidden[0]
+
+        def keep_output(_: Any, __: Any, output: Any) -> None:
+            if self._captured is not None:
+                self._captured[layer] = output[0][0]
+
+        if layer == self.num_layers:
+            self.hf.base_model.register_forward_hook(keep_output)
+        else:
+            self.layer_module(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
+        self._hooked.add(layer)
+
+    def layer_module(self, layer: int) -> torch.nn.Module:
+        """The decoder layer: the entry of a module list that holds the layer's attention."""
+        wanted = self._attention_modules[layer]
+        name = next(name for name, module in self.hf.named_modules() if module is wanted)
+        parts = name.split(".")
+        end = max(i for i, part in enumerate(parts) if part.isdigit())
+        module: torch.nn.Module = self.hf.get_submodule(".".join(parts[: end + 1]))
+        return module
+
+    # -- what the model is, by trying it ---------------------------------------------------
+
+    @torch.inference_mode()
+    def _probe(self) -> int:
+        """Find shapes and patterns of all layers; returns the number of logits."""
+        from paceline.model.probe import ATTENTION, PROBE, Probe, register
+
+        register()
+        probe = Probe()
+        self.hf.set_attn_implementation(PROBE)
+        try:
+            logits = self._forward(_probe_batch(self.device), probe)
+        finally:
+            self.hf.set_attn_implementation(ATTENTION)
+        kind = type(self.hf).__name__
+        if sorted(probe.layers) != list(range(self.num_layers)):
+            missing = sorted(set(range(self.num_layers)) - set(probe.layers))
+            what = f"layers {missing}" if missing else "some layers more than once"
+            raise UnsupportedModelError(
+                f"{kind}: {what} of {self.num_layers} did not go through the attention interface "
+                "of transformers, so their state cannot be paged; use a model with attention only"
+            )
+        by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
+        self.cache_shapes = [probe.shapes[call] for call in by_layer]
+        self._patterns = tuple(probe.patterns[call] for call in by_layer)
+        self._attention_modules = [probe.modules[call] for call in by_layer]
+        return logits.shape[-1]
+
+    @torch.inference_mode()
+    def _verify(self) -> None:
+        """Two equal sequences in one batch, then a cached step, must give equal logits.
+
+        Recurrent state, convolutions over rows and ignored position ids all break this.
+        """
+        cache = PagedCache(self.cache_shapes, 2, 2, self.dtype, self.device)
+        first, second = self._forward_all(_probe_batch(self.device, 2), cache).chunk(2)
+        cached = self._forward_all(_probe_batch(self.device, 1, context=1), cache)
+        limit = 1e-2 if self.dtype == torch.float32 else 0.25
+        for other in (second[-1:], cached):
+            if not _distance(first[-1:], other) <= limit:
+                raise UnsupportedModelError(
+                    f"{type(self.hf).__name__}: a layer keeps state outside its keys and values "
+                    "(recurrent, convolutional or position-blind), which cannot be rolled back"
+                )
+
+    def _forward_all(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        return self(batch, cache).logits.float()
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    scale = (a - a.mean()).norm() + 1e-6
+    return float((a - b).norm() / scale)
+
+
+def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Batch:
+    """The sequence of tokens 1, 2, once or twice; with context 1 only its second token."""
+    fed = 2 - context
+    ids = torch.tensor([1, 2][context:] * copies, device=device)
+    positions = torch.arange(context, 2, device=device).repeat(copies)
+    slots = torch.arange(context, context + fed * copies, device=device)
+    spans = tuple(Span(i, i * fed, context, fed) for i in range(copies))
+    return Batch(ids, positions, slots, spans, tuple([i] for i in range(copies)))
+
+
+def _eos_ids(hf: Any, config: Any) -> frozenset[int]:
+    """End-of-sequence ids of the generation config, else of the model's."""
+    generation = getattr(hf, "generation_config", None)
+    for source in (generation, config):
+        ids = getattr(source, "eos_token_id", None)
+        if isinstance(ids, int):
+            return frozenset((ids,))
+        if ids:
+            return frozenset(ids)
+    return frozenset()
