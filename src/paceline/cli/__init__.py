@@ -1,0 +1,1 @@
+"""The command line. Modules here import torch and transformers only inside functions."""

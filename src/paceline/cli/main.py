@@ -1,0 +1,99 @@
+"""``paceline``: the commands, and how their errors leave the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline import __version__
+from paceline.cli import demo, generate, train
+from paceline.errors import PacelineError
+
+
+def _debugging() -> bool:
+    return os.environ.get("PACELINE_DEBUG", "0") != "0"
+
+
+def _fail(message: str, code: int) -> typer.Exit:
+    """One line on stderr, whatever the message held."""
+    print(" ".join(message.split()), file=sys.stderr)
+    return typer.Exit(code)
+
+
+class CommandGroup(TyperGroup):
+    """Turns every way to fail into one line and an exit code: 1 error, 2 usage, 130 Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise _fail(str(interrupt) or "interrupted", 130) from None
+        except PacelineError as error:
+            if _debugging():
+                raise
+            raise _fail(f"error: {error}", 1) from None
+        except Exception as error:
+            # Typer's own exceptions (usage, exit) carry their code; a broken pipe means that the
+            # reader of our output has gone, and Typer then ends quietly.
+            known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
+            if known or _debugging():
+                raise
+            hint = "run again with --debug for the traceback"
+            raise _fail(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=CommandGroup,
+    help="Lossless speculative decoding: the text of the large model, sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (also PACELINE_DEBUG=1).")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["PACELINE_DEBUG"] = "1"
+
+
+app.command("generate")(generate.generate)
+app.command("chat")(generate.chat)
+app.command("demo")(demo.demo)
+app.add_typer(train.app, name="train")
+
+
+def main() -> None:
+    """Entry point of the ``paceline`` script."""
+    try:
+        app()
+    except KeyboardInterrupt:  # outside a command: while Typer itself starts or ends
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

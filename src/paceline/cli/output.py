@@ -1,0 +1,145 @@
+"""Completions on a terminal, in a pipe, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from paceline import LLM, Completion, SamplingParams
+
+DRAFT_STYLE = "green"
+TARGET_STYLE = "bold"
+
+STATS = (
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "acceptance_per_position",
+    "target_steps",
+    "decode_seconds",
+    "tokens_per_second",
+)
+_WINDOW = 8  # tokens of context that decide how the next one is spelt (spaces, UTF-8 pieces)
+
+
+def completion_record(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON knows it; the names are those of the Python API."""
+    return {
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "finish_reason": completion.finish_reason,
+        "index": completion.index,
+        "stats": {name: getattr(completion.stats, name) for name in STATS},
+    }
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)
+
+
+def print_json(record: dict[str, Any]) -> None:
+    print(json.dumps(record, ensure_ascii=False, default=_plain), flush=True)
+
+
+def summary(completion: Completion) -> str:
+    """One line of figures for people."""
+    stats = completion.stats
+    parts = [
+        f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
+        f"{stats.tokens_per_second:.0f} tokens/s",
+    ]
+    if stats.drafted_tokens:
+        parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
+        parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
+    return " · ".join(parts)
+
+
+class Painter:
+    """Colours streamed text by where its tokens came from.
+
+    The text is the engine's own and is never altered; only the boundaries between tokens are
+    worked out here, by decoding. Where a character spans tokens, it takes the later one's colour.
+    """
+
+    def __init__(self, tokenizer: Any, coloured: bool) -> None:
+        self._tokenizer = tokenizer
+        self._coloured = coloured
+        self._ids: list[int] = []
+        self._pieces: deque[tuple[int, bool]] = deque()  # characters not yet shown, from draft?
+
+    def paint(self, text: str, token_ids: Iterable[int], from_draft: Iterable[bool]) -> Text:
+        """The new text as styled runs; call once for every event, in order."""
+        if not self._coloured:
+            return Text(text)
+        for token, drafted in zip(token_ids, from_draft, strict=True):
+            self._pieces.append((self._length_of(token), drafted))
+        painted = Text()
+        position = 0
+        while position < len(text) and self._pieces:
+            length, drafted = self._pieces.popleft()
+            shown = text[position : position + length]
+            painted.append(shown, DRAFT_STYLE if drafted else TARGET_STYLE)
+            position += length
+            if position > len(text):  # the engine holds the rest back for now
+                self._pieces.appendleft((position - len(text), drafted))
+        painted.append(text[position:])
+        return painted
+
+    def _length_of(self, token: int) -> int:
+        context = self._ids[-_WINDOW:]
+        before = self._decode(context)
+        self._ids.append(token)
+        return max(0, len(self._decode([*context, token])) - len(before))
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return str(text).rstrip("\ufffd")  # an unfinished character belongs to its last token
+
+
+def stream_to(
+    console: Console,
+    llm: LLM,
+    prompts: Sequence[str] | Sequence[list[int]],
+    params: SamplingParams,
+    show_draft: bool,
+) -> list[Completion]:
+    """Print completions as they grow (a single one) or as they finish (several)."""
+    single = len(prompts) == 1 and params.n == 1
+    painters: dict[int, Painter] = {}
+    texts: dict[int, Text] = {}
+    done: list[Completion] = []
+    for event in llm.stream(prompts, params):
+        painter = painters.setdefault(event.index, Painter(llm.tokenizer, show_draft))
+        new = painter.paint(event.text, event.token_ids, event.from_draft)
+        if single:
+            console.print(new, end="", soft_wrap=True, highlight=False)
+        else:
+            texts.setdefault(event.index, Text()).append_text(new)
+        if event.completion is None:
+            continue
+        done.append(event.completion)
+        if not single:
+            console.rule(Text(_headline(event.completion), style="dim"), align="left")
+            console.print(texts.pop(event.index), soft_wrap=True, highlight=False)
+    if single:
+        console.print()
+    return done
+
+
+def _headline(completion: Completion) -> str:
+    first_line = str(completion.prompt).strip().split("\n", 1)[0]
+    return first_line if len(first_line) <= 60 else f"{first_line[:57]}..."
