@@ -136,11 +136,21 @@ class Check:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a chosen token and of the most likely ones, ``(id, logprob)``."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The rule's word on one tree: accepted nodes, root to leaf, and the token after them."""
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
 
 
 @dataclass(frozen=True)
@@ -160,3 +170,4 @@ class Commit:
     reached: int = 0
     fed: int = 0  # pending tokens whose keys and values are now cached
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them

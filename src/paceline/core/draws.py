@@ -1,0 +1,126 @@
+"""From laws to tokens, for drafters and verifier alike. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.noise import exponential
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows, adjusted, laws_of_scores
+from paceline.core.sequence import Sequence
+from paceline.core.transfer import to_device
+from paceline.core.tree import Draw
+
+# Keeps uniform * mass below the mass when it is rounded: a point beyond the end would be no token.
+_BELOW_ONE = 1.0 - 2.0**-50
+
+
+def is_coupled(params: SamplingParams) -> bool:
+    """True if the request draws with noise that depends on (seed, position) alone."""
+    return params.seed is not None and not params.greedy
+
+
+def is_free(params: SamplingParams) -> bool:
+    """True if the request draws with the engine's own generator: sampled, without a seed."""
+    return params.seed is None and not params.greedy
+
+
+def pick(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: one token from each law [R, V] by inversion, given uniforms [R] in [0, 1).
+
+    A token of probability zero is never picked, so a one-hot law gives its token. Laws need not
+    sum to one. Sums are float64: no probability is lost to rounding.
+    """
+    cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
+    points = cumulative[:, -1:] * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
+    return torch.searchsorted(cumulative, points, right=True).squeeze(1)
+
+
+def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed.
+
+    The position is the absolute index of the token that the row chooses.
+    """
+    seeds = [seq.params.seed or 0 for seq in rows.seqs]
+    noise = exponential(seeds, rows.positions, laws.shape[1], laws.device)
+    return torch.div(laws, noise, out=noise).argmax(dim=-1)
+
+
+def choose(laws: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
+    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn."""
+    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+    if len(coupled) == len(rows):
+        return coupled_choice(laws, rows)
+    if all(seq.params.greedy for seq in rows.seqs):
+        return laws.argmax(dim=-1)
+    uniforms = torch.rand(len(rows), dtype=torch.float64, device=laws.device, generator=generator)
+    tokens = pick(laws, uniforms)
+    if coupled:
+        index = to_device(coupled, laws.device)
+        tokens[index] = coupled_choice(laws[index], rows.select(coupled))
+    return tokens
+
+
+def draw_of(seq: Sequence, siblings: bool = False) -> Draw:
+    """How ``draft`` drew for this sequence: what to write into its TokenTree.
+
+    Greedy and seeded drafts are determined by what came before them, hence POINT. Otherwise a
+    node with ``siblings`` was drawn WITHOUT_REPLACEMENT, a chain IID.
+    """
+    if not is_free(seq.params):
+        return Draw.POINT
+    return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``.
+
+    ``q`` is the law from which a row's k tokens were drawn, None if no row needs it.
+    """
+
+    tokens: torch.Tensor
+    q: torch.Tensor | None
+
+
+def draft(
+    logits: torch.Tensor, rows: Rows, k: int = 1, generator: torch.Generator | None = None
+) -> Drafted:
+    """k candidate tokens after each row of a draft model's logits [R, V], drawn as fits its rule.
+
+    Greedy: the k largest. Seeded: the k largest of log q + gumbel, with the noise that the
+    verifier will use at the same position. Neither: drawn from q with ``generator``, for k > 1
+    without replacement (the k largest of log q + fresh gumbel noise, Kool, van Hoof and Welling
+    2019, arXiv 1903.06059). ``k`` is at most V.
+    """
+    scores = adjusted(logits, rows)
+    params = [seq.params for seq in rows.seqs]
+    if all(p.greedy for p in params):
+        tokens = scores.argmax(-1, keepdim=True) if k == 1 else scores.topk(k, dim=-1).indices
+        return Drafted(tokens, None)
+    q = laws_of_scores(scores, params)
+    if k == 1:
+        return Drafted(choose(q, rows, generator).unsqueeze(1), q)
+    return Drafted(_race(q, scores, rows, generator).topk(k, dim=-1).indices, q)
+
+
+def _race(
+    q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
+) -> torch.Tensor:
+    """float32 [R, V] whose k largest entries are each row's candidates in drawing order."""
+    noise = torch.empty_like(q).exponential_(generator=generator).clamp_(min=1e-37)
+    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+    if coupled:
+        select = rows.select(coupled)
+        seeds = [seq.params.seed or 0 for seq in select.seqs]
+        noise[to_device(coupled, q.device)] = exponential(
+            seeds, select.positions, q.shape[1], q.device
+        )
+    race = q / noise
+    greedy = [seq.params.greedy for seq in rows.seqs]
+    if any(greedy):
+        column = to_device(greedy, q.device, torch.bool).unsqueeze(1)
+        race = torch.where(column, torch.softmax(scores, dim=-1), race)
+    return race

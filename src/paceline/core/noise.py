@@ -1,0 +1,93 @@
+"""Counter-based random noise: a pure function of (seed, position, vocabulary id).
+
+The coupled rule (Daliri, Musco and Suresh 2024, arXiv 2408.07978) lets drafter and target look at
+the same noise. A shared stateful generator could not give it to them: here entry (r, x) depends on
+``seeds[r]``, ``positions[r]`` and x alone, not on the batch, the number of rows or the width of the
+vocabulary, and the integer part is the same bit for bit on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+
+import torch
+
+from paceline.core.transfer import to_device
+
+_BITS64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+# Where -log1p(-v) is finite and above zero in float32.
+_LOWEST, _HIGHEST = 2.0**-63, 1.0 - 2.0**-24
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def splitmix64(value: int) -> int:
+    """Steele, Lea and Flood 2014: one output of the generator in state ``value``."""
+    value = (value + _GOLDEN) & _BITS64
+    value = ((value ^ (value >> 30)) * _MIX_1) & _BITS64
+    value = ((value ^ (value >> 27)) * _MIX_2) & _BITS64
+    return value ^ (value >> 31)
+
+
+def key_of(seed: int, position: int) -> int:
+    """Signed 64-bit key of one row of noise."""
+    return _signed(splitmix64(splitmix64(seed) ^ position))
+
+
+@lru_cache(maxsize=16)
+def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
+    """int64 [vocab]: splitmix64 of each vocabulary id."""
+    with torch.inference_mode(False):
+        x = torch.arange(vocab, dtype=torch.int64) * _signed(_GOLDEN) + _signed(_GOLDEN)
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+            # `>>` copies the sign bit: the mask makes the shift a logical one.
+            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+        return (x ^ ((x >> 31) & ((1 << 33) - 1))).to(device)
+
+
+def hashes(
+    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """int64 [rows, vocab] of 63 random bits each; row r from (seeds[r], positions[r])."""
+    keys = [key_of(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    device = torch.device(device)
+    column = to_device(keys, device).unsqueeze(1)
+    # Keys and ids are well mixed already, so two wrapping products with one shift between them
+    # suffice. The shift copies the sign bit, which costs one of 64 bits.
+    x = _id_hashes(vocab, device) ^ column
+    x *= _signed(_MIX_1)
+    x ^= x >> 32
+    x *= _signed(_MIX_2)
+    x &= (1 << 63) - 1
+    return x
+
+
+def exponential(
+    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """float32 [rows, vocab] of Exp(1) noise, finite and above zero.
+
+    argmax_x p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x),
+    two logarithms cheaper. Relative precision is kept where it matters: in small values.
+    """
+    v = hashes(seeds, positions, vocab, device).to(torch.float32)
+    v *= -(2.0**-63)
+    return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
+
+
+def gumbel(
+    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """float32 [rows, vocab] of standard Gumbel noise, ``-log(exponential(...))``.
+
+    ``positions[r]`` is the absolute index of the token being chosen: prompt length plus the
+    number of tokens generated or drafted before it.
+    """
+    return exponential(seeds, positions, vocab, device).log_().neg_()

@@ -1,0 +1,310 @@
+"""From logits to the law of a request: penalties, temperature and truncation, along tree paths.
+
+Order, as in vLLM: ``logit_bias`` and ``min_tokens``; repetition, presence and frequency penalties;
+temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use the same functions, on
+the logits of their own model.
+
+Ties never depend on the order of a sort, so a law depends on nothing but its logits: top_k keeps
+every token as likely as the k-th, top_p every token as likely as the last of the smallest set
+that holds the mass, and greedy takes the lowest id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from paceline.core.batch import Check
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.transfer import to_device
+
+# Beyond this the softmax of float32 logits is one-hot anyway; keeps their product finite.
+_MAX_INVERSE_TEMPERATURE = 1e30
+# On the CPU a nucleus is sought among this many tokens before everything is sorted.
+_HEAD = 256
+
+
+@lru_cache(maxsize=4096)
+def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 [n + 1, depth]: per row of a tree the nodes from the root to it, then zeros."""
+    paths: list[list[int]] = [[]]
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent + 1], node])
+    depth = max(map(len, paths))
+    return to_device([path + [0] * (depth - len(path)) for path in paths], device)
+
+
+def _tree_paths(checks: Seq[Check]) -> torch.Tensor:
+    """int64 [R, depth]: the drafted tokens before each row; entries past its depth are void."""
+    deepest = max(max(check.tree.depths, default=0) for check in checks)
+    parts = []
+    for check in checks:
+        index = _path_index(check.tree.parents, check.tree.tokens.device)
+        part = check.tree.tokens[index] if len(check.tree) else index
+        parts.append(torch.nn.functional.pad(part, (0, deepest - part.shape[1])))
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whose law each row of logits is.
+
+    ``depths[r]`` counts the drafted tokens between the last committed token of ``seqs[r]`` and the
+    row, ``paths[r, :depths[r]]`` are those tokens (int64 ``[R, D]``, on the device of the logits;
+    needed only where ``needs_paths``).
+    """
+
+    seqs: tuple[Sequence, ...]
+    depths: tuple[int, ...]
+    paths: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.seqs) == len(self.depths)
+        assert self.paths is not None or not any(self.depths) or not needs_paths(self.seqs)
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def positions(self) -> list[int]:
+        """Absolute index of the token that each row chooses."""
+        return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
+
+    @classmethod
+    def of(cls, checks: Seq[Check]) -> Rows:
+        """Rows of the checks, one after another: after the last committed token, then per node."""
+        seqs = tuple(check.seq for check in checks for _ in range(check.rows))
+        depths = tuple(depth for check in checks for depth in (0, *check.tree.depths))
+        paths = _tree_paths(checks) if needs_paths(check.seq for check in checks) else None
+        return cls(seqs, depths, paths)
+
+    def select(self, index: Seq[int]) -> Rows:
+        """The rows at these indices."""
+        seqs, depths, paths = self.seqs, self.depths, self.paths
+        if paths is not None:
+            paths = paths[to_device(list(index), paths.device)]
+        return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths)
+
+
+def needs_paths(seqs: Iterable[Sequence]) -> bool:
+    """True if a law of these sequences depends on the drafted tokens before its row."""
+    return any(seq.params.penalises for seq in seqs)
+
+
+def is_plain_greedy(seq: Sequence) -> bool:
+    """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
+    params = seq.params
+    return (
+        params.greedy
+        and not params.logit_bias
+        and not params.penalises
+        and seq.generated >= params.min_tokens
+    )
+
+
+def needs_laws(seqs: Iterable[Sequence]) -> bool:
+    """False if taking the argmax of the logits is all there is to do."""
+    return not all(is_plain_greedy(seq) for seq in seqs)
+
+
+def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """float32 ``[R, V]``: the law of each row's request, from logits ``[R, V]`` of any dtype.
+
+    Temperature 0 gives a one-hot law on the lowest id among the largest scores.
+    """
+    return laws_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
+
+
+def log_probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """float32 ``[R, V]``: what ``logprobs`` reports.
+
+    The log-softmax of the logits after bias and penalties (along the tree path), but before
+    temperature and truncation, so that it does not depend on how the tokens are drawn.
+    """
+    return torch.log_softmax(adjusted(logits, rows), dim=-1)
+
+
+# --- bias, min_tokens, penalties -----------------------------------------------------------------
+
+
+def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """float32 ``[R, V]``: logits after logit_bias, min_tokens and penalties; never the input."""
+    scores = logits.to(torch.float32)
+    distinct = {id(seq): seq for seq in rows.seqs}
+    params = [seq.params for seq in distinct.values()]
+    biased = any(p.logit_bias for p in params)
+    barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
+    penalised = any(p.penalises for p in params)
+    if not (biased or barred or penalised):
+        return scores
+    if scores is logits:
+        scores = scores.clone()
+    if biased:
+        _add_bias(scores, rows)
+    if barred:
+        _bar_stops(scores, rows)
+    return _penalised(scores, rows, list(distinct.values())) if penalised else scores
+
+
+def _add_bias(scores: torch.Tensor, rows: Rows) -> None:
+    width = scores.shape[1]
+    entries = [
+        (row, token, bias)
+        for row, seq in enumerate(rows.seqs)
+        for token, bias in seq.params.logit_bias.items()
+        if 0 <= token < width
+    ]
+    if entries:
+        at, tokens, biases = zip(*entries, strict=True)
+        index = to_device([at, tokens], scores.device)
+        values = to_device(biases, scores.device, torch.float32)
+        scores.index_put_((index[0], index[1]), values, accumulate=True)
+
+
+def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
+    """A stop id cannot be the token of a row before which fewer than min_tokens were chosen."""
+    width = scores.shape[1]
+    barred = [
+        (row, token)
+        for row, (seq, depth) in enumerate(zip(rows.seqs, rows.depths, strict=True))
+        if seq.generated + depth < seq.params.min_tokens
+        for token in seq.stop_ids
+        if token < width
+    ]
+    if barred:
+        index = to_device(barred, scores.device)
+        scores[index[:, 0], index[:, 1]] = -torch.inf
+
+
+def _counts(token_lists: list[list[int]], width: int, device: torch.device) -> torch.Tensor:
+    """float32 [len(token_lists), width]: how often each list holds each token."""
+    at = [
+        row * width + token
+        for row, tokens in enumerate(token_lists)
+        for token in tokens
+        if token < width
+    ]
+    counts = torch.zeros(len(token_lists) * width, device=device)
+    ones = torch.ones(len(at), device=device)
+    return counts.index_add_(0, to_device(at, device), ones).view(-1, width)
+
+
+def _penalised(scores: torch.Tensor, rows: Rows, distinct: list[Sequence]) -> torch.Tensor:
+    """Repetition over prompt and output, presence and frequency over the output.
+
+    Drafted tokens before a row count as output: they are, if the row is reached.
+    """
+    width, device = scores.shape[1], scores.device
+    place = {id(seq): i for i, seq in enumerate(distinct)}
+    of_row = to_device([place[id(seq)] for seq in rows.seqs], device)
+    output = _counts([s.tokens[s.prompt_length :] for s in distinct], width, device)[of_row]
+    prompt = _counts([s.tokens[: s.prompt_length] for s in distinct], width, device)[of_row]
+    if rows.paths is not None and rows.paths.shape[1]:
+        depths = torch.tensor(rows.depths, device=device).unsqueeze(1)
+        on_path = torch.arange(rows.paths.shape[1], device=device) < depths
+        tokens = rows.paths.masked_fill(~on_path, 0)
+        output.scatter_add_(1, tokens, on_path.to(output.dtype))
+
+    params = [seq.params for seq in rows.seqs]
+    repetition = _column(params, lambda p: p.repetition_penalty, device)
+    frequency = _column(params, lambda p: p.frequency_penalty, device)
+    presence = _column(params, lambda p: p.presence_penalty, device)
+    discouraged = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = torch.where((prompt + output) > 0, discouraged, scores)
+    return scores - frequency * output - presence * (output > 0)
+
+
+def _column(
+    params: Seq[SamplingParams], value: Callable[[SamplingParams], float], device: torch.device
+) -> torch.Tensor:
+    """float32 [R, 1]: one value per row."""
+    return to_device([value(p) for p in params], device, torch.float32).unsqueeze(1)
+
+
+# --- temperature and truncation ------------------------------------------------------------------
+
+
+def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """float32 [R, width] with a one at each row's token."""
+    laws = torch.zeros(tokens.shape[0], width, device=tokens.device)
+    return laws.scatter_(1, tokens.unsqueeze(1), 1.0)
+
+
+def _inverse_temperature(params: SamplingParams) -> float:
+    if params.greedy:
+        return 1.0  # replaced by a one-hot law
+    return min(1.0 / max(params.temperature, 1e-300), _MAX_INVERSE_TEMPERATURE)
+
+
+def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]."""
+    width, device = scores.shape[1], scores.device
+    if all(p.greedy for p in params):
+        return one_hot(scores.argmax(dim=-1), width)
+    if all(p is params[0] for p in params):
+        inverse = _inverse_temperature(params[0])
+        scaled = scores if inverse == 1.0 else scores * inverse
+    else:
+        scaled = scores * _column(params, _inverse_temperature, device)
+    laws = torch.softmax(scaled, dim=-1)
+    if any(p.truncates for p in params):
+        laws = _truncated(laws, params)
+    if any(p.greedy for p in params):
+        greedy = to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
+        laws = torch.where(greedy, one_hot(scores.argmax(dim=-1), width), laws)
+    return laws
+
+
+def _limit(params: SamplingParams, width: int) -> int:
+    """top_k, or 0 where it does not limit anything."""
+    return params.top_k if 0 < params.top_k < width else 0
+
+
+def _truncated(laws: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """The laws cut to the likely tokens and renormalised.
+
+    min_p, top_k and top_p in turn raise a threshold [R, 1]; what lies below it goes. top_p is a
+    share of the mass that the other two left over, as in vLLM.
+    """
+    width, device = laws.shape[1], laws.device
+    limits = [_limit(p, width) for p in params]
+    nucleus = any(p.top_p < 1.0 for p in params)
+    threshold = torch.zeros(laws.shape[0], 1, device=device)
+    if any(p.min_p > 0 for p in params):
+        threshold = laws.amax(dim=-1, keepdim=True) * _column(params, lambda p: p.min_p, device)
+    head = _head(laws, params, limits) if nucleus or any(limits) else laws
+    if any(limits):
+        limit = to_device(limits, device).unsqueeze(1)
+        kth = head.gather(1, (limit - 1).clamp_(min=0))
+        threshold = torch.maximum(threshold, torch.where(limit > 0, kth, 0.0))
+    laws = torch.where(laws >= threshold, laws, 0.0)
+    mass = laws.sum(dim=-1, keepdim=True)
+    if nucleus:
+        share = _column(params, lambda p: p.top_p, device)
+        head = torch.where(head >= threshold, head, 0.0)
+        before = head.cumsum(dim=-1) - head  # mass of the tokens that rank before each
+        size = (before < share * mass).sum(dim=-1, keepdim=True).clamp_(min=1)
+        last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
+        laws = torch.where(laws >= last, laws, 0.0)
+        mass = laws.sum(dim=-1, keepdim=True)
+    return laws / mass
+
+
+def _head(laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]) -> torch.Tensor:
+    """The largest probabilities of each row in falling order, as many as truncation looks at."""
+    width, longest = laws.shape[1], max(limits)
+    open_shares = [p.top_p for p, k in zip(params, limits, strict=True) if not k and p.top_p < 1]
+    if not open_shares:
+        return laws.topk(longest, dim=-1).values
+    count = max(longest, _HEAD)
+    if laws.device.type == "cpu" and count < width:
+        # Asking a CPU tensor for a value costs no synchronisation, and sorting everything does.
+        head = laws.topk(count, dim=-1).values
+        if float(head.sum(dim=-1).min()) > max(open_shares) + 1e-5:
+            return head
+    return laws.sort(dim=-1, descending=True).values

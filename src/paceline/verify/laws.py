@@ -1,0 +1,120 @@
+"""The lossless rules as pure functions of laws; nothing is drawn here.
+
+A rule gives, for every node, the probability that it is accepted, and for every row the law of
+the token that ends the step there. Whoever draws (``rule.py``) or enumerates (the law tests)
+needs nothing else:
+
+* ``siblings``: a node's chance GIVEN that its parent was reached and its earlier siblings were
+  refused. Walk down from the root through the first accepted child; where there is none, the
+  stop law of that row yields the last token. A chain under this rule is the token rule of
+  Leviathan et al. 2023 and Chen et al. 2023.
+* ``block``: independent chances along a chain; the LAST accepted node counts, so a refused node
+  before it does no harm.
+
+Rows and nodes are laid out as in ``layout.py``. Laws are ``[R, V]`` for the target and ``[N, V]``
+for the draft, of equal width and dtype; padding to equal width is ``aligned``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.verify.layout import Shapes, chain_grid, layout_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``accept`` [N]: a node's chance. ``stop`` [R, V]: law of the token that ends a step there."""
+
+    accept: torch.Tensor
+    stop: torch.Tensor
+
+
+def aligned(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both laws at the greater width: ids that only one model pads to have probability zero."""
+    width = max(p.shape[1], q.shape[1])
+    pad = torch.nn.functional.pad
+    if p.shape[1] < width:
+        p = pad(p, (0, width - p.shape[1]))
+    if q.shape[1] < width:
+        q = pad(q, (0, width - q.shape[1]))
+    return p, q
+
+
+def _normalised(weights: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    """weights / sum(weights) by row; ``otherwise`` where nothing is left to normalise.
+
+    Nothing is left where p equals q: such a row is left only through rounding.
+    """
+    mass = weights.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, weights / mass, otherwise)
+
+
+def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> Outcome:
+    """Siblings drawn one after another without replacement (SpecInfer, Sequoia).
+
+    The k-th child x of a row is accepted with min(1, p(x) / q(x)); if it is refused,
+    p <- norm(max(0, p - q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once,
+    one pass per rank. ``q[i]`` is the law before any sibling of node i was drawn.
+
+    A child that its q could not have drawn (q had run out of tokens) is refused, and changes
+    nothing.
+    """
+    layout = layout_of(shapes, p.device)
+    stop = p.clone()
+    accept = p.new_zeros(tokens.shape[0])
+    draft = q
+    for rank, (rows, nodes) in enumerate(layout.ranks):
+        # The q of the first child serves all its siblings, less the tokens drawn so far.
+        draft = q[nodes] if rank == 0 else draft[layout.within[rank]]
+        target = stop[rows]
+        token = tokens[nodes].unsqueeze(1)
+        chance_q = draft.gather(1, token)
+        drawn = chance_q > 0
+        ratio = target.gather(1, token) / torch.where(drawn, chance_q, 1.0)
+        accept[nodes] = torch.where(drawn, ratio.clamp(max=1.0), 0.0).squeeze(1)
+        residual = _normalised((target - draft).clamp_(min=0.0), target)
+        stop[rows] = torch.where(drawn, residual, target)
+        if rank + 1 < len(layout.ranks):
+            draft = draft.scatter(1, token, 0.0)
+            draft = _normalised(draft, draft)
+    return Outcome(accept, stop)
+
+
+def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> Outcome:
+    """Block verification of independently drawn chains (Sun et al. 2024, arXiv 2403.10444).
+
+    With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the laws after node i,
+    Z_i = sum max(0, P_i p - q): node i is accepted with h_i = Z_i / (Z_i + 1 - P_i), the last one
+    with P_g. The stop law after node i is norm(max(0, P_i p - q)), after the last one p.
+    """
+    parent_rows = layout_of(shapes, p.device).parent_rows
+    grid, places = chain_grid(shapes, p.device)
+    target = p[parent_rows]  # law that node i was a candidate for, like q
+    token = tokens.unsqueeze(1)
+    chance_q = q.gather(1, token)
+    drawn = chance_q > 0
+    ratio = torch.where(drawn, target.gather(1, token) / torch.where(drawn, chance_q, 1.0), 0.0)
+    ratios = torch.cat((ratio.squeeze(1), ratio.new_ones(1)))[grid]  # [B, longest]
+
+    prefix = [torch.ones_like(ratios[:, 0])]
+    for depth in range(ratios.shape[1]):
+        prefix.append((prefix[-1] * ratios[:, depth]).clamp(max=1.0))
+    before = torch.stack(prefix[:-1], dim=1).flatten()[places]  # P at each node's parent
+    own = torch.stack(prefix[1:], dim=1)  # P at each node
+
+    weights = (before.unsqueeze(1) * target - q).clamp_(min=0.0)
+    mass = weights.sum(dim=-1)
+    stop = p.index_copy(
+        0, parent_rows, torch.where(mass.unsqueeze(1) > 0, weights / mass.unsqueeze(1), target)
+    )
+
+    # Z after node i is the mass at the next node of its chain; the last node has none.
+    following = torch.cat((mass, mass.new_zeros(1)))[grid].roll(-1, dims=1)
+    left = following + 1.0 - own
+    chances = torch.where(left > 0, following / left.clamp(min=1e-38), 1.0)
+    ends = grid.roll(-1, dims=1) == tokens.shape[0]
+    ends[:, -1] = True
+    return Outcome(torch.where(ends, own, chances).flatten()[places], stop)

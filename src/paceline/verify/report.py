@@ -1,0 +1,72 @@
+"""Log-probabilities for the requests that ask for them, within the step's one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.batch import Check, TokenLogprob
+from paceline.verify.layout import layout_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """Log-softmax of the adjusted logits (after bias and penalties, before temperature).
+
+    ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
+    row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count].
+    """
+
+    values: torch.Tensor
+    nodes: int
+    rows: int
+    count: int
+
+    @classmethod
+    def of(cls, scores: torch.Tensor, checks: Seq[Check], choices: torch.Tensor) -> Report:
+        """From adjusted logits [R, V] and the choices [R] of all rows."""
+        logprobs = torch.log_softmax(scores, dim=-1)
+        width = scores.shape[1]
+        count = min(max(check.seq.params.logprobs or 0 for check in checks), width)
+        parts = []
+        nodes = sum(len(check.tree) for check in checks)
+        if nodes:
+            layout = layout_of(tuple(check.tree.parents for check in checks), scores.device)
+            tokens = torch.cat([check.tree.tokens for check in checks])
+            parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
+        parts.append(logprobs.gather(1, choices.unsqueeze(1)).squeeze(1))
+        top = logprobs.topk(count, dim=-1)
+        parts.append(top.values.flatten())
+        values = torch.cat([part.to(torch.float64) for part in (*parts, top.indices.flatten())])
+        return cls(values, nodes, scores.shape[0], count)
+
+    def read(
+        self,
+        values: list[float],
+        check: Check,
+        first_row: int,
+        first_node: int,
+        path: tuple[int, ...],
+        emitted: tuple[int, ...],
+    ) -> tuple[TokenLogprob, ...]:
+        """One entry per emitted token; ``values`` are this report's, on the host.
+
+        ``first_row`` and ``first_node`` are where the check's rows and nodes begin.
+        """
+        own = [values[first_node + node] for node in path]
+        end = first_row + (path[-1] + 1 if path else 0)
+        own.append(values[self.nodes + end])
+        rows = [first_row + row for row in (0, *(node + 1 for node in path))]
+        tops = self.nodes + self.rows
+        ids = tops + self.rows * self.count
+        wanted = min(check.seq.params.logprobs or 0, self.count)
+        entries = []
+        for row, token, logprob in zip(rows, emitted, own, strict=True):
+            at = row * self.count
+            top = tuple(
+                (int(values[ids + at + rank]), values[tops + at + rank]) for rank in range(wanted)
+            )
+            entries.append(TokenLogprob(token, logprob, top))
+        return tuple(entries)

@@ -1,0 +1,229 @@
+"""The verifier: which drafted tokens hold, and the token after them.
+
+Per request, whatever else is in the batch:
+
+=======================================  =========================================================
+greedy, or with a seed (coupled rule)    match: the row's own choice y, descend while y is a child
+no seed, POINT draft or none             match, with y drawn from p by the engine's generator
+no seed, IID chain                       block verification, or the token rule
+no seed, siblings without replacement    the residual rule, sibling by sibling
+=======================================  =========================================================
+
+Everything is decided on the device; one transfer brings tokens, choices and decisions to the
+host, where each tree is walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from paceline.core.batch import Check, Verdict
+from paceline.core.draws import coupled_choice, is_coupled, is_free, pick
+from paceline.core.sampling import Rows, adjusted, is_plain_greedy, laws_of_scores
+from paceline.core.transfer import to_device
+from paceline.core.tree import Draw
+from paceline.errors import ConfigError
+from paceline.verify.laws import Outcome, aligned, block, siblings
+from paceline.verify.report import Report
+from paceline.verify.walk import first_accepted, last_accepted, matching
+
+RULES = ("auto", "token", "block", "coupled")
+Method = Literal["match", "siblings", "block"]
+
+
+def method_of(check: Check, rule: str = "auto") -> Method:
+    """Which of the three procedures decides on this tree.
+
+    Under "coupled" every request should carry a seed; one without is matched against fresh draws,
+    which is just as lossless.
+    """
+    if rule == "coupled" or not is_free(check.seq.params) or not len(check.tree):
+        return "match"
+    if check.draw is Draw.POINT:
+        return "match"
+    if check.draw is Draw.IID and rule != "token":
+        return "block"
+    return "siblings"
+
+
+@dataclass(frozen=True)
+class _Decisions:
+    """``choices`` int64 [R]: the token that each row yields; ``accepted`` bool [N] or None."""
+
+    choices: torch.Tensor
+    accepted: torch.Tensor | None = None
+
+
+class Verifier:
+    """Applies the lossless rule to every tree of a step; one device synchronisation.
+
+    ``rule`` is for unseeded sampled chains: "token", "block", "coupled" (each request then needs
+    a seed of its own, given at admission), or "auto", which is block verification. ``generator``
+    lives on the device of the logits; None is torch's default one. Raises ConfigError on another
+    rule.
+    """
+
+    def __init__(self, rule: str = "auto", generator: torch.Generator | None = None) -> None:
+        if rule not in RULES:
+            raise ConfigError(f"rule is {rule!r}; use one of {', '.join(RULES)}")
+        self.rule = rule
+        self.generator = generator
+
+    @torch.inference_mode()
+    def __call__(self, logits: torch.Tensor, checks: Seq[Check]) -> list[Verdict]:
+        """Verdicts on ``checks``, in their order, from the step's logits [R, V].
+
+        Rows may be more than the checks name, and wider than the vocabulary.
+        """
+        if not checks:
+            return []
+        logits = _rows_of(logits, checks)
+        seqs = [check.seq for check in checks]
+        wanted = [seq for seq in seqs if seq.params.logprobs is not None]
+        if not wanted and all(map(is_plain_greedy, seqs)):
+            # Exact in float32, where a CPU finds the maximum several times faster than in bf16.
+            choices = logits.to(torch.float32).argmax(dim=-1)
+            return self._verdicts(checks, _Decisions(choices), None)
+        rows = Rows.of(checks)
+        scores = adjusted(logits, rows)
+        if all(seq.params.greedy for seq in seqs):
+            decisions = _Decisions(scores.argmax(dim=-1))
+        else:
+            decisions = self._decide(scores, rows, checks)
+        return self._verdicts(checks, decisions, scores if wanted else None)
+
+    # -- deciding, on the device --------------------------------------------------------------
+
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> _Decisions:
+        laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
+        coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+        if len(coupled) == len(rows):
+            return _Decisions(coupled_choice(laws, rows))
+        outcome = self._outcome(laws, checks)
+        nodes = 0 if outcome is None else outcome.accept.shape[0]
+        uniforms = torch.rand(
+            len(rows) + nodes, dtype=torch.float64, device=scores.device, generator=self.generator
+        )
+        # Greedy rows have one-hot laws, and a draw from those is the argmax.
+        choices = pick(laws if outcome is None else outcome.stop, uniforms[: len(rows)])
+        if coupled:
+            index = to_device(coupled, scores.device)
+            choices[index] = coupled_choice(laws[index], rows.select(coupled))
+        if outcome is None:
+            return _Decisions(choices)
+        return _Decisions(choices, uniforms[len(rows) :] < outcome.accept)
+
+    def _outcome(self, laws: torch.Tensor, checks: Seq[Check]) -> Outcome | None:
+        """Accept chances and stop laws of all checks; None if all of them are matched."""
+        methods = [method_of(check, self.rule) for check in checks]
+        if all(method == "match" for method in methods):
+            return None
+        if len(set(methods)) == 1:
+            return _apply(methods[0], laws, checks)
+        accept = laws.new_zeros(sum(len(check.tree) for check in checks))
+        stop = laws
+        procedures: tuple[Method, ...] = ("siblings", "block")
+        for method in procedures:
+            chosen = [check for check, m in zip(checks, methods, strict=True) if m == method]
+            if not chosen:
+                continue
+            row_list, node_list = _places(checks, methods, method)
+            row_index = to_device(row_list, laws.device)
+            part = _apply(method, laws[row_index], chosen)
+            stop, _ = aligned(stop, part.stop)
+            _, part_stop = aligned(stop, part.stop)
+            stop = stop.index_copy(0, row_index, part_stop)
+            accept[to_device(node_list, laws.device)] = part.accept
+        return Outcome(accept, stop)
+
+    # -- the one transfer, and the walk -------------------------------------------------------
+
+    def _verdicts(
+        self, checks: Seq[Check], decisions: _Decisions, scores: torch.Tensor | None
+    ) -> list[Verdict]:
+        parts = [check.tree.tokens for check in checks if len(check.tree)]
+        nodes = sum(map(len, parts))
+        parts.append(decisions.choices)
+        if decisions.accepted is not None:
+            parts.append(decisions.accepted)
+        report = None
+        if scores is not None:
+            report = Report.of(scores, checks, decisions.choices)
+            parts.append(report.values)
+        values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
+        total_rows = nodes + len(checks)
+        tokens, choices = values[:nodes], values[nodes : nodes + total_rows]
+        accepted = values[nodes + total_rows : 2 * nodes + total_rows]
+        if report is not None:
+            tokens, choices = list(map(int, tokens)), list(map(int, choices))
+            tail = values[nodes + total_rows + (nodes if decisions.accepted is not None else 0) :]
+        verdicts: list[Verdict] = []
+        row = node = 0
+        for check in checks:
+            n = len(check.tree)
+            own, own_choices = tokens[node : node + n], choices[row : row + n + 1]
+            path = self._path(check, own, own_choices, accepted[node : node + n])
+            end = path[-1] + 1 if path else 0
+            emitted = (*(own[i] for i in path), own_choices[end])
+            logprobs = None
+            if report is not None and check.seq.params.logprobs is not None:
+                logprobs = report.read(tail, check, row, node, path, emitted)
+            verdicts.append(Verdict(path, emitted, logprobs))
+            row += n + 1
+            node += n
+        return verdicts
+
+    def _path(
+        self, check: Check, tokens: list[int], choices: list[int], accepted: list[int]
+    ) -> tuple[int, ...]:
+        parents = check.tree.parents
+        method = method_of(check, self.rule)
+        if method == "match":
+            return matching(parents, tokens, choices)
+        if method == "block":
+            return last_accepted(parents, accepted)
+        return first_accepted(parents, accepted)
+
+
+def _rows_of(logits: torch.Tensor, checks: Seq[Check]) -> torch.Tensor:
+    """The checks' rows of the logits, one check after another."""
+    total = 0
+    for check in checks:
+        if check.start != total:
+            rows = [row for c in checks for row in range(c.start, c.start + c.rows)]
+            return logits[to_device(rows, logits.device)]
+        total += check.rows
+    return logits if logits.shape[0] == total else logits[:total]
+
+
+def _apply(method: Method, laws: torch.Tensor, checks: Seq[Check]) -> Outcome:
+    """One procedure on the laws [R, V] of some checks with sampled drafts."""
+    laws_of_draft = [check.tree.q for check in checks if check.tree.q is not None]
+    width = max(q.shape[1] for q in laws_of_draft)
+    pad = torch.nn.functional.pad
+    q = torch.cat([pad(q, (0, width - q.shape[1])) for q in laws_of_draft])
+    p, q = aligned(laws, q)
+    tokens = torch.cat([check.tree.tokens for check in checks])
+    shapes = tuple(check.tree.parents for check in checks)
+    return (block if method == "block" else siblings)(p, q, tokens, shapes)
+
+
+def _places(
+    checks: Seq[Check], methods: Seq[Method], method: Method
+) -> tuple[list[int], list[int]]:
+    """Rows and nodes of the checks that this method decides on."""
+    rows: list[int] = []
+    nodes: list[int] = []
+    row = node = 0
+    for check, own in zip(checks, methods, strict=True):
+        n = len(check.tree)
+        if own == method:
+            rows += range(row, row + n + 1)
+            nodes += range(node, node + n)
+        row += n + 1
+        node += n
+    return rows, nodes
