@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.completion import Completion
     from paceline.core.params import SamplingParams
     from paceline.errors import (
         CacheMemoryError,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VocabularyMismatchError,
     )
-    from paceline.llm import LLM, Completion
+    from paceline.llm import LLM
 
 __version__ = "0.1.0"
 
@@ -46,7 +47,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
-    "Completion": "paceline.llm",
+    "Completion": "paceline.completion",
     "SamplingParams": "paceline.core.params",
 }
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.options import DEFAULT_DRAFT, EngineOptions, expand
+from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
 
 if TYPE_CHECKING:
@@ -114,9 +114,7 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
 def prompt_ids(llm: LLM, scene: Scene) -> list[int]:
     if not scene.chat:
         return [int(token) for token in llm.tokenizer(scene.prompt)["input_ids"]]
-    turns = [{"role": "user", "content": scene.prompt}]
-    ids = llm.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    return [int(token) for token in ids]
+    return llm.render_chat([{"role": "user", "content": scene.prompt}])
 
 
 def _timed(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[float, Completion]:
@@ -207,7 +205,7 @@ def _explain_difference(
 
 @expand
 def demo(
-    engine: EngineOptions,
+    engine: ModelOptions,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Tokens a prompt.")
     ] = 120,

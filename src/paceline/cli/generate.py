@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.options import EngineOptions, OutputOptions, SamplingOptions, expand
+from paceline.cli.options import ModelOptions, OutputOptions, SamplingOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 
 if TYPE_CHECKING:
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-def _show(
+def _run(
     llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams, output: OutputOptions
 ) -> list[Completion]:
     """Text goes to stdout, figures to stderr, so that a pipe carries the text alone."""
-    console = Console()
-    show_draft = console.is_terminal if output.show_draft is None else output.show_draft
+    if output.as_json:
+        completions = llm.generate(prompts, params)
+        for completion in completions:
+            print_json(completion_record(completion, llm.tokenizer))
+        return completions
     # A flag given by hand holds for pipes too, where Rich would strip the colours.
-    if output.show_draft:
-        console = Console(force_terminal=True)
+    console = Console(force_terminal=True if output.show_draft else None)
+    show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
     notes = Console(stderr=True)
     for completion in completions:
@@ -33,25 +36,12 @@ def _show(
     return completions
 
 
-def _template(llm: LLM, conversations: list[Messages]) -> list[list[int]]:
-    """Token ids of conversations, ready for the assistant's answer."""
-    from paceline.errors import PromptError
-
-    if llm.tokenizer.chat_template is None:
-        raise PromptError("this model has no chat template; use `paceline generate --raw`")
-    ids = [
-        llm.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        for turns in conversations
-    ]
-    return [[int(token) for token in row] for row in ids]
-
-
 @expand
 def generate(
     prompts: Annotated[
         list[str], typer.Argument(metavar="PROMPT", help="Texts to continue; - reads stdin.")
     ],
-    engine: EngineOptions,
+    engine: ModelOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
     chat: Annotated[
@@ -62,18 +52,15 @@ def generate(
     params = sampling.params()
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     llm = engine.open(engine.resolved_draft)
-    conversations = [[{"role": "user", "content": text}] for text in texts]
-    if not output.as_json:
-        _show(llm, _template(llm, conversations) if chat else texts, params, output)
-        return
-    completions = llm.chat(conversations, params) if chat else llm.generate(texts, params)
-    for completion in completions:
-        print_json(completion_record(completion))
+    inputs: list[str] | list[list[int]] = texts
+    if chat:
+        inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
+    _run(llm, inputs, params, output)
 
 
 @expand
 def chat(
-    engine: EngineOptions,
+    engine: ModelOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
     prompt: Annotated[
@@ -106,12 +93,7 @@ def _answer(
     llm: LLM, messages: Messages, params: SamplingParams, output: OutputOptions
 ) -> Completion:
     """Show the answers to a conversation; the first of them continues it."""
-    if not output.as_json:
-        return _show(llm, _template(llm, [messages]), params, output)[0]
-    completions = llm.chat(messages, params)
-    for completion in completions:
-        print_json(completion_record(completion))
-    return completions[0]
+    return _run(llm, [llm.render_chat(messages)], params, output)[0]
 
 
 def _read_turn() -> str | None:

@@ -126,7 +126,7 @@ def set_threads(threads: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class ModelOptions:
     """What is loaded and how it runs."""
 
     model: Annotated[

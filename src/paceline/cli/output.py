@@ -30,10 +30,17 @@ STATS = (
 _WINDOW = 8  # tokens of context that decide how the next one is spelt (spaces, UTF-8 pieces)
 
 
-def completion_record(completion: Completion) -> dict[str, Any]:
+def prompt_text(completion: Completion, tokenizer: Any) -> str:
+    """The prompt as text; a rendered conversation shows its special tokens."""
+    if isinstance(completion.prompt, str):
+        return completion.prompt
+    return str(tokenizer.decode(completion.prompt))
+
+
+def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
     """A completion as JSON knows it; the names are those of the Python API."""
     return {
-        "prompt": completion.prompt,
+        "prompt": prompt_text(completion, tokenizer),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
@@ -119,27 +126,29 @@ def stream_to(
 ) -> list[Completion]:
     """Print completions as they grow (a single one) or as they finish (several)."""
     single = len(prompts) == 1 and params.n == 1
-    painters: dict[int, Painter] = {}
-    texts: dict[int, Text] = {}
+    painters: dict[tuple[int, int], Painter] = {}
+    texts: dict[tuple[int, int], Text] = {}
     done: list[Completion] = []
     for event in llm.stream(prompts, params):
-        painter = painters.setdefault(event.index, Painter(llm.tokenizer, show_draft))
+        key = (event.request, event.index)
+        painter = painters.setdefault(key, Painter(llm.tokenizer, show_draft))
         new = painter.paint(event.text, event.token_ids, event.from_draft)
         if single:
             console.print(new, end="", soft_wrap=True, highlight=False)
         else:
-            texts.setdefault(event.index, Text()).append_text(new)
+            texts.setdefault(key, Text()).append_text(new)
         if event.completion is None:
             continue
         done.append(event.completion)
         if not single:
-            console.rule(Text(_headline(event.completion), style="dim"), align="left")
-            console.print(texts.pop(event.index), soft_wrap=True, highlight=False)
+            title = _headline(prompt_text(event.completion, llm.tokenizer))
+            console.rule(Text(title, style="dim"), align="left")
+            console.print(texts.pop(key), soft_wrap=True, highlight=False)
     if single:
         console.print()
     return done
 
 
-def _headline(completion: Completion) -> str:
-    first_line = str(completion.prompt).strip().split("\n", 1)[0]
+def _headline(prompt: str) -> str:
+    first_line = prompt.strip().split("\n", 1)[0]
     return first_line if len(first_line) <= 60 else f"{first_line[:57]}..."
