@@ -38,6 +38,13 @@ class Drafter(Protocol):
         """See what the step committed, before the next ``propose``."""
         ...
 
+    def rehearse(self, batch_size: int) -> None:
+        """Do the work of drafting one level for ``batch_size`` sequences, leaving no trace.
+
+        Start-up times this to know what drafting costs.
+        """
+        ...
+
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence (finished, cancelled or preempted)."""
         ...
@@ -59,6 +66,9 @@ class NoDrafter:
         return [self._empty] * len(plan.slices)
 
     def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+        pass
+
+    def rehearse(self, batch_size: int) -> None:
         pass
 
     def forget(self, seq_id: int) -> None:

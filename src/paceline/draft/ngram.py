@@ -86,5 +86,8 @@ class NGramDrafter:
     def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
         pass  # the index catches up from the sequence's own tokens at the next lookup
 
+    def rehearse(self, batch_size: int) -> None:
+        pass  # a few dictionary lookups: nothing beside a forward
+
     def forget(self, seq_id: int) -> None:
         self._indices.pop(seq_id, None)

@@ -1,0 +1,77 @@
+"""What a caller gets back: completions, their statistics, and the events of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.batch import TokenLogprob
+from paceline.core.sequence import DraftCounts
+
+
+@dataclass(frozen=True)
+class CompletionStats:
+    """How a completion was decoded.
+
+    ``acceptance_per_position[i]`` is conditional: of the drafts that had a token to try at
+    position i, all earlier ones having been accepted, the share whose token was accepted.
+    ``mean_accepted_length`` counts tokens per target step, the target's own included.
+    ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
+    """
+
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    mean_accepted_length: float
+    acceptance_per_position: list[float]
+    target_steps: int
+    decode_seconds: float
+    tokens_per_second: float
+
+    @classmethod
+    def of(cls, counts: DraftCounts, generated: int, seconds: float) -> CompletionStats:
+        return cls(
+            drafted_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
+            acceptance_rate=counts.accepted / counts.drafted if counts.drafted else 0.0,
+            mean_accepted_length=generated / counts.target_steps if counts.target_steps else 0.0,
+            acceptance_per_position=[
+                accepted / reached
+                for accepted, reached in zip(counts.accepted_at, counts.reached_at, strict=True)
+            ],
+            target_steps=counts.target_steps,
+            decode_seconds=seconds,
+            tokens_per_second=generated / seconds if seconds > 0 else 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
+
+    ``finish_reason`` is "stop" (end token or stop string) or "length". ``draft_mask[i]`` is true
+    where token i was proposed by the draft. ``index`` counts the n completions of a prompt.
+    """
+
+    prompt: str | list[int]
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str
+    index: int
+    draft_mask: list[bool]
+    stats: CompletionStats
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one step added to one sequence; the last event of a sequence carries its completion.
+
+    ``request`` is the place of the prompt in the list given to ``stream``.
+    """
+
+    request: int
+    index: int
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool]
+    completion: Completion | None = None

@@ -1,0 +1,290 @@
+"""The composition root: builds an engine from names and numbers, and runs requests on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.build import (
+    DRAFTERS,
+    DraftContext,
+    EngineOptions,
+    build_engine,
+    cache_blocks,
+    load_draft,
+    load_tokenizer,
+    seeded_generator,
+)
+from paceline.completion import Completion, StreamEvent
+from paceline.config import DraftSpec
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as EngineSequence
+from paceline.errors import CacheMemoryError, ConfigError, PromptError
+from paceline.model.target import CausalModel
+from paceline.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from paceline.engine.engine import Engine
+
+Prompt = str | list[int]
+Message = dict[str, str]
+
+
+class LLM:
+    """A target model, perhaps a drafter, and the engine that decodes with them.
+
+    ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
+    ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
+    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``.
+    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
+    ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``seed`` seeds requests
+    that bring none of their own.
+
+    Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
+    ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        draft: str | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_batch_size: int = 8,
+        kv_cache_memory: int | None = None,
+        draft_length: int | str = "auto",
+        rule: str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        options = EngineOptions(
+            max_batch_size=max_batch_size,
+            kv_cache_memory=kv_cache_memory,
+            draft_length=draft_length,
+            rule=rule,
+        )
+        spec = DraftSpec.parse(draft, tuple(DRAFTERS))
+        self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
+        self._generator = seeded_generator(self.target.device, seed)
+        draft_model = load_draft(spec, self.target, self.tokenizer, dtype)
+        blocks = cache_blocks(options, self.target, draft_model)
+        context = DraftContext(spec, self.target, self._generator, draft_model, blocks)
+        self.engine: Engine = build_engine(context, options)
+        self._coupled = options.rule == "coupled"
+        eos = self.tokenizer.eos_token_id
+        self._eos = self.target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
+        self._width = max(len(self.tokenizer), 1)
+        self._host_generator = seeded_generator(torch.device("cpu"), seed)
+        self._ids = itertools.count()
+        self._requests: dict[int, Request] = {}
+
+    # -- public ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts (texts or lists of token ids), all in one continuous batch.
+
+        Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
+        one per prompt; the default is greedy. ``progress`` shows a bar. Raises PromptError,
+        ConfigError or CacheMemoryError before anything is decoded.
+        """
+        requests = self._submit(prompts, params, streams=False)
+        with _progress_bar(len(requests), progress) as advance:
+            try:
+                while any(request.completion is None for request in requests):
+                    before = sum(request.completion is not None for request in requests)
+                    self._step()
+                    advance(sum(r.completion is not None for r in requests) - before)
+            finally:
+                self._release(requests)
+        return [request.completion for request in requests if request.completion is not None]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Like ``generate``, but yields what each step adds, as soon as it is accepted.
+
+        Closing the iterator cancels what is unfinished. Several streams may be read in turn.
+        """
+        requests = self._submit(prompts, params, streams=True)
+        return self._events(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
+        many = bool(messages) and not isinstance(messages[0], dict)
+        conversations: Sequence[Any] = messages if many else [messages]
+        prompts: list[Prompt] = [self.render_chat(item) for item in conversations]
+        return self.generate(prompts, params)
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in the model's chat format. Raises PromptError."""
+        if not messages:
+            raise PromptError("the conversation is empty; give at least one message")
+        if self.tokenizer.chat_template is None:
+            raise PromptError(
+                f"{self.target.name} has no chat template; use generate with a plain prompt"
+            )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # jinja errors of any kind: the template refused the messages
+            raise PromptError(f"the chat template refused the messages: {error}") from None
+        return [int(token) for token in ids]
+
+    def close(self) -> None:
+        """Cancel everything and let go of the models."""
+        self._release(list(self._requests.values()))
+        self.__dict__.pop("engine", None)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        streams: bool,
+    ) -> list[Request]:
+        """Queue all or, if one is refused, none."""
+        prompt_list = _as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            param_list = [params or SamplingParams()] * len(prompt_list)
+        else:
+            param_list = list(params)
+        if len(param_list) != len(prompt_list):
+            raise ConfigError(
+                f"{len(param_list)} SamplingParams for {len(prompt_list)} prompts; "
+                "give one for all or one each"
+            )
+        requests = [
+            request
+            for number, (prompt, wish) in enumerate(zip(prompt_list, param_list, strict=True))
+            for request in self._requests_of(number, prompt, wish, streams)
+        ]
+        try:
+            for request in requests:
+                self.engine.add(request.seq)
+                self._requests[request.seq.seq_id] = request
+        except CacheMemoryError:
+            self._release(requests)
+            raise
+        return requests
+
+    def _requests_of(
+        self, number: int, prompt: Prompt, params: SamplingParams, streams: bool
+    ) -> list[Request]:
+        tokens = self._encode(prompt)
+        bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < self._width]
+        if bad:
+            raise ConfigError(
+                f"token id {bad[0]} in logit_bias or stop_token_ids is not in the vocabulary "
+                f"(0 to {self._width - 1})"
+            )
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self._eos
+        requests = []
+        for index in range(params.n):
+            seq = EngineSequence(
+                seq_id=next(self._ids),
+                tokens=list(tokens),
+                prompt_length=len(tokens),
+                params=self._params_of_sample(params, index),
+                stop_ids=stops,
+            )
+            requests.append(Request(seq, prompt, number, index, self.tokenizer, streams))
+        return requests
+
+    def _params_of_sample(self, params: SamplingParams, index: int) -> SamplingParams:
+        """Seeds of the n samples differ; under the coupled rule every request has one."""
+        if params.seed is not None:
+            return replace(params, seed=(params.seed + index) % 2**63) if index else params
+        if self._coupled and not params.greedy:
+            drawn = torch.randint(2**62, (), generator=self._host_generator)
+            return replace(params, seed=int(drawn))
+        return params
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not prompt or not tokens:
+            raise PromptError("a prompt is empty; give at least one token of text")
+        if not all(isinstance(t, int) and 0 <= t < self._width for t in tokens):
+            raise PromptError(f"a prompt has ids outside the vocabulary (0 to {self._width - 1})")
+        limit = self.target.max_positions
+        if len(tokens) >= limit:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, but {self.target.name} sees {limit} "
+                "with the answer; shorten the prompt"
+            )
+        return tokens
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        for commit in self.engine.step():
+            request = self._requests.get(commit.seq_id)
+            if request is not None:
+                request.absorb(commit)
+
+    def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        try:
+            while True:
+                for request in requests:
+                    while request.events:
+                        yield request.events.popleft()
+                if all(request.completion is not None for request in requests):
+                    return
+                self._step()
+        finally:
+            self._release(requests)
+
+    def _release(self, requests: Iterable[Request]) -> None:
+        """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
+        for request in requests:
+            if request.completion is None:
+                self.engine.abort(request.seq.seq_id)
+            self._requests.pop(request.seq.seq_id, None)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if not items:
+        raise PromptError("no prompt was given")
+    if isinstance(items[0], int):
+        return [items]
+    if not all(isinstance(item, (str, list)) for item in items):
+        raise PromptError("prompts must be texts or lists of token ids")
+    return items
+
+
+@contextmanager
+def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("decoding", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,83 @@
+"""One completion in the making: collects commits, makes events and the final record."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from paceline.completion import Completion, CompletionStats, StreamEvent
+from paceline.core.batch import Commit, TokenLogprob
+from paceline.core.sequence import Sequence
+from paceline.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Request:
+    """A sequence, where it belongs, and what was committed to it so far."""
+
+    def __init__(
+        self,
+        seq: Sequence,
+        prompt: str | list[int],
+        number: int,
+        index: int,
+        tokenizer: PreTrainedTokenizerFast,
+        streams: bool,
+    ) -> None:
+        self.seq = seq
+        self.prompt = prompt
+        self.number = number
+        self.index = index
+        self.completion: Completion | None = None
+        self.events: deque[StreamEvent] = deque()
+        self._tokenizer = tokenizer
+        self._streams = streams
+        self._draft_mask: list[bool] = []
+        self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
+        # Text is decoded token by token only for those who need it while decoding.
+        self._text: TextStream | None = None
+        if streams or seq.params.stop:
+            self._text = TextStream(tokenizer, seq.params.stop, seq.params.min_tokens)
+            seq.text = self._text
+
+    def absorb(self, commit: Commit) -> None:
+        """Take in one commit of this sequence."""
+        if not commit.tokens:
+            return
+        mask = [place < len(commit.path) for place in range(len(commit.tokens))]
+        self._draft_mask.extend(mask)
+        if self._logprobs is not None and commit.logprobs is not None:
+            self._logprobs.extend(commit.logprobs)
+        text = self._text.take() if self._text is not None else ""
+        if commit.finish_reason is not None:
+            text += self._finish(commit.finish_reason)
+        if self._streams:
+            self.events.append(
+                StreamEvent(
+                    self.number, self.index, text, list(commit.tokens), mask, self.completion
+                )
+            )
+
+    def _finish(self, reason: str) -> str:
+        """Build the completion; returns the text that had been held back."""
+        seq = self.seq
+        token_ids = seq.tokens[seq.prompt_length :]
+        rest = ""
+        if self._text is not None:
+            rest = self._text.finish()
+            text = self._text.text
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        self.completion = Completion(
+            prompt=self.prompt,
+            text=text,
+            token_ids=token_ids,
+            logprobs=self._logprobs,
+            finish_reason=reason,
+            index=self.index,
+            draft_mask=self._draft_mask,
+            stats=CompletionStats.of(seq.counts, seq.generated, seq.seconds),
+        )
+        return rest
