@@ -1,0 +1,222 @@
+"""Decoding speed: Paceline beside transformers, in one process, taking turns, medians.
+
+Two pairs: `tiny`, the embedded pair as it is, and `inflated`, the same functions at the cost of
+real models (see inflate.py). Every contestant gets the same token ids, decodes greedily at batch 1
+to exactly `--max-tokens` new tokens (the end token is ignored by all), and is timed from prompt to
+last token, prefill included. Within each round all contestants decode a prompt one after another,
+in an order that rotates; a figure is the median over rounds. Prefix sharing between rounds is off.
+
+    python benchmarks/decoding.py --quick
+    python benchmarks/decoding.py --pairs tiny --rounds 5 --json tiny.json
+
+The last line of the output is one JSON object. Ctrl-C prints what was measured until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
+
+import contestants as c
+import inflate
+import torch
+from prompts import SUITES, Prompt, default_folder, load_suites
+from record import Record, kinships
+from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, show
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+RULES = ("token", "block", "coupled")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt (or batch) that a set of contestants decodes in every round."""
+
+    suite: str
+    index: int
+    prompts: list[list[int]]
+    contestants: list[c.Contestant]
+
+
+@dataclass
+class Field:
+    """The loaded contestants of one pair."""
+
+    single: list[c.Contestant]
+    batched: list[c.Contestant]
+    sampled: list[c.Contestant]
+    judge: Any  # the transformers module, for near ties
+    fixed: Any  # the LLM whose steps are timed last
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line; --quick only changes defaults."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few prompts, 2 rounds, some minutes")
+    parser.add_argument("--pairs", default="tiny,inflated")
+    parser.add_argument("--target", default="paceline/tiny")
+    parser.add_argument("--draft", default="paceline/tiny-draft")
+    parser.add_argument("--presets", default="target,draft", help="sizes of the inflated pair")
+    parser.add_argument("--suites", default=",".join(SUITES))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--per-suite", type=int, help="prompts a suite")
+    parser.add_argument("--prompts-dir", default=str(default_folder()))
+    parser.add_argument("--lookup", action="store_true", help="also transformers' prompt lookup")
+    parser.add_argument("--rules", action=argparse.BooleanOptionalAction, help="sampled rules too")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", help="file to write the JSON object to")
+    args = parser.parse_args(arguments)
+    defaults = (2, 64, 2, False) if args.quick else (3, 128, 4, True)
+    for name, value in zip(("rounds", "max_tokens", "per_suite", "rules"), defaults, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if unknown := set(args.pairs.split(",")) - {"tiny", "inflated"}:
+        parser.error(f"unknown pair {', '.join(sorted(unknown))}; there are tiny and inflated")
+    if min(args.rounds, args.max_tokens, args.per_suite) < 1:
+        parser.error("--rounds, --max-tokens and --per-suite must be at least 1")
+    return args
+
+
+def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
+    """The folders of a pair; inflated ones are written on first use."""
+    target, draft = inflate.resolve(args.target), inflate.resolve(args.draft)
+    if name == "inflated":
+        sizes = [inflate.PRESETS[preset] for preset in args.presets.split(",")]
+        target, draft = inflate.inflate(target, sizes[0]), inflate.inflate(draft, sizes[1])
+    return c.Pair(name, target, draft, args.device, args.dtype)
+
+
+def load(pair: c.Pair, args: argparse.Namespace) -> Field:
+    """Load every contestant of a pair."""
+    judge = c.load_transformers(pair.target, pair)
+    assistant = c.load_transformers(pair.draft, pair)
+    theirs: list[c.Contestant] = [
+        c.Transformers(THEIRS, judge, pair.device),
+        c.assisted(judge, assistant, pair.device),
+    ]
+    if args.lookup:
+        theirs.append(c.lookup(judge, pair.device))
+    fixed = c.build_llm(pair, rule="token")  # at temperature 0 the rule makes no difference
+    plain = c.Paceline(PLAIN, c.build_llm(pair, draft=False))
+    adaptive = c.Paceline(ADAPTIVE, c.build_llm(pair, length="auto"))
+    sampled: list[c.Contestant] = []
+    if args.rules:
+        sampled = [
+            c.Paceline(
+                f"rule {rule}", fixed if rule == "token" else c.build_llm(pair, rule=rule), 1.0
+            )
+            for rule in RULES
+        ]
+    ours: list[c.Contestant] = [plain, c.Paceline(FIXED, fixed), adaptive]
+    return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
+
+
+def jobs(field: Field, suites: dict[str, list[Prompt]]) -> Iterator[Job]:
+    """All prompts alone, then sampled, then eight together."""
+    for suite, prompts in suites.items():
+        for index, prompt in enumerate(prompts):
+            yield Job(suite, index, [prompt.token_ids], field.single)
+    if field.sampled:
+        for suite, prompts in suites.items():
+            for index, prompt in enumerate(prompts):
+                yield Job(SAMPLED + suite, index, [prompt.token_ids], field.sampled)
+    together = [p.token_ids for prompts in suites.values() for p in prompts]
+    together = (together * 8)[:: max(1, len(together) // 8)][:8]  # of all suites alike
+    yield Job(BATCH, 0, together, field.batched)
+
+
+def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record) -> None:
+    """Decode everything `--rounds` times, contestants taking turns; fills the record."""
+    warm: set[str] = set()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(pair, total=args.rounds * sum(len(j.contestants) for j in todo))
+        for turn in range(args.rounds):
+            for job in todo:
+                shift = (turn + job.index) % len(job.contestants)
+                for contestant in job.contestants[shift:] + job.contestants[:shift]:
+                    key = f"{contestant.name} {len(job.prompts)}"
+                    bar.update(task, description=f"{pair} {job.suite}: {contestant.name}")
+                    if key not in warm:  # buffers, kernels, lazy imports
+                        contestant.run(job.prompts, min(16, args.max_tokens))
+                        warm.add(key)
+                    outcome = contestant.run(job.prompts, args.max_tokens)
+                    wanted = args.max_tokens * len(job.prompts)
+                    assert outcome.count == wanted, (
+                        f"{contestant.name} wrote {outcome.count} tokens, not {wanted}"
+                    )
+                    record.add(job.suite, contestant.name, job.index, outcome)
+                    bar.advance(task)
+
+
+def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: Console) -> None:
+    """Measure one pair and put its figures into `result`, also when interrupted."""
+    from stepclock import overhead
+    from transformers import AutoConfig, AutoTokenizer
+
+    pair = find_pair(name, args)
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    positions = AutoConfig.from_pretrained(pair.target).max_position_embeddings
+    limit = positions - args.max_tokens - 2 * c.DRAFT_LENGTH
+    suites = load_suites(args.prompts_dir, args.suites.split(","), tokenizer, args.per_suite, limit)
+    field = load(pair, args)
+    record = Record()
+    try:
+        measure(name, list(jobs(field, suites)), args, record)
+    finally:
+        result[name] = figures(record)
+    ids = {suite: [p.token_ids for p in prompts] for suite, prompts in suites.items()}
+    for key, names in {
+        "plain_equals_transformers": (THEIRS, PLAIN),
+        "speculative_equals_plain": (PLAIN, FIXED),
+        "adaptive_equals_plain": (PLAIN, ADAPTIVE),
+    }.items():
+        result[name][key] = {s: kinships(record, s, names, ids[s], field.judge) for s in ids}
+    if pair.device == "cpu":  # a GPU's calls return before the work is done
+        prompts = [rows[0] for rows in ids.values()]
+        result[name] |= overhead(field.fixed, prompts, args.max_tokens)
+    show(name, record, result[name], out)
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    args = parse(sys.argv[1:])
+    out = Console(width=max(100, Console().width))
+    result: dict[str, Any] = {}
+    status = 0
+    about = machine(args.device) | {"dtype": args.dtype, "quick": args.quick}
+    about |= {"rounds": args.rounds, "max_tokens": args.max_tokens, "per_suite": args.per_suite}
+    try:
+        for name in args.pairs.split(","):
+            run_pair(name, args, result, out)
+    except KeyboardInterrupt:
+        print("interrupted: the figures below are of what was measured", file=sys.stderr)
+        status = 130
+    except inflate.InflateError as error:
+        raise SystemExit(f"error: {error}") from None
+    line = json.dumps(result | {"machine": about})
+    if args.json:
+        Path(args.json).write_text(line + "\n")
+    print(line)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

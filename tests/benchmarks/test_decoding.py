@@ -1,0 +1,226 @@
+"""The decoding benchmark: its arithmetic, its fairness, and one tiny run of the whole script."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import contestants
+import decoding
+import pytest
+import torch
+from contestants import Outcome
+from prompts import BUILT_IN, SUITES, encode, load_suites, read_texts, spread
+from record import Record, kinship
+from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
+from stepclock import StepClock, shares
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> Outcome:
+    return Outcome([[1] * count], seconds, drafted, accepted, target_steps=4)
+
+
+def filled() -> Record:
+    record = Record()
+    for prompt in (0, 1):
+        for seconds in (1.0, 9.0, 2.0):  # the median is 2
+            record.add("arith", THEIRS, prompt, outcome(seconds))
+            record.add("arith", ASSISTED, prompt, outcome(seconds * 0.75))
+            record.add("arith", PLAIN, prompt, outcome(seconds / 2))
+            record.add("arith", FIXED, prompt, outcome(seconds / 4, drafted=8, accepted=6))
+    record.add(BATCH, PLAIN, 0, outcome(3.0))
+    record.add(BATCH, ADAPTIVE, 0, outcome(2.0))
+    return record
+
+
+def test_figures_are_ratios_of_medians() -> None:
+    result = figures(filled())
+    assert result["plain_vs_transformers"] == 2.0
+    assert result["speculative_vs_plain"] == {"arith": 2.0}
+    assert result["speculative_vs_assisted"] == {"arith": 3.0}
+    assert result["batch8_adaptive_vs_plain"] == 1.5
+    assert result["tokens_per_second"]["arith"][THEIRS] == 5.0
+    assert result["drafts"]["arith"][FIXED] == {"acceptance": 0.75, "mean_accepted_length": 2.5}
+
+
+def test_figures_of_an_interrupted_run() -> None:
+    record = Record()
+    record.add("arith", THEIRS, 0, outcome(1.0))
+    record.add("arith", THEIRS, 1, outcome(50.0))  # only one contestant came to this prompt
+    record.add("arith", PLAIN, 0, outcome(0.5))
+    result = figures(record)
+    assert result["plain_vs_transformers"] == 2.0
+    assert result["speculative_vs_plain"] == {"arith": None}
+    assert result["batch8_adaptive_vs_plain"] is None
+    assert figures(Record())["plain_vs_transformers"] is None
+
+
+def tiny(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**(sizes | heads | {"max_position_embeddings": 512} | changes))
+    return LlamaForCausalLM(config).eval()
+
+
+def test_kinship_tells_ties_from_errors() -> None:
+    model = tiny()
+    prompt = [5, 6, 7]
+    logits = model(torch.tensor([prompt])).logits[0, -1]
+    order = logits.argsort(descending=True).tolist()
+    best, worst = order[0], order[-1]
+    with torch.no_grad():
+        model.lm_head.weight[worst] = model.lm_head.weight[best] * (1 + 1e-7)
+    assert kinship(model, prompt, [best, 1], [best, 1]) == "identical"
+    assert kinship(model, prompt, [best, 1], [worst, 2]) == "near tie"
+    assert kinship(model, prompt, [best, 1], [order[1], 1]) == "different"
+    assert kinship(model, prompt, [best], [best, 1]) == "different"
+
+
+def test_clock_gives_own_time_only() -> None:
+    clock = StepClock()
+    inner = clock.wrap("inner", lambda: sum(range(200_000)))
+    outer = clock.wrap("outer", lambda: inner())
+    outer()
+    assert clock.own["inner"] > clock.own["outer"] > 0
+    assert shares([{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 2.0}, {"b": 4.0}]) == {
+        "a": 0.25,
+        "b": 0.75,
+    }
+
+
+def test_prompts(tmp_path: Path) -> None:
+    assert set(BUILT_IN) == set(SUITES)
+    assert read_texts(tmp_path, "arith") == BUILT_IN["arith"]
+    record = {"id": "x", "format": "completion", "turns": ["first", "second"]}
+    (tmp_path / "arith.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_texts(tmp_path, "arith") == [("completion", "first")]
+    assert spread(list(range(10)), 3) == [0, 3, 6]
+    assert spread(list(range(3)), 0) == spread(list(range(3)), 9) == [0, 1, 2]
+
+
+def byte_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|end|>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.chat_template = "U:{{ messages[0]['content'] }}A:"
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_chats_go_through_the_template(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    assert tokenizer.decode(encode(tokenizer, "chat", "hi")) == "U:hiA:"
+    assert tokenizer.decode(encode(tokenizer, "completion", "hi")) == "hi"
+    suites = load_suites(tmp_path, ["arith"], tokenizer, 0, limit=30)
+    assert [len(p.token_ids) for p in suites["arith"]] == [22]  # the others are longer
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    for name, layers in (("target", 2), ("draft", 1)):
+        folder = tmp_path / name
+        tiny(num_hidden_layers=layers).to(torch.bfloat16).save_pretrained(folder)
+        byte_tokenizer(folder)
+    return str(tmp_path / "target"), str(tmp_path / "draft")
+
+
+def arguments(pair: tuple[str, str], *more: str) -> list[str]:
+    target, draft = pair
+    sizes = ["--per-suite", "1", "--rounds", "1", "--max-tokens", "12", "--dtype", "float32"]
+    return ["--target", target, "--draft", draft, "--prompts-dir", target, *sizes, *more]
+
+
+def test_the_whole_script(
+    pair: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("paceline.llm")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    small = {name: decoding.inflate.Sizes(48, 3, 80) for name in ("target", "draft")}
+    monkeypatch.setattr(decoding.inflate, "PRESETS", small)
+    file = tmp_path / "figures.json"
+    more = ("--suites", "arith,chat", "--lookup", "--rules", "--json", str(file))
+    monkeypatch.setattr("sys.argv", ["decoding.py", *arguments(pair, *more)])
+    with pytest.raises(SystemExit) as ended:
+        decoding.main()
+    assert ended.value.code == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    result = json.loads(last)
+    assert json.loads(file.read_text()) == result
+    for name in ("tiny", "inflated"):
+        figure = result[name]
+        assert figure["plain_vs_transformers"] > 0
+        for key in ("speculative_vs_plain", "adaptive_vs_plain", "speculative_vs_assisted"):
+            assert set(figure[key]) == {"arith", "chat"}
+            assert all(ratio > 0 for ratio in figure[key].values())
+        assert figure["batch8_adaptive_vs_plain"] > 0
+        assert 0 < figure["overhead_fraction"] < 1
+        assert set(figure["sampled_tokens_per_second"]) == {
+            "rule token",
+            "rule block",
+            "rule coupled",
+        }
+        assert set(figure["tokens_per_second"][BATCH]) == {PLAIN, ADAPTIVE}
+        for key in ("plain_equals_transformers", "speculative_equals_plain"):
+            assert figure[key] == {"arith": {"identical": 1}, "chat": {"identical": 1}}
+    assert result["machine"]["torch"] == torch.__version__
+
+
+def test_ctrl_c_prints_what_was_measured(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("paceline.llm")
+    calls = []
+    run = contestants.Paceline.run
+
+    def interrupted(self: Any, *call: Any) -> Outcome:
+        calls.append(self.name)
+        if len(calls) > 4:
+            raise KeyboardInterrupt
+        return run(self, *call)
+
+    monkeypatch.setattr(contestants.Paceline, "run", interrupted)
+    monkeypatch.setattr(
+        "sys.argv", ["decoding.py", *arguments(pair, "--pairs", "tiny", "--no-rules")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        decoding.main()
+    assert ended.value.code == 130
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["tiny"]["plain_vs_transformers"] > 0
+    assert result["tiny"]["batch8_adaptive_vs_plain"] is None
+
+
+def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
+    pytest.importorskip("paceline.llm")
+    found = contestants.Pair("tiny", Path(pair[0]), Path(pair[1]), "cpu", "float32")
+    llm = contestants.build_llm(found)
+    contestant = contestants.Paceline("x", llm)
+    fed: list[int] = []
+    inner = llm.engine._pack
+
+    def watched(plan: Any, trees: Any) -> Any:
+        fed.append(max(item.feed for item in plan.slices))
+        return inner(plan, trees)
+
+    llm.engine._pack = watched
+    prompt = list(range(1, 81))
+    contestant.run([prompt], 4)
+    contestant.run([prompt], 4)
+    assert fed.count(80) == 2
+
+
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for bad in (["--pairs", "big"], ["--rounds", "0"]):
+        with pytest.raises(SystemExit):
+            decoding.parse(bad)
+    assert "there are tiny and inflated" in capsys.readouterr().err
