@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -160,19 +161,32 @@ def _perform(console: Console, llm: LLM, scene: Scene, params: SamplingParams) -
     stream_to(console, llm, [prompt_ids(llm, scene)], params, show_draft=True)
 
 
+def _legend() -> Text:
+    return Text.assemble(
+        "Accepted draft tokens are ",
+        ("green", DRAFT_STYLE),
+        ", the target's own are ",
+        ("bold", TARGET_STYLE),
+        ".",
+    )
+
+
 def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
     table = Table(
         title="Greedy decoding, plain and speculative",
-        caption=f"median of {rounds} alternating rounds without printing; prompts included",
+        caption=f"Median of {rounds} alternating rounds without printing, prompts included. "
+        "Accepted length: tokens per target step.",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("prompt")
     for heading in (
         "tokens",
-        "plain tok/s",
-        "speculative tok/s",
+        "plain\ntok/s",
+        "spec.\ntok/s",
         "speedup",
-        "acceptance",
-        "tokens a target step",
+        "acceptance\nrate",
+        "accepted\nlength",
     ):
         table.add_column(heading, justify="right")
     table.add_column("identical")
@@ -224,12 +238,7 @@ def demo(
     with console.status("loading the models"):
         speculative = engine.open(engine.resolved_draft)
         plain = engine.open(None)
-    legend = Text("Tokens in ")
-    legend.append("this colour", DRAFT_STYLE)
-    legend.append(" came from the draft and were accepted; tokens ")
-    legend.append("like this", TARGET_STYLE)
-    legend.append(" are the target's own.")
-    console.print(legend)
+    console.print(_legend())
     scenes = [s for s in SCENES if not s.chat or speculative.tokenizer.chat_template is not None]
     if not as_json:
         for scene in scenes:

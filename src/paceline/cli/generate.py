@@ -32,7 +32,7 @@ def _run(
     completions = stream_to(console, llm, prompts, params, show_draft)
     notes = Console(stderr=True)
     for completion in completions:
-        notes.print(summary(completion), style="dim", highlight=False)
+        notes.print(summary(completion), style="dim", highlight=False, soft_wrap=True)
     return completions
 
 

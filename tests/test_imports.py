@@ -1,0 +1,137 @@
+"""The layering of the package, and the house rules that a parser can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "paceline"
+
+# Who may import whom: a module imports its own layer and those below it.
+LAYERS = (
+    {"core", "config", "errors"},
+    {"model"},
+    {"draft", "verify"},
+    {"engine", "train", "export", "completion"},
+    {"llm", "build", "request"},
+    {"cli", "server", "bench", "distributed"},
+)
+# Alone in their layer: these do not know their neighbours.
+STRANGERS = [{"draft", "verify"}, {"engine", "train"}]
+FOREIGN = {"typer": {"cli"}, "rich": {"cli", "llm"}, "fastapi": {"server"}, "ray": {"distributed"}}
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def layer(part: str) -> int:
+    return next(index for index, parts in enumerate(LAYERS) if part in parts)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            if node.module == "paceline":
+                yield from (f"paceline.{alias.name}" for alias in node.names)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(path) for path in MODULES} - {"__init__"}
+    assert parts <= set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_imports_go_downwards(path: Path) -> None:
+    part = part_of(path)
+    if part == "__init__":
+        return  # the public API names everything
+    for module in imports(path):
+        words = module.split(".")
+        if words[0] in FOREIGN:
+            assert part in FOREIGN[words[0]], f"{name(path)} imports {module}"
+        if words[0] != "paceline" or len(words) < 2 or words[1] == part:
+            continue
+        if not ((SOURCE / words[1]).is_dir() or (SOURCE / f"{words[1]}.py").is_file()):
+            continue  # a name of the public API, as in `from paceline import LLM`
+        assert layer(words[1]) <= layer(part), f"{name(path)} imports {module} from above"
+        assert not any({words[1], part} <= pair for pair in STRANGERS), (
+            f"{name(path)} imports its neighbour {module}"
+        )
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if part_of(p) not in {"cli", "__init__"}], ids=name
+)
+def test_only_the_top_row_uses_the_public_api(path: Path) -> None:
+    assert "paceline" not in set(imports(path))
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) == "core"], ids=name)
+def test_core_needs_torch_and_the_standard_library_only(path: Path) -> None:
+    for module in imports(path):
+        top = module.split(".")[0]
+        assert top in {"paceline", "torch"} or top in sys.stdlib_module_names, module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    assert not [p for p in MODULES if p.stem in {"utils", "util", "helpers", "misc", "common"}]
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level modules loaded once ``code`` has run in a fresh interpreter."""
+    script = f"import sys\n{code}\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["train", "lm", "-h"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        f"from paceline.cli.main import app\ntry:\n    app({arguments!r})\n"
+        "except SystemExit as end:\n    assert end.code == 0"
+    )
+    loaded = modules_after(code)
+    assert "typer" in loaded
+    assert not loaded & HEAVY
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import paceline\npaceline.SamplingParams\npaceline.PromptError\npaceline.__version__"
+    assert not modules_after(code) & HEAVY
+
+
+def test_a_model_adapter_loads_no_command_line() -> None:
+    assert not modules_after("import paceline.llm") & {"typer", "matplotlib", "fastapi", "ray"}

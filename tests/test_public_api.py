@@ -1,0 +1,117 @@
+"""The public names and the signatures that users write against."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+NAMES = [
+    "LLM",
+    "CacheMemoryError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "ModelLoadError",
+    "PacelineError",
+    "PromptError",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "VocabularyMismatchError",
+    "__version__",
+]
+
+
+def test_exports() -> None:
+    assert paceline.__all__ == NAMES
+    assert set(NAMES) <= set(dir(paceline))
+    for name in NAMES:
+        assert getattr(paceline, name) is not None
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        _ = paceline.Lama
+    with pytest.raises(ImportError):
+        exec("from paceline import Lama")
+
+
+def test_every_error_is_a_paceline_error() -> None:
+    errors = [name for name in NAMES if name.endswith("Error")]
+    assert len(errors) == 8
+    assert all(issubclass(getattr(paceline, name), paceline.PacelineError) for name in errors)
+
+
+def test_sampling_params_fields() -> None:
+    assert [item.name for item in fields(paceline.SamplingParams)] == [
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "n",
+    ]
+
+
+def test_llm_signature() -> None:
+    names = list(inspect.signature(paceline.LLM.__init__).parameters)
+    assert names[1:] == [
+        "model",
+        "draft",
+        "dtype",
+        "device",
+        "max_batch_size",
+        "kv_cache_memory",
+        "draft_length",
+        "rule",
+        "seed",
+    ]
+    for method in ("generate", "stream", "chat", "close"):
+        assert callable(getattr(paceline.LLM, method))
+
+
+def test_completion_and_its_stats() -> None:
+    from paceline.completion import CompletionStats
+
+    assert [item.name for item in fields(paceline.Completion)] == [
+        "prompt",
+        "text",
+        "token_ids",
+        "logprobs",
+        "finish_reason",
+        "index",
+        "draft_mask",
+        "stats",
+    ]
+    assert [item.name for item in fields(CompletionStats)] == [
+        "drafted_tokens",
+        "accepted_tokens",
+        "acceptance_rate",
+        "mean_accepted_length",
+        "acceptance_per_position",
+        "target_steps",
+        "decode_seconds",
+        "tokens_per_second",
+    ]
+
+
+def test_version_is_the_newest_of_the_changelog() -> None:
+    changelog = Path(__file__).resolve().parents[1] / "CHANGELOG.md"
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", changelog.read_text(encoding="utf-8"), re.M)
+    assert newest is not None
+    assert newest[1] == paceline.__version__
