@@ -50,10 +50,10 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
         row += 1 + len(parents)
         node += len(parents)
     with torch.inference_mode(False):
-        within = [
-            to_device([before.index(at) for at in rows], device)
-            for (before, _), (rows, _) in pairwise(ranks)
-        ]
+        within = []
+        for (before, _), (rows, _) in pairwise(ranks):
+            place = {at: index for index, at in enumerate(before)}
+            within.append(to_device([place[at] for at in rows], device))
         return Layout(
             to_device(parent_rows, device),
             tuple((to_device(rows, device), to_device(nodes, device)) for rows, nodes in ranks),

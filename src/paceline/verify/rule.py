@@ -105,9 +105,7 @@ class Verifier:
             return _Decisions(coupled_choice(laws, rows))
         outcome = self._outcome(laws, checks)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
-        uniforms = torch.rand(
-            len(rows) + nodes, dtype=torch.float64, device=scores.device, generator=self.generator
-        )
+        uniforms = self._uniforms(len(rows) + nodes, scores.device)
         # Greedy rows have one-hot laws, and a draw from those is the argmax.
         choices = pick(laws if outcome is None else outcome.stop, uniforms[: len(rows)])
         if coupled:
@@ -116,6 +114,10 @@ class Verifier:
         if outcome is None:
             return _Decisions(choices)
         return _Decisions(choices, uniforms[len(rows) :] < outcome.accept)
+
+    def _uniforms(self, count: int, device: torch.device) -> torch.Tensor:
+        """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
+        return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
     def _outcome(self, laws: torch.Tensor, checks: Seq[Check]) -> Outcome | None:
         """Accept chances and stop laws of all checks; None if all of them are matched."""

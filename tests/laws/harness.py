@@ -1,0 +1,447 @@
+"""Exact output laws of speculative decoding, by enumeration of every random outcome.
+
+Fake models are random tables over a tiny vocabulary; the logits after a context depend on its last
+two tokens. A drafter here is a function that lists all the drafts it could make, each with its
+probability. A step's emissions are a float64 vector over token strings, addressed by ``string
+id``: the empty string is 0, and s followed by x is ``1 + V * id(s) + x``.
+
+``step_law`` uses the pure functions of ``paceline.verify.laws`` (or a mutated copy of them),
+``verifier_law`` the whole ``Verifier``, with its uniforms placed in every interval that can
+matter. ``joint_law`` chains steps, and ``plain_law`` is the target's own answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from paceline.core.batch import Check, Verdict
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows, probabilities
+from paceline.core.sequence import Sequence as Request
+from paceline.core.tree import Draw, TokenTree, children_of
+from paceline.verify import laws as real_laws
+from paceline.verify.rule import Verifier
+
+Context = tuple[int, ...]
+PROMPT: Context = (0, 1)
+
+
+class Fake:
+    """Logits from a random table over the last two tokens."""
+
+    def __init__(self, vocab: int, seed: int, like: Fake | None = None, scale: float = 1.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab = vocab
+        self.table = torch.randn(vocab, vocab, vocab, generator=generator) * scale
+        if like is not None:
+            self.table = like.table + self.table
+
+    def __call__(self, contexts: Sequence[Context]) -> torch.Tensor:
+        index = torch.tensor([context[-2:] for context in contexts])
+        return self.table[index[:, 0], index[:, 1]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pair of models and a request; ``stop_ids`` matter to min_tokens only."""
+
+    target: Fake
+    draft: Fake
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset({1})
+
+    @property
+    def vocab(self) -> int:
+        return self.target.vocab
+
+    def request(self, context: Context) -> Request:
+        return Request(0, list(context), len(PROMPT), self.params, self.stop_ids)
+
+    @classmethod
+    def random(cls, vocab: int, params: SamplingParams, seed: int = 0) -> Setting:
+        target = Fake(vocab, seed)
+        return cls(target, Fake(vocab, seed + 1, like=target, scale=0.8), params)
+
+
+@lru_cache(maxsize=64)
+def strings(vocab: int, depth: int) -> tuple[Context, ...]:
+    """All strings of up to ``depth`` tokens, in the order of their ids."""
+    levels = [itertools.product(range(vocab), repeat=length) for length in range(depth + 1)]
+    return tuple(itertools.chain.from_iterable(levels))
+
+
+def law_table(model: Fake, setting: Setting, context: Context, depth: int) -> torch.Tensor:
+    """float32 [number of strings, V]: the law after ``context`` and each drafted string."""
+    paths = strings(model.vocab, depth)
+    request = setting.request(context)
+    padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths]).long()
+    rows = Rows((request,) * len(paths), tuple(map(len, paths)), padded.view(len(paths), depth))
+    return probabilities(model([(*context, *path) for path in paths]), rows)
+
+
+# --- drafters: every draft they could make -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """B drafts of one shape: ``tokens`` [B, n], ``weights`` float64 [B], ``q`` [B, n, V]."""
+
+    parents: tuple[int, ...]
+    draw: Draw
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    vocab: int
+    q: torch.Tensor | None = None
+
+    @property
+    def row_strings(self) -> torch.Tensor:
+        """int64 [B, n + 1]: id of the drafted string before each row."""
+        ids = [torch.zeros(len(self.weights), dtype=torch.int64)]
+        for node, parent in enumerate(self.parents):
+            ids.append(1 + self.vocab * ids[parent + 1] + self.tokens[:, node])
+        return torch.stack(ids, dim=1)
+
+
+# From the drafter's own law table (strings up to its depth) to all its drafts.
+Drafter = Callable[[torch.Tensor], list[Drafts]]
+
+
+def tree_parents(branching: Sequence[int]) -> tuple[int, ...]:
+    """A full tree, level by level, siblings next to one another."""
+    parents: list[int] = []
+    level = [-1]
+    for width in branching:
+        following = []
+        for parent in level:
+            for _ in range(width):
+                following.append(len(parents))
+                parents.append(parent)
+        level = following
+    return tuple(parents)
+
+
+def empty() -> Drafter:
+    def propose(table: torch.Tensor) -> list[Drafts]:
+        tokens = torch.empty(1, 0, dtype=torch.int64)
+        ones = torch.ones(1, dtype=torch.float64)
+        return [Drafts((), Draw.POINT, tokens, ones, table.shape[1])]
+
+    return propose
+
+
+def point_tree(branching: Sequence[int]) -> Drafter:
+    """The most likely tokens of each node: one draft, chosen without chance."""
+    parents = tree_parents(branching)
+
+    def propose(table: torch.Tensor) -> list[Drafts]:
+        vocab = table.shape[1]
+        ids, tokens = [0], []
+        children = children_of(parents)
+        ranks = {node: rank for nodes in children for rank, node in enumerate(nodes)}
+        for node, parent in enumerate(parents):
+            order = table[ids[parent + 1]].sort(descending=True, stable=True).indices
+            tokens.append(int(order[ranks[node]]))
+            ids.append(1 + vocab * ids[parent + 1] + tokens[-1])
+        ones = torch.ones(1, dtype=torch.float64)
+        return [Drafts(parents, Draw.POINT, torch.tensor([tokens]), ones, vocab)]
+
+    return propose
+
+
+def sampled_tree(branching: Sequence[int], draw: Draw = Draw.WITHOUT_REPLACEMENT) -> Drafter:
+    """Every ordered choice of siblings without replacement; branching 1, 1, ... is a chain.
+
+    Where q has run out of tokens the next sibling is any token: the lowest id left.
+    """
+    parents = tree_parents(branching)
+    children = children_of(parents)
+
+    def propose(table: torch.Tensor) -> list[Drafts]:
+        vocab = table.shape[1]
+        tokens = torch.empty(1, 0, dtype=torch.int64)
+        weights = torch.ones(1, dtype=torch.float64)
+        strings_of = torch.zeros(1, 1, dtype=torch.int64)
+        every = torch.arange(vocab)
+        for row, nodes in enumerate(children):
+            left = table.double()[strings_of[:, row]] if nodes else table
+            used = torch.zeros(len(weights), vocab, dtype=torch.bool)
+            for _ in nodes:
+                mass = left.sum(-1, keepdim=True)
+                arbitrary = torch.nn.functional.one_hot((~used).long().argmax(-1), vocab)
+                law = torch.where(mass > 0, left / mass, arbitrary.double())
+                extended = weights[:, None] * law  # [B, V]
+                keep = extended.flatten() > 0
+                picked = every.repeat(len(weights))[keep]
+                source = torch.arange(len(weights)).repeat_interleave(vocab)[keep]
+                weights = extended.flatten()[keep]
+                tokens = torch.cat((tokens[source], picked[:, None]), 1)
+                ids = 1 + vocab * strings_of[source, row] + picked
+                strings_of = torch.cat((strings_of[source], ids[:, None]), 1)
+                left = left[source].scatter(1, picked[:, None], 0.0)
+                used = used[source].scatter(1, picked[:, None], True)
+        above = torch.tensor([parent + 1 for parent in parents])
+        q = table[strings_of[:, above]]
+        return [Drafts(parents, draw, tokens, weights, vocab, q)]
+
+    return propose
+
+
+def sampled_chain(length: int) -> Drafter:
+    return sampled_tree([1] * length, Draw.IID)
+
+
+# --- one step: emissions -------------------------------------------------------------------------
+
+
+def _emissions(drafts: Drafts, depth: int, stopping: torch.Tensor) -> torch.Tensor:
+    """Sum ``stopping`` [B, n + 1, V], the chance to stop at a row with a token, by string."""
+    vocab = drafts.vocab
+    emitted = torch.zeros(len(strings(vocab, depth + 1)), dtype=torch.float64)
+    ids = 1 + vocab * drafts.row_strings[:, :, None] + torch.arange(vocab)
+    return emitted.index_add_(
+        0, ids.flatten(), (drafts.weights[:, None, None] * stopping).flatten()
+    )
+
+
+def _matched(drafts: Drafts, p: torch.Tensor) -> torch.Tensor:
+    """Stopping chances [B, n + 1, V] of the match rule: y ~ p, down while y is a child."""
+    reach = torch.zeros(p.shape[:2], dtype=torch.float64)
+    reach[:, 0] = 1.0
+    stopping = torch.zeros(p.shape, dtype=torch.float64)
+    for row, nodes in enumerate(children_of(drafts.parents)):
+        left = p[:, row].double().clone()
+        for node in nodes:
+            token = drafts.tokens[:, node, None]
+            reach[:, node + 1] = reach[:, row] * left.gather(1, token).squeeze(1)
+            left = left.scatter(1, token, 0.0)
+        stopping[:, row] = reach[:, row, None] * left
+    return stopping
+
+
+def _decided(
+    drafts: Drafts, p: torch.Tensor, method: str, laws: ModuleType = real_laws
+) -> torch.Tensor:
+    """Stopping chances [B, n + 1, V] of ``siblings`` or ``block``."""
+    count, rows, vocab = p.shape
+    assert drafts.q is not None
+    outcome = getattr(laws, method)(
+        p.reshape(-1, vocab),
+        drafts.q.reshape(-1, vocab),
+        drafts.tokens.flatten(),
+        (drafts.parents,) * count,
+    )
+    accept = outcome.accept.view(count, rows - 1).double()
+    reach = torch.zeros(count, rows, dtype=torch.float64)
+    stop = torch.zeros(count, rows, dtype=torch.float64)
+    if method == "block":
+        missed = torch.ones(count, dtype=torch.float64)
+        for node in reversed(range(rows - 1)):  # the last accepted node ends the walk
+            stop[:, node + 1] = missed * accept[:, node]
+            missed = missed * (1 - accept[:, node])
+        stop[:, 0] = missed
+    else:
+        reach[:, 0] = 1.0
+        for row, nodes in enumerate(children_of(drafts.parents)):
+            left = reach[:, row]
+            for node in nodes:
+                reach[:, node + 1] = left * accept[:, node]
+                left = left * (1 - accept[:, node])
+            stop[:, row] = left
+    return stop[:, :, None] * outcome.stop.view(count, rows, vocab).double()
+
+
+Step = Callable[[Context], torch.Tensor]
+
+
+def step_law(
+    setting: Setting, drafter: Drafter, depth: int, method: str, laws: ModuleType = real_laws
+) -> Step:
+    """Emissions of one step, by enumerating drafts and decisions over the pure functions."""
+
+    def step(context: Context) -> torch.Tensor:
+        target = law_table(setting.target, setting, context, depth)
+        emitted = torch.zeros(len(strings(setting.vocab, depth + 1)), dtype=torch.float64)
+        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+            p = target[drafts.row_strings]
+            if method == "match" or not drafts.parents:
+                stopping = _matched(drafts, p)
+            else:
+                stopping = _decided(drafts, p, method, laws)
+            emitted += _emissions(drafts, depth, stopping)
+        return emitted
+
+    return step
+
+
+# --- several steps -------------------------------------------------------------------------------
+
+
+def joint_law(setting: Setting, step: Step, length: int) -> torch.Tensor:
+    """float64 [V ** length]: law of the first ``length`` tokens over as many steps as they take."""
+    vocab = setting.vocab
+    known: dict[tuple[Context, int], torch.Tensor] = {}
+
+    def joint(context: Context, left: int) -> torch.Tensor:
+        if left == 0:
+            return torch.ones(1, dtype=torch.float64)
+        if (context, left) in known:
+            return known[context, left]
+        law = torch.zeros(vocab**left, dtype=torch.float64)
+        emitted = step(context)
+        depth = next(d for d in itertools.count() if len(strings(vocab, d)) >= len(emitted))
+        for string, weight in zip(strings(vocab, depth), emitted.tolist(), strict=True):
+            if weight == 0.0:
+                continue
+            assert string, "a step must emit at least one token"
+            head = string[:left]
+            tail = joint((*context, *head), left - len(head))
+            at = sum(token * vocab ** (left - 1 - i) for i, token in enumerate(head))
+            law[at : at + len(tail)] += weight * tail
+        known[context, left] = law
+        return law
+
+    return joint(PROMPT, length)
+
+
+def plain_law(setting: Setting, length: int) -> torch.Tensor:
+    """The target alone: one committed token after another, no draft."""
+
+    def step(context: Context) -> torch.Tensor:
+        law = law_table(setting.target, setting, context, 0)[0].double()
+        return torch.cat((torch.zeros(1, dtype=torch.float64), law))
+
+    return joint_law(setting, step, length)
+
+
+def distance(law: torch.Tensor, other: torch.Tensor) -> float:
+    """Total variation; infinite if either is not even a vector of numbers."""
+    value = float((law - other).abs().sum() / 2)
+    return value if value == value else float("inf")
+
+
+def error(
+    setting: Setting,
+    drafter: Drafter,
+    depth: int,
+    method: str,
+    length: int = 3,
+    laws: ModuleType = real_laws,
+) -> float:
+    """Total variation between speculative and plain decoding of ``length`` tokens."""
+    step = step_law(setting, drafter, depth, method, laws)
+    return distance(joint_law(setting, step, length), plain_law(setting, length))
+
+
+# --- the whole verifier, its uniforms placed by hand ---------------------------------------------
+
+Option = tuple[float, float]  # a uniform and the width of the interval it stands for
+
+
+class Placed(Verifier):
+    """A verifier that is told its uniforms."""
+
+    uniforms: torch.Tensor
+
+    def _uniforms(self, count: int, device: torch.device) -> torch.Tensor:
+        assert self.uniforms.shape == (count,)
+        return self.uniforms
+
+
+def _intervals(laws: torch.Tensor) -> list[Option]:
+    """The intervals in which none of the rows of laws [n, V] changes its choice."""
+    ends = laws.double().cumsum(-1)
+    cuts = torch.cat((torch.zeros(1), (ends / ends[:, -1:]).flatten())).clamp(max=1.0)
+    return [
+        ((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts.unique().tolist())
+    ]
+
+
+def _options(p: torch.Tensor, drafts: Drafts, index: int, method: str) -> list[list[Option]]:
+    """What each uniform of one tree can do: one entry per row, then one per node if it decides.
+
+    Only one row's choice is used where nodes decide, so all rows may share one uniform.
+    """
+    if method == "match":
+        return [_intervals(row.unsqueeze(0)) for row in p]
+    assert drafts.q is not None
+    parents, tokens = drafts.parents, drafts.tokens[index]
+    outcome = getattr(real_laws, method)(p, drafts.q[index], tokens, (parents,))
+    deciding = [
+        [(chance / 2, chance), ((1 + chance) / 2, 1 - chance)]
+        for chance in outcome.accept.double().tolist()
+    ]
+    return [_intervals(outcome.stop), *deciding]
+
+
+def _judged(
+    setting: Setting, drafts: Drafts, index: int, context: Context, verifier: Placed, method: str
+) -> Iterator[tuple[Verdict, float]]:
+    """Verdicts on one draft and their probabilities, all from one call of the verifier."""
+    rows = len(drafts.parents) + 1
+    ids = drafts.row_strings[index]
+    paths = strings(setting.vocab, len(drafts.parents))
+    logits = setting.target([(*context, *paths[i]) for i in ids.tolist()])
+    request = setting.request(context)
+    p = law_table(setting.target, setting, context, len(drafts.parents))[ids]
+    combinations = [
+        combination
+        for combination in itertools.product(*_options(p, drafts, index, method))
+        if all(width > 0 for _, width in combination)
+    ]
+    placed = torch.tensor([[u for u, _ in c] for c in combinations], dtype=torch.float64)
+    choosing = placed if method == "match" else placed[:, :1].expand(-1, rows)
+    deciding = placed[:, :0] if method == "match" else placed[:, 1:]
+    verifier.uniforms = torch.cat((choosing.flatten(), deciding.flatten()))
+    q = None if drafts.q is None else drafts.q[index]
+    tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
+    checks = [Check(request, i * rows, tree) for i in range(len(combinations))]
+    verdicts = verifier(logits.repeat(len(checks), 1), checks)
+    for verdict, combination in zip(verdicts, combinations, strict=True):
+        yield verdict, math.prod(width for _, width in combination)
+
+
+def verifier_law(
+    setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str
+) -> Step:
+    """Emissions of one step through the whole ``Verifier``, each weighted by its interval.
+
+    ``method`` is what the verifier should use here; it says which uniforms can matter.
+    """
+
+    def step(context: Context) -> torch.Tensor:
+        emitted = torch.zeros(len(strings(setting.vocab, depth + 1)), dtype=torch.float64)
+        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+            for index, weight in enumerate(drafts.weights.tolist()):
+                judged = _judged(setting, drafts, index, context, verifier, method)
+                for verdict, chance in judged:
+                    if len(verdict.tokens) != len(verdict.path) + 1:
+                        raise MissingToken(f"path {verdict.path}, tokens {verdict.tokens}")
+                    string = 0
+                    for token in verdict.tokens:
+                        string = 1 + setting.vocab * string + token
+                    emitted[string] += weight * chance
+        return emitted
+
+    return step
+
+
+class MissingToken(Exception):
+    """A step did not end in a token of the target's own."""
+
+
+def verifier_error(
+    setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str, length: int = 2
+) -> float:
+    """Total variation from plain decoding; 1 if a step lacks the target's own token."""
+    step = verifier_law(setting, drafter, depth, verifier, method)
+    try:
+        return distance(joint_law(setting, step, length), plain_law(setting, length))
+    except MissingToken:
+        return 1.0

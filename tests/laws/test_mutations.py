@@ -1,0 +1,209 @@
+"""Planted bugs that the law check must catch: each is a mutation of the real source, or a drafter.
+
+A mutation names the text it replaces, so it fails loudly when the code moves on.
+"""
+
+import inspect
+from types import ModuleType
+
+import pytest
+import torch
+from harness import (
+    Drafts,
+    Draw,
+    Fake,
+    Placed,
+    SamplingParams,
+    Setting,
+    error,
+    point_tree,
+    sampled_chain,
+    sampled_tree,
+    verifier_error,
+)
+
+from paceline.verify import laws, rule
+
+PLAIN = SamplingParams(temperature=1.0)
+COOL = SamplingParams(temperature=0.5)
+EXACT, CAUGHT = 1e-6, 1e-3
+
+
+def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
+    """A copy of the module with one piece of its source replaced."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} is not in {module.__name__} exactly once"
+    copy = ModuleType(module.__name__ + "_mutated")
+    # Dataclasses look their module up by name: keep the real one's.
+    copy.__dict__.update(__name__=module.__name__, __file__=module.__file__)
+    exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
+    return copy
+
+
+LAW_MUTATIONS = {
+    "siblings: residual without clamping": (
+        "(target - draft).clamp_(min=0.0)",
+        "(target - draft)",
+        "siblings",
+    ),
+    "siblings: residual clamped from the wrong side": (
+        "(target - draft).clamp_(min=0.0)",
+        "(draft - target).clamp_(min=0.0)",
+        "siblings",
+    ),
+    "siblings: residual without renormalising": (
+        "_normalised((target - draft).clamp_(min=0.0), target)",
+        "(target - draft).clamp_(min=0.0)",
+        "siblings",
+    ),
+    "siblings: q of drawn tokens not zeroed": (
+        "draft = draft.scatter(1, token, 0.0)",
+        "draft = draft.clone()",
+        "siblings",
+    ),
+    "siblings: q zeroed but not renormalised": (
+        "draft = _normalised(draft, draft)",
+        "pass",
+        "siblings",
+    ),
+    "block: residual without clamping": (
+        "(before.unsqueeze(1) * target - q).clamp_(min=0.0)",
+        "(before.unsqueeze(1) * target - q)",
+        "block",
+    ),
+    "block: residual of the token rule": (
+        "(before.unsqueeze(1) * target - q).clamp_(min=0.0)",
+        "(target - q).clamp_(min=0.0)",
+        "block",
+    ),
+    "block: prefix not capped at one": (
+        "(prefix[-1] * ratios[:, depth]).clamp(max=1.0)",
+        "(prefix[-1] * ratios[:, depth])",
+        "block",
+    ),
+    "block: last chance like the others": (
+        "torch.where(ends, own, chances)",
+        "torch.where(ends, chances, chances)",
+        "block",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", LAW_MUTATIONS.values(), ids=LAW_MUTATIONS.keys())
+def test_mutated_law_is_caught(mutation):
+    old, new, method = mutation
+    setting = Setting.random(3, PLAIN)
+    drafter = sampled_chain(3) if method == "block" else sampled_tree((2, 2))
+    depth = 3 if method == "block" else 2
+    assert error(setting, drafter, depth, method) < EXACT
+    assert error(setting, drafter, depth, method, laws=mutated(laws, old, new)) > CAUGHT
+
+
+RULE_MUTATIONS = {
+    "no bonus token": (
+        "emitted = (*(own[i] for i in path), own_choices[end])",
+        "emitted = (*(own[i] for i in path), *own_choices[end : n])",
+    ),
+    "bonus from the wrong position": ("own_choices[end])", "own_choices[max(end - 1, 0)])"),
+    "bonus from the root": ("own_choices[end])", "own_choices[0])"),
+    "block stops at the first failure": (
+        "return last_accepted(parents, accepted)",
+        "return first_accepted(parents, accepted)",
+    ),
+    "decisions of the wrong node": ("accepted[node : node + n]", "accepted[node : node + n][::-1]"),
+}
+
+
+@pytest.mark.parametrize("mutation", RULE_MUTATIONS.values(), ids=RULE_MUTATIONS.keys())
+def test_mutated_verifier_is_caught(mutation):
+    setting = Setting.random(3, PLAIN)
+    chain = sampled_chain(2)
+    assert verifier_error(setting, chain, 2, Placed("block"), "block") < EXACT
+    wrong = mutated(rule, *mutation)
+
+    class WrongPlaced(Placed, wrong.Verifier):
+        _verdicts, _path = wrong.Verifier._verdicts, wrong.Verifier._path
+
+    assert verifier_error(setting, chain, 2, WrongPlaced("block"), "block") > CAUGHT
+
+
+# --- bugs of a drafter ---------------------------------------------------------------------------
+
+
+def test_argmax_draft_accepted_with_the_softmax_is_caught():
+    """The draft was a point mass; its softmax is not the law it was drawn from."""
+    setting = Setting.random(3, PLAIN)
+    chosen = point_tree((1, 1))
+
+    def softmaxed(table):
+        (drafts,) = chosen(table)
+        q = table[drafts.row_strings[:, :-1]]
+        return [Drafts(drafts.parents, Draw.IID, drafts.tokens, drafts.weights, 3, q)]
+
+    assert error(setting, chosen, 2, "match") < EXACT
+    for method in ("siblings", "block"):
+        assert error(setting, softmaxed, 2, method) > CAUGHT
+
+
+def test_q_before_temperature_is_caught():
+    """Drawn at temperature 0.5, declared as at 1: q must be the law after processing."""
+    setting = Setting.random(3, COOL)
+
+    def declared_warm(honest):
+        def propose(table):
+            (d,) = honest(table)
+            warm = d.q.sqrt()  # the law at twice the temperature, up to its norm
+            return [Drafts(d.parents, d.draw, d.tokens, d.weights, 3, warm / warm.sum(-1, True))]
+
+        return propose
+
+    for method, honest in (("siblings", sampled_tree((2, 1))), ("block", sampled_chain(2))):
+        assert error(setting, honest, 2, method) < EXACT
+        assert error(setting, declared_warm(honest), 2, method) > CAUGHT
+
+
+def _cut(parents, drafts, keep):
+    """The drafts that ``keep`` [B], their first len(parents) nodes only."""
+    n = len(parents)
+    q = drafts.q[keep][:, :n]
+    return Drafts(parents, drafts.draw, drafts.tokens[keep][:, :n], drafts.weights[keep], 3, q)
+
+
+def _own_chance(drafts, node):
+    return drafts.q[:, node].gather(1, drafts.tokens[:, node, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("method", ["siblings", "block"])
+def test_pruning_on_a_sampled_nodes_own_probability_is_caught(method):
+    """Dropping the unlikely node biases the output; stopping after it does not."""
+    setting = Setting.random(3, PLAIN)
+    chain = sampled_chain(2)
+
+    def pruned(table):
+        (drafts,) = chain(table)
+        unlikely = _own_chance(drafts, 1) < 0.4
+        return [_cut((-1, 0), drafts, ~unlikely), _cut((-1,), drafts, unlikely)]
+
+    def stopped(table):
+        (drafts,) = chain(table)
+        unlikely = _own_chance(drafts, 0) < 0.4
+        return [_cut((-1, 0), drafts, ~unlikely), _cut((-1,), drafts, unlikely)]
+
+    assert error(setting, stopped, 2, method) < EXACT
+    assert error(setting, pruned, 2, method) > CAUGHT
+
+
+def test_the_design_pages_example_of_biased_pruning():
+    """p = q = (1/2, 1/2); drop every b, and a comes out 3/4."""
+    even = Fake(2, 0)
+    even.table.zero_()
+    setting = Setting(even, even, PLAIN)
+
+    def pruned(table):
+        (d,) = sampled_chain(1)(table)
+        a = d.tokens[:, 0] == 0
+        kept = Drafts((-1,), d.draw, d.tokens[a], d.weights[a], 2, d.q[a])
+        nothing = torch.empty(1, 0, dtype=torch.int64)
+        return [kept, Drafts((), Draw.POINT, nothing, d.weights[~a], 2)]
+
+    assert error(setting, pruned, 1, "siblings", length=1) == pytest.approx(0.25, abs=1e-6)
