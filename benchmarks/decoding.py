@@ -180,8 +180,11 @@ def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: C
     record = Record()
     try:
         measure(name, list(jobs(field, suites)), args, record)
-    finally:
+    except KeyboardInterrupt:
         result[name] = figures(record)
+        show(name, record, result[name], out)
+        raise
+    result[name] = figures(record)
     ids = {suite: [p.token_ids for p in prompts] for suite, prompts in suites.items()}
     for key, names in {
         "plain_equals_transformers": (THEIRS, PLAIN),

@@ -85,14 +85,13 @@ def figures(record: Record) -> dict[str, Any]:
     return result
 
 
-def show(pair: str, record: Record, result: dict[str, Any], console: Console) -> None:
-    """Print one pair's table: tokens per second by contestant and suite, then the ratios."""
-    suites = record.suites()
+def table(record: Record, suites: list[str], title: str) -> Table:
+    """Tokens per second by contestant and suite, drafts' figures in brackets."""
     names = list(dict.fromkeys(n for s in suites for n in record.contestants(s)))
-    table = Table(title=f"{pair}: tokens/s (prefill included)", title_justify="left")
-    table.add_column("contestant")
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("tokens/s", no_wrap=True)
     for suite in suites:
-        table.add_column(suite, justify="right")
+        grid.add_column(suite.removeprefix(SAMPLED), justify="right", no_wrap=True)
     for name in names:
         cells = []
         for suite in suites:
@@ -101,8 +100,19 @@ def show(pair: str, record: Record, result: dict[str, Any], console: Console) ->
             if drafts:
                 cell += f" ({drafts['acceptance']:.2f}, {drafts['mean_accepted_length']:.2f})"
             cells.append(cell)
-        table.add_row(name, *cells)
-    console.print(table)
+        grid.add_row(name, *cells)
+    return grid
+
+
+def show(pair: str, record: Record, result: dict[str, Any], console: Console) -> None:
+    """Print one pair's tables, then its ratios."""
+    sampled = [s for s in record.suites() if s.startswith(SAMPLED)]
+    greedy = [s for s in record.suites() if s != BATCH and s not in sampled]
+    console.print(table(record, greedy, f"{pair}: greedy, batch 1, prefill included"))
+    if sampled:
+        console.print(table(record, sampled, f"{pair}: temperature 1, batch 1"))
+    if BATCH in record.suites():
+        console.print(table(record, [BATCH], f"{pair}: greedy, eight prompts together"))
     console.print("in brackets: acceptance rate, tokens per target step", style="dim")
     for key, value in result.items():
         if key not in ("tokens_per_second", "drafts"):

@@ -119,6 +119,6 @@ def overhead(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, A
     parts = shares(decoding)
     return {
         "overhead_fraction": round(1.0 - parts.get("forward", 0.0), 4),
-        "step_shares": {name: round(share, 4) for name, share in parts.items()},
+        "step_shares": {n: round(s, 4) for n, s in parts.items() if s >= 0.0005},
         "step_milliseconds": round(statistics.median(sum(s.values()) for s in decoding) * 1e3, 3),
     }

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The decoding benchmark on a CUDA machine: the embedded pair, and the pair inflated to 8B and 0.6B.
+# Run from the root of the repository, in an environment where Paceline and a CUDA build of torch
+# are installed. Needs about 20 GB of disk for the inflated pair and 110 GB of GPU memory; with
+# less memory, pass --no-rules (75 GB). Options are handed on to decoding.py.
+#
+#   benchmarks/gpu.sh [OUTPUT_FOLDER] [OPTIONS OF decoding.py ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=benchmarks/results
+if [[ $# -gt 0 && $1 != --* ]]; then
+    out=$1
+    shift
+fi
+mkdir -p "$out"
+python=${PYTHON:-python}
+[[ -x .venv/bin/python && -z ${PYTHON:-} ]] && python=.venv/bin/python
+
+"$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: torch sees no CUDA device")'
+"$python" benchmarks/inflate.py paceline/tiny --preset 8b
+"$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b
+"$python" benchmarks/decoding.py --device cuda --presets 8b,0.6b --per-suite 2 \
+    --json "$out/gpu.json" "$@"
