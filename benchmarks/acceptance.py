@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from prompts import Prompt, default_folder, load_suites
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+
+from prompts import Prompt, default_folder, load_suites
 
 
 @dataclass

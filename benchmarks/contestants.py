@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
 from reach import reachable
 
 DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs

@@ -26,14 +26,15 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 import contestants as c
 import inflate
-import torch
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
 from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, show
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 RULES = ("token", "block", "coupled")
 
@@ -168,8 +169,9 @@ def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record
 
 def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: Console) -> None:
     """Measure one pair and put its figures into `result`, also when interrupted."""
-    from stepclock import overhead
     from transformers import AutoConfig, AutoTokenizer
+
+    from stepclock import overhead
 
     pair = find_pair(name, args)
     tokenizer = AutoTokenizer.from_pretrained(pair.target)

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=benchmarks/results
+out=runs/gpu
 if [[ $# -gt 0 && $1 != --* ]]; then
     out=$1
     shift

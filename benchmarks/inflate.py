@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import Reader, ShardWriter, has_weights
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+
+from checkpoint import Reader, ShardWriter, has_weights
 
 FORMAT = 1  # part of the fingerprint: raise it when the files written here change
 MARKER = "inflated.json"

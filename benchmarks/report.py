@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import Record
 from rich.console import Console
 from rich.table import Table
+
+from record import Record
 
 PLAIN, FIXED, ADAPTIVE = "paceline plain", "paceline fixed 4", "paceline adaptive"
 THEIRS, ASSISTED, LOOKUP = "transformers", "transformers assisted", "transformers lookup"

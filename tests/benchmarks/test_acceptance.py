@@ -1,8 +1,9 @@
 """The independent measurement of draft acceptance."""
 
 import torch
-from acceptance import Walk, greedy_drafts, greedy_texts, walk
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from acceptance import Walk, greedy_drafts, greedy_texts, walk
 
 
 def tiny(seed: int) -> LlamaForCausalLM:

@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import contestants
-import decoding
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import contestants
+import decoding
 from contestants import Outcome
 from prompts import BUILT_IN, SUITES, encode, load_suites, read_texts, spread
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
 from stepclock import StepClock, shares
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> Outcome:

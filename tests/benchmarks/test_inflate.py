@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
 from checkpoint import ShardWriter
 from inflate import InflateError, Sizes, inflate
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
 ROUNDED = Sizes(hidden=144, layers=4, ffn=100)
