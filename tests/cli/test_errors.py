@@ -1,0 +1,236 @@
+"""Bad input: one clear line on stderr, the right exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline import PacelineError, __version__
+from paceline.cli import main
+from paceline.cli.main import app
+from tiny_models import TinyPair
+
+COMMAND = [sys.executable, "-m", "paceline.cli.main"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    """Exit code 1, nothing on stdout, and one line that says these things."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert "unexpected" not in lines[0]
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_missing_model_folder(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert_one_line(run("generate", "hi", "--model", missing), "nowhere", "does not exist")
+
+
+def test_folder_without_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    shutil.copytree(
+        tiny_pair.target, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    assert_one_line(run("generate", "hi", "--model", str(tmp_path / "m")), "no weights")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    assert_one_line(run("generate", "hi", "--model", str(tmp_path)), "config.json")
+
+
+def test_unsupported_architecture(tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    assert_one_line(run("generate", "hi", "--model", str(tmp_path)), "bloom")
+
+
+def test_draft_with_another_vocabulary(tiny_pair: TinyPair) -> None:
+    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", tiny_pair.foreign)
+    assert_one_line(result, "vocabulary", "id ", "same family")
+
+
+def test_unknown_draft(tiny_pair: TinyPair) -> None:
+    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", "ngram:biggest=4")
+    assert_one_line(result, "biggest")
+
+
+def test_prompt_too_long(tiny_pair: TinyPair) -> None:
+    result = run("generate", "long " * 300, "--model", tiny_pair.target)
+    assert_one_line(result, "tokens", "shorten the prompt")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_cache_too_small(tiny_pair: TinyPair, command: str) -> None:
+    result = run(command, "hi", "--model", tiny_pair.target, "--kv-cache-memory", "1K")
+    assert_one_line(result, "cache", "kv_cache_memory")
+
+
+def test_empty_prompt(tiny_pair: TinyPair) -> None:
+    assert_one_line(run("generate", "", "--model", tiny_pair.target), "prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "-1"], ["temperature is -1.0"]),
+        (["--top-p", "1.5"], ["top_p is 1.5"]),
+        (["--top-p", "0"], ["top_p is 0.0"]),
+        (["--top-k", "-7"], ["top_k is -7"]),
+        (["--max-tokens", "0"], ["max_tokens is 0"]),
+        (["--min-tokens", "200"], ["min_tokens is 200", "128"]),
+        (["--stop", ""], ["stop string is empty"]),
+        (["--seed", "-1"], ["seed is -1"]),
+    ],
+)
+def test_sampling_parameters_out_of_range(flags: list[str], words: list[str]) -> None:
+    # Refused before any model is read: the folder does not exist.
+    assert_one_line(run("generate", "hi", "--model", "./nowhere", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--rule", "lucky"], "lucky"),
+        (["--dtype", "int3"], "int3"),
+        (["--device", "abacus"], "abacus"),
+        (["--draft-length", "65"], "65"),
+        (["--logit-bias", "99999=1"], "99999"),
+    ],
+)
+def test_engine_options_out_of_range(tiny_pair: TinyPair, flags: list[str], word: str) -> None:
+    assert_one_line(run("generate", "hi", "--model", tiny_pair.target, *flags), word)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "hi", "--temprature", "1"],
+        ["generate", "hi", "--max-tokens", "many"],
+        ["generate", "hi", "--kv-cache-memory", "lots"],
+        ["generate", "hi", "--draft-length", "some"],
+        ["generate", "hi", "--logit-bias", "x"],
+        ["demo", "--draft", "none"],
+        ["train", "lm"],
+        ["sing"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert "Usage" in result.stderr
+
+
+def test_training_data_is_missing(tmp_path: Path) -> None:
+    result = run("train", "lm", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path / "o"))
+    assert_one_line(result, "no.jsonl", "does not exist")
+
+
+def test_messages_are_put_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise PacelineError("first line\n  second line")
+
+    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", fail)
+    result = run("generate", "hi")
+    assert result.exit_code == 1
+    assert result.stderr == "error: first line second line\n"
+
+
+def test_an_unexpected_error_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", fail)
+    result = run("generate", "hi")
+    assert result.exit_code == 1
+    assert "unexpected ZeroDivisionError: division by zero" in result.stderr
+    assert "--debug" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    environment = {**os.environ, "PACELINE_DEBUG": "1"}
+    arguments = ["generate", "hi", "--temperature", "-1"]
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ConfigError" in done.stderr
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"paceline {__version__}\n"
+
+
+def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", interrupt)
+    result = run("generate", "hi")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_interrupt_while_the_program_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupt)
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_during_generation(tiny_pair: TinyPair) -> None:
+    """SIGINT when the first of many completions has been printed."""
+    arguments = ["generate", "hello", "--model", tiny_pair.target, "--ignore-eos", "--n", "400"]
+    with subprocess.Popen(
+        [
+            *COMMAND,
+            *arguments,
+            "--max-tokens",
+            "100",
+            "--max-batch-size",
+            "2",
+            "--temperature",
+            "1",
+            "--seed",
+            "1",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline().startswith("hello")
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read()
+        code = process.wait(timeout=60)
+    assert code == 130
+    assert errors == "interrupted\n"

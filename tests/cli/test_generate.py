@@ -1,0 +1,121 @@
+"""generate and chat, on a pair of random models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+from paceline.cli.output import STATS
+from tiny_models import TinyPair
+
+FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "stats"}
+
+
+def run(*arguments: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=input)
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_pair: TinyPair) -> list[str]:
+    return ["--model", tiny_pair.target, "--dtype", "float32", "--max-tokens", "16"]
+
+
+def test_json_has_the_names_of_the_api(base: Sequence[str], tiny_pair: TinyPair) -> None:
+    flags = ["--draft", tiny_pair.draft, "--draft-length", "3", "--json", "--logprobs", "2"]
+    (record,) = records(run("generate", "Once upon", *base, *flags))
+    assert record.keys() == FIELDS
+    assert tuple(record["stats"]) == STATS
+    assert record["prompt"] == "Once upon"
+    assert record["index"] == 0
+    assert record["finish_reason"] == "length"
+    assert len(record["token_ids"]) == len(record["logprobs"]) == 16
+    assert [entry["token_id"] for entry in record["logprobs"]] == record["token_ids"]
+    assert record["stats"]["drafted_tokens"] > 0
+
+
+def test_plain_and_speculative_texts_are_the_same(base: Sequence[str], tiny_pair: TinyPair) -> None:
+    sampled = ["--temperature", "1", "--seed", "7", "--json"]
+    texts = []
+    for draft in ("none", "ngram", tiny_pair.draft, f"tree:{tiny_pair.draft},branching=2x1"):
+        (record,) = records(run("generate", "Lily", *base, *sampled, "--draft", draft))
+        texts.append(record["token_ids"])
+    assert texts.count(texts[0]) == len(texts)
+    (plain,) = records(run("generate", "Lily", *base, *sampled, "--draft", "none"))
+    assert plain["stats"]["drafted_tokens"] == 0
+
+
+def test_several_prompts_and_samples_come_in_order(base: Sequence[str]) -> None:
+    flags = ["--n", "2", "--json", "--temperature", "1", "--seed", "1"]
+    found = records(run("generate", "Once", "The", *base, *flags))
+    assert [(r["prompt"], r["index"]) for r in found] == [
+        ("Once", 0),
+        ("Once", 1),
+        ("The", 0),
+        ("The", 1),
+    ]
+    shown = run("generate", "Once", "The", *base, *flags[:2], *flags[3:])
+    assert shown.exit_code == 0
+    assert all(record["text"].strip() in shown.stdout for record in found)
+
+
+def test_streamed_text_is_the_text(base: Sequence[str], tiny_pair: TinyPair) -> None:
+    draft = ["--draft", tiny_pair.draft]
+    (record,) = records(run("generate", "Once upon", *base, *draft, "--json"))
+    shown = run("generate", "Once upon", *base, *draft)
+    assert shown.exit_code == 0
+    assert shown.stdout.rstrip("\n") == record["text"].rstrip("\n")
+    assert "16 tokens (length)" in shown.stderr
+
+
+def test_draft_tokens_are_coloured_on_request(base: Sequence[str], tiny_pair: TinyPair) -> None:
+    # Drafted by itself, a greedy target accepts everything.
+    arguments = ["generate", "Once upon", *base, "--draft", tiny_pair.target]
+    arguments += ["--draft-length", "3"]
+    green = "\x1b[32m"
+    assert green in run(*arguments, "--show-draft").stdout
+    assert "\x1b[" not in run(*arguments, "--hide-draft").stdout
+
+
+def test_prompt_from_stdin(base: Sequence[str]) -> None:
+    (record,) = records(run("generate", "-", *base, "--json", input="Once upon\n"))
+    assert record["prompt"] == "Once upon\n"
+
+
+def test_chat_template(base: Sequence[str]) -> None:
+    (generated,) = records(run("generate", "hello", "--chat", *base, "--json"))
+    (answered,) = records(run("chat", "hello", *base, "--json"))
+    assert generated["prompt"] == "<|endoftext|><|user|>hello<|end|><|assistant|>"
+    assert answered["token_ids"] == generated["token_ids"]
+    assert run("chat", "hello", *base).exit_code == 0
+
+
+def test_conversation_keeps_its_turns_until_reset(base: Sequence[str]) -> None:
+    talk = "hello\n\nmore\n/reset\nnew\n/quit\nunread\n"
+    flags = ["--system", "Be brief.", "--json", "--logit-bias", "4=-100"]
+    first, second, third = records(run("chat", *base, *flags, input=talk))
+    opening = "<|endoftext|><|system|>Be brief.<|end|>"
+    assert first["prompt"] == f"{opening}<|user|>hello<|end|><|assistant|>"
+    assert second["prompt"].startswith(first["prompt"])
+    assert second["prompt"].endswith("<|end|><|user|>more<|end|><|assistant|>")
+    assert third["prompt"] == f"{opening}<|user|>new<|end|><|assistant|>"
+
+
+def test_sampling_options_act(base: Sequence[str]) -> None:
+    (free,) = records(run("generate", "Once", *base, "--json"))
+    banned = f"{free['token_ids'][0]}=-100"
+    (other,) = records(run("generate", "Once", *base, "--json", "--logit-bias", banned))
+    assert other["token_ids"][0] != free["token_ids"][0]
+    stop = ["--stop-token-id", str(other["token_ids"][0]), "--logit-bias", banned]
+    (stopped,) = records(run("generate", "Once", *base, "--json", *stop))
+    assert stopped["finish_reason"] == "stop"
+    assert len(stopped["token_ids"]) == 1

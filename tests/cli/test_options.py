@@ -1,0 +1,122 @@
+"""Options: parsing, defaults, and how they reach the engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from paceline import SamplingParams
+from paceline.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    expand,
+    parse_bytes,
+    parse_draft_length,
+    parse_logit_bias,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512", 512), ("1K", 1024), ("2M", 2 << 20), ("1.5GiB", 3 << 29), ("2 gb", 2 << 30)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1M", "0", "1X", "nan", "inf"])
+def test_bad_sizes_are_usage_errors(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text)
+
+
+def test_draft_lengths() -> None:
+    assert parse_draft_length("auto") == "auto"
+    assert parse_draft_length("0") == 0
+    for bad in ("-1", "many", "1.5", ""):
+        with pytest.raises(typer.BadParameter):
+            parse_draft_length(bad)
+
+
+def test_logit_bias_pairs() -> None:
+    assert parse_logit_bias(["3=-1.5", "7=2"]) == {3: -1.5, 7: 2.0}
+    for bad in ("3", "x=1", "3=y", "="):
+        with pytest.raises(typer.BadParameter):
+            parse_logit_bias([bad])
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    assert SamplingOptions().params() == SamplingParams()
+
+
+def test_every_sampling_parameter_has_an_option() -> None:
+    renamed = {"stop_token_id": "stop_token_ids"}
+    options = {renamed.get(item.name, item.name) for item in fields(SamplingOptions)}
+    assert options == {item.name for item in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("options", "draft"),
+    [
+        (ModelOptions(), "paceline/tiny-draft"),
+        (ModelOptions(draft="none"), None),
+        (ModelOptions(draft="ngram"), "ngram"),
+        (ModelOptions(model="other"), None),
+        (ModelOptions(model="other", draft="small"), "small"),
+    ],
+)
+def test_the_draft_that_goes_with_a_model(options: ModelOptions, draft: str | None) -> None:
+    assert options.resolved_draft == draft
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(paceline, "LLM", lambda *args, **kwargs: calls.append((args, kwargs)))
+    ModelOptions(
+        model="m",
+        draft_length="3",
+        rule="block",
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory="1M",
+        max_batch_size=2,
+    ).open("d")
+    assert calls == [
+        (
+            ("m",),
+            {
+                "draft": "d",
+                "dtype": "float32",
+                "device": "cpu",
+                "max_batch_size": 2,
+                "kv_cache_memory": 1 << 20,
+                "draft_length": 3,
+                "rule": "block",
+            },
+        )
+    ]
+
+
+def test_expand_puts_groups_back_together() -> None:
+    seen: list[tuple[str, SamplingOptions, bool]] = []
+
+    @expand
+    def command(
+        word: Annotated[str, typer.Argument()],
+        sampling: SamplingOptions,
+        loud: Annotated[bool, typer.Option("--loud")] = False,
+    ) -> None:
+        seen.append((word, sampling, loud))
+
+    app = typer.Typer()
+    app.command()(command)
+    arguments = ["hello", "--loud", "--top-k", "5", "--stop", "a", "--stop", "b"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert seen == [("hello", SamplingOptions(top_k=5, stop=["a", "b"]), True)]

@@ -1,0 +1,65 @@
+"""Colouring of streamed text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+
+from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    from paceline.train.tokenizer import train_tokenizer
+
+    return train_tokenizer(["Lily went to the garden and the garden was big."] * 3, 300)
+
+
+def runs(painted: Text) -> list[tuple[str, str]]:
+    """Styled pieces, neighbours of one style joined."""
+    pieces: list[tuple[str, str]] = []
+    for span in painted.spans:
+        piece, style = painted.plain[span.start : span.end], str(span.style)
+        if pieces and pieces[-1][1] == style:
+            piece = pieces.pop()[0] + piece
+        pieces.append((piece, style))
+    return [item for item in pieces if item[0]]
+
+
+def test_draft_and_target_tokens_are_told_apart(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    left = tokenizer.encode("Lily went", add_special_tokens=False)
+    right = tokenizer.encode(" to the garden", add_special_tokens=False)
+    mask = [True] * len(left) + [False] * len(right)
+    painted = Painter(tokenizer, True).paint("Lily went to the garden", left + right, mask)
+    assert painted.plain == "Lily went to the garden"
+    assert runs(painted) == [("Lily went", DRAFT_STYLE), (" to the garden", TARGET_STYLE)]
+
+
+def test_text_held_back_by_the_engine_keeps_its_colour(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    ids = tokenizer.encode("garden", add_special_tokens=False)
+    painter = Painter(tokenizer, True)
+    assert runs(painter.paint("gar", ids, [True] * len(ids))) == [("gar", DRAFT_STYLE)]
+    more = tokenizer.encode(" big", add_special_tokens=False)
+    later = painter.paint("den big", more, [False] * len(more))
+    assert runs(later) == [("den", DRAFT_STYLE), (" big", TARGET_STYLE)]
+
+
+def test_without_colours_the_text_is_plain(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    painted = Painter(tokenizer, False).paint("[bold]x[/bold]", [5], [True])
+    assert painted.plain == "[bold]x[/bold]"
+    assert not painted.spans
+
+
+@settings(deadline=None, max_examples=40)
+@given(text=st.text(max_size=30), data=st.data())
+def test_painting_never_changes_the_text(tokenizer, text: str, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    mask = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+    cut = data.draw(st.integers(0, len(text)))
+    painter = Painter(tokenizer, True)
+    half = len(ids) // 2
+    first = painter.paint(text[:cut], ids[:half], mask[:half])
+    second = painter.paint(text[cut:], ids[half:], mask[half:])
+    assert first.plain + second.plain == Text(text[:cut]).plain + Text(text[cut:]).plain
