@@ -1,0 +1,89 @@
+"""The demo: its figures, its table and its honesty about differences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.demo import SCENES, Measurement, first_difference, total
+from paceline.cli.main import app
+from tiny_models import TinyPair
+
+
+def measurement(name: str, difference: int | None = None) -> Measurement:
+    return Measurement(
+        name=name,
+        tokens=100,
+        plain_seconds=2.0,
+        speculative_seconds=1.0,
+        drafted=80,
+        accepted=60,
+        target_steps=40,
+        first_difference=difference,
+    )
+
+
+def test_figures() -> None:
+    item = measurement("x")
+    assert item.plain_rate == 50
+    assert item.speculative_rate == 100
+    assert item.speedup == 2
+    assert item.acceptance_rate == 0.75
+    assert item.mean_accepted_length == 2.5
+
+
+def test_total_adds_tokens_and_seconds() -> None:
+    slow = Measurement("y", 100, 6.0, 4.0, 20, 0, 100, None)
+    whole = total([measurement("x"), slow])
+    assert whole.tokens == 200
+    assert whole.speedup == 8 / 5
+    assert whole.acceptance_rate == 0.6
+    assert whole.first_difference is None
+    assert total([slow, measurement("x", 7)]).first_difference == 7
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+    assert first_difference([], []) is None
+
+
+def test_scenes_are_of_different_kinds() -> None:
+    assert len(SCENES) >= 4
+    assert {"story", "arithmetic", "code", "chat"} <= {scene.name for scene in SCENES}
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_pair: TinyPair) -> list[str]:
+    pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
+    return ["demo", *pair, "--draft-length", "2", "--max-tokens", "8", "--rounds", "1"]
+
+
+def test_json(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["identical"] is True
+    assert [item["name"] for item in record["prompts"]] == [scene.name for scene in SCENES]
+    assert record["tokens"] == sum(item["tokens"] for item in record["prompts"])
+    assert set(record) - {"prompts"} == set(record["prompts"][0]) - {"name"}
+    assert record["plain_tokens_per_second"] > 0
+
+
+def test_show(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for words in (*(scene.prompt[:40] for scene in SCENES), "speedup", "identical", "total"):
+        assert words in result.stdout
+    assert "NO" not in result.stdout
+
+
+def test_a_difference_is_shown(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.demo.first_difference", lambda left, right: 3)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "NO" in result.stdout
+    assert "story: token 3 differs after" in result.stdout

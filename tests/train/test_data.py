@@ -1,0 +1,114 @@
+"""Reading corpora: formats, licences, bad files, and the mixture."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline import DataError
+from paceline.train.data import Mixture, Source, encode, read_records, render
+from paceline.train.tokenizer import train_tokenizer
+
+RECORDS = [
+    {"text": "one", "license": "MIT"},
+    {"text": "two", "license": "CC-BY-SA-4.0"},
+    {"text": "three", "license": "CC0-1.0"},
+    {"text": "", "license": "MIT"},
+    {"text": "four"},
+]
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(params=["data.jsonl", "data.jsonl.gz"])
+def corpus(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path / request.param, [json.dumps(record) for record in RECORDS])
+
+
+def test_licences_are_left_out(corpus: Path) -> None:
+    texts = [record["text"] for record in read_records(corpus, ("CC-BY-SA",))]
+    assert texts == ["one", "three", "four"]
+    assert len(list(read_records(corpus))) == 4
+
+
+def test_excluded_records_are_not_encoded(corpus: Path) -> None:
+    tokenizer = train_tokenizer(["one two three four"], 262)
+    text = tokenizer.decode(encode(corpus, tokenizer, ("CC-BY-SA",)))
+    assert text == "<|endoftext|>one<|endoftext|>three<|endoftext|>four"
+
+
+def test_a_file_with_nothing_left_is_an_error(corpus: Path) -> None:
+    tokenizer = train_tokenizer(["one two three four"], 262)
+    with pytest.raises(DataError, match="no usable records"):
+        encode(corpus, tokenizer, ("",))
+
+
+@pytest.mark.parametrize("line", ["{", "[1, 2]", '{"body": "x"}', "3", "null"])
+def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), line])
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
+        list(read_records(path))
+
+
+def test_a_file_that_is_no_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl.gz"
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match="cannot read"):
+        list(read_records(path))
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "binary.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot read"):
+        list(read_records(path))
+
+
+def test_source_specs(corpus: Path) -> None:
+    assert Source.parse(str(corpus)) == Source(corpus, 1.0)
+    assert Source.parse(f"{corpus}=2.5") == Source(corpus, 2.5)
+    assert Source.parse(str(corpus)).name == "data"
+    for spec in (f"{corpus}=x", f"{corpus}=0", f"{corpus}=-1", f"{corpus}=nan", "missing.jsonl"):
+        with pytest.raises(DataError):
+            Source.parse(spec)
+
+
+def test_plain_documents_are_left_alone() -> None:
+    assert render("A story.\n\nUser: is a word here.") == "A story.\n\nUser: is a word here."
+
+
+def test_conversations_are_rendered_in_turns() -> None:
+    assert render("User: hi\n\nAssistant: yo") == "<|user|>hi<|end|><|assistant|>yo<|end|>"
+
+
+def test_batches_depend_on_seed_and_step_only() -> None:
+    streams = [np.arange(100, dtype=np.uint16), np.arange(1000, 1100, dtype=np.uint16)]
+    first, second = (Mixture(streams, [3, 1], seed=5) for _ in range(2))
+    first.batch(0, 4, 8)
+    assert (first.batch(7, 4, 8) == second.batch(7, 4, 8)).all()
+    assert (first.batch(7, 4, 8) != first.batch(8, 4, 8)).any()
+    assert (first.batch(7, 4, 8) != Mixture(streams, [3, 1], seed=6).batch(7, 4, 8)).any()
+
+
+def test_batches_are_windows_in_the_given_shares() -> None:
+    streams = [np.arange(100, dtype=np.uint16), np.arange(1000, 1100, dtype=np.uint16)]
+    batch = Mixture(streams, [3, 1], seed=0).batch(0, 4000, 8)
+    assert batch.shape == (4000, 9)
+    assert batch.dtype == np.int64
+    assert (np.diff(batch, axis=1) == 1).all()
+    share = (batch[:, 0] < 1000).mean()
+    assert abs(share - 0.75) < 0.04
+
+
+def test_a_stream_shorter_than_a_window_is_an_error() -> None:
+    with pytest.raises(DataError, match="only 9 tokens"):
+        Mixture([np.arange(9, dtype=np.uint16)], [1], seed=0).batch(0, 1, 8)

@@ -1,0 +1,214 @@
+"""Training runs of a few seconds: learning, resuming, distilling, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import ConfigError, DataError
+from paceline.train.card import write_card
+from paceline.train.lm import (
+    LMConfig,
+    LMTrainer,
+    Progress,
+    distillation_loss,
+    learning_rate_scale,
+)
+
+SUBJECTS = ("Lily", "Tom", "the cat", "a little dog")
+VERBS = ("saw", "liked", "found", "painted")
+OBJECTS = ("a red ball", "the big tree", "some cake", "a shiny stone")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of one form: 64 of them, so that a tiny model learns the form at once."""
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "toy.train.jsonl"
+    with path.open("w") as file:
+        for index in range(300):
+            words = [rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS)]
+            licence = "CC-BY-SA-4.0" if index % 10 == 0 else "MIT"
+            text = "Today " + " ".join(words) + ". " + "It was a good day."
+            file.write(json.dumps({"text": text, "license": licence}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(corpus: Path) -> LMConfig:
+    return LMConfig(
+        data=(f"{corpus}=2",),
+        valid=(str(corpus),),
+        vocab_size=300,
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        ffn_size=64,
+        max_positions=64,
+        seq_len=32,
+        long_every=4,
+        batch_tokens=256,
+        micro_tokens=128,
+        steps=24,
+        warmup=4,
+        lr=0.02,
+        adam_lr=0.02,
+    )
+
+
+def train(
+    config: LMConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
+) -> LMTrainer:
+    trainer = LMTrainer(config, out, device="cpu")
+    trainer.run(report, eval_every=12)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def finished(config: LMConfig, tmp_path_factory: pytest.TempPathFactory) -> LMTrainer:
+    return train(config, tmp_path_factory.mktemp("run"))
+
+
+def weights(trainer: LMTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_the_loss_goes_down(config: LMConfig, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    trainer = train(config, tmp_path, seen.append)
+    assert [item.step for item in seen] == list(range(1, 25))
+    assert seen[-1].loss < 0.6 * seen[0].loss
+    assert [entry["step"] for entry in trainer.history] == [12, 24]
+    first, last = (entry["validation"]["toy"] for entry in trainer.history)
+    assert last < first
+
+
+class Cut(Exception):
+    """Stands for a power cut between two steps."""
+
+
+def test_a_resumed_run_ends_with_the_same_weights(
+    config: LMConfig, finished: LMTrainer, tmp_path: Path
+) -> None:
+    def cut(progress: Progress) -> None:
+        if progress.step == 9:
+            trainer.save_checkpoint()
+        if progress.step == 11:  # two steps that the checkpoint does not know
+            raise Cut
+
+    trainer = LMTrainer(config, tmp_path, device="cpu")
+    with pytest.raises(Cut):
+        trainer.run(cut, eval_every=12)
+    resumed = LMTrainer(config, tmp_path, device="cpu")
+    assert resumed.step == 9
+    resumed.run(eval_every=12)
+    expected, found = weights(finished), weights(resumed)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resumed.history == finished.history
+
+
+def test_other_options_do_not_resume(config: LMConfig, finished: LMTrainer) -> None:
+    with pytest.raises(ConfigError, match="other options"):
+        LMTrainer(replace(config, lr=0.5), finished.out, device="cpu")
+
+
+def test_a_finished_run_may_be_lengthened(config: LMConfig, finished: LMTrainer) -> None:
+    longer = LMTrainer(replace(config, steps=30), finished.out, device="cpu")
+    assert longer.step == 24
+
+
+def test_the_result_is_a_transformers_model_in_bf16(finished: LMTrainer) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished.out / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size == len(tokenizer)
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
+    assert model.config.eos_token_id == ends
+    ids = tokenizer("Today Lily saw a red ball. It was a good", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " day"
+
+
+def test_excluded_licences_are_not_learnt(config: LMConfig, corpus: Path, tmp_path: Path) -> None:
+    everything = LMTrainer(replace(config, exclude_licenses=()), tmp_path / "all", device="cpu")
+    free = LMTrainer(config, tmp_path / "free", device="cpu")
+    separator = free.tokenizer.bos_token_id
+    assert (everything.mixture.streams[0] == separator).sum() == 300
+    assert (free.mixture.streams[0] == separator).sum() == 270
+
+
+def kl(teacher: LMTrainer, student: LMTrainer) -> float:
+    """Mean KL(teacher || student) in nats over the start of the corpus."""
+    ids = torch.from_numpy(teacher.mixture.streams[0][:512].astype("int64"))[None, :63]
+    with torch.inference_mode():
+        log_p = teacher.model(ids).logits.float().log_softmax(-1)
+        log_q = student.model(ids).logits.float().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def test_distillation_brings_the_student_to_the_teacher(
+    config: LMConfig, finished: LMTrainer, tmp_path: Path
+) -> None:
+    student = replace(config, layers=1, teacher=str(finished.out / "model"), text_weight=0.0)
+    untrained = LMTrainer(student, tmp_path / "new", device="cpu")
+    trained = train(student, tmp_path / "run")
+    assert trained.tokenizer.get_vocab() == finished.tokenizer.get_vocab()
+    assert kl(finished, trained) < 0.5 * kl(finished, untrained)
+
+
+def test_distillation_loss_is_kl_plus_entropy_and_text() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 5, 7, generator=generator)
+    targets = torch.arange(5)
+    p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
+    divergence = (p * (p.log() - log_q)).sum(-1).mean()
+    entropy = -(p * p.log()).sum(-1).mean()
+    soft = distillation_loss(logits, teacher, targets, text_weight=0.0)
+    torch.testing.assert_close(soft, divergence + entropy)
+    text = distillation_loss(logits, teacher, targets, text_weight=1.0)
+    torch.testing.assert_close(text, torch.nn.functional.cross_entropy(logits, targets))
+    mixed = distillation_loss(logits, teacher, targets, text_weight=0.25)
+    torch.testing.assert_close(mixed, 0.75 * soft + 0.25 * text)
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    scales = [learning_rate_scale(step, 10, 4) for step in range(11)]
+    assert scales[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert scales[4] == 1.0
+    assert scales[10] == 0.0
+    assert all(a > b for a, b in pairwise(scales[4:]))
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        LMConfig.from_dict({"data": ["x"], "learning_rate": 1})
+    assert LMConfig.from_dict({"data": ["x"]}).data == ("x",)
+
+
+def test_missing_data_is_refused(config: LMConfig, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        LMTrainer(replace(config, data=("no.jsonl",)), tmp_path, device="cpu")
+
+
+def test_the_card_says_where_the_weights_come_from(finished: LMTrainer, corpus: Path) -> None:
+    path = write_card(finished, "paceline train lm --data toy.train.jsonl")
+    assert path == finished.out / "model" / "README.md"
+    card = path.read_text(encoding="utf-8")
+    assert "paceline train lm --data toy.train.jsonl" in card
+    assert "| `toy.train.jsonl` | 2 | MIT 270 |" in card
+    assert "licence contains: CC-BY-SA" in card
+    assert f"{finished.model.num_parameters():,} parameters" in card
+    loss = finished.history[-1]["validation"]["toy"]
+    assert f"| toy | {loss:.3f} |" in card
+    assert str(corpus.parent) not in card
