@@ -4,7 +4,6 @@ import pytest
 from harness import (
     Draw,
     Fake,
-    Placed,
     SamplingParams,
     Setting,
     empty,
@@ -15,8 +14,8 @@ from harness import (
     sampled_tree,
     step_law,
     tree_parents,
-    verifier_error,
 )
+from placed import Placed, verifier_error
 
 from paceline.core.sequence import Sequence
 from paceline.core.tree import TokenTree, chain_parents

@@ -12,15 +12,14 @@ from harness import (
     Drafts,
     Draw,
     Fake,
-    Placed,
     SamplingParams,
     Setting,
     error,
     point_tree,
     sampled_chain,
     sampled_tree,
-    verifier_error,
 )
+from placed import Placed, verifier_error
 
 from paceline.verify import laws, rule
 
