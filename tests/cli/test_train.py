@@ -17,28 +17,20 @@ from paceline.cli.train import RunOptions
 from paceline.train.lm import LMConfig
 
 SIZES = [
-    "--vocab-size",
-    "280",
-    "--hidden-size",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "1",
-    "--kv-heads",
-    "1",
-    "--ffn-size",
-    "32",
-    "--max-positions",
-    "32",
-    "--seq-len",
-    "16",
-    "--batch-tokens",
-    "64",
-    "--micro-tokens",
-    "64",
-    "--warmup",
-    "1",
+    f"--{name}={value}"
+    for name, value in {
+        "vocab-size": 280,
+        "hidden-size": 16,
+        "layers": 1,
+        "heads": 1,
+        "kv-heads": 1,
+        "ffn-size": 32,
+        "max-positions": 32,
+        "seq-len": 16,
+        "batch-tokens": 64,
+        "micro-tokens": 64,
+        "warmup": 1,
+    }.items()
 ]
 
 

@@ -178,6 +178,7 @@ def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
         "Accepted length: tokens per target step.",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("prompt")
     for heading in (
@@ -185,7 +186,7 @@ def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
         "plain\ntok/s",
         "spec.\ntok/s",
         "speedup",
-        "acceptance\nrate",
+        "accept.\nrate",
         "accepted\nlength",
     ):
         table.add_column(heading, justify="right")
