@@ -43,7 +43,7 @@ def key_of(seed: int, position: int) -> int:
 
 @lru_cache(maxsize=16)
 def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
-    """int64 [vocab]: splitmix64 of each vocabulary id."""
+    """int64 [vocab]: the outputs of splitmix64 from state 0, one per vocabulary id."""
     with torch.inference_mode(False):
         x = torch.arange(vocab, dtype=torch.int64) * _signed(_GOLDEN) + _signed(_GOLDEN)
         for shift, factor in ((30, _MIX_1), (27, _MIX_2)):

@@ -292,6 +292,10 @@ def _truncated(laws: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
         last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
         laws = torch.where(laws >= last, laws, 0.0)
         mass = laws.sum(dim=-1, keepdim=True)
+    if not all(p.truncates for p in params):
+        # The others' laws stay bit for bit what they are without such neighbours.
+        truncates = to_device([p.truncates for p in params], device, torch.bool).unsqueeze(1)
+        mass = torch.where(truncates, mass, 1.0)
     return laws / mass
 
 
