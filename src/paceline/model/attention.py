@@ -78,15 +78,25 @@ class AttentionStep:
     slots: Tensor
     patterns: tuple[Pattern, ...]
     first_slot: int | None  # set when the batch writes consecutive slots
+    together: bool  # several short spans in one call
     _pieces: dict[tuple[Pattern, int], Pieces] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: Batch, cache: KeyValueStore, patterns: tuple[Pattern, ...]) -> AttentionStep:
+    def of(
+        cls,
+        batch: Batch,
+        cache: KeyValueStore,
+        patterns: tuple[Pattern, ...],
+        together: bool | None = None,
+    ) -> AttentionStep:
+        """``together`` None: on any device but a CPU (see _Layout.pieces)."""
         first_slot = None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, cache.block_size)
-        return cls(cache, batch.spans, batch.tables, batch.slots, patterns, first_slot)
+        if together is None:
+            together = batch.slots.device.type != "cpu"
+        return cls(cache, batch.spans, batch.tables, batch.slots, patterns, first_slot, together)
 
     def pieces(self, layer: int, group: int, dtype: torch.dtype) -> Pieces:
         """Pieces of a layer whose KV heads serve ``group`` query heads each."""
@@ -128,7 +138,7 @@ class _Layout:
         together: list[int] = []
         # Eight sequences of 300 keys, 4 heads over 2, 12 layers on a CPU: see GATHER_TOGETHER.
         for i, span in enumerate(self.step.spans):
-            if span.rows <= SHORT and self.device.type != "cpu":
+            if span.rows <= SHORT and self.step.together:
                 together.append(i)
             else:
                 items.append(self._single(i))

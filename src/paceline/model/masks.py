@@ -45,7 +45,7 @@ FULL = Pattern()
 
 
 def visible(span: Span, pattern: Pattern, columns: int) -> torch.Tensor:
-    """bool ``[rows, columns]`` on the host: which of the span's last ``columns`` keys each row sees.
+    """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
 
     Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
     chunks the result does not depend on the span's context, so one mask serves all steps.

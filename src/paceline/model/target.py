@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import UnsupportedModelError
-from paceline.model.attention import AttentionStep, KeyValueStore
+from paceline.model.attention import AttentionStep, KeyValueStore, paged_attention
 from paceline.model.cache import LayerShape, PagedCache
+from paceline.model.lean import LeanModel
 from paceline.model.masks import Pattern
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
@@ -42,11 +44,13 @@ class CausalModel:
         self.max_positions: int = limit or UNLIMITED_POSITIONS
         self.eos_token_ids = _eos_ids(hf, config)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
+        self.together: bool | None = None  # how short spans are attended; None: by device
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
         self._patterns: tuple[Pattern, ...] = ()
         self.cache_shapes: list[LayerShape] = []
         self._attention_modules: list[torch.nn.Module] = []
+        self.lean: LeanModel | None = None  # set by pack(): a shorter way to the same logits
         self.vocab_size = self._probe()
         self._verify()
 
@@ -74,7 +78,11 @@ class CausalModel:
         ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
         the output of the final norm, which the language-model head sees.
         """
-        step = AttentionStep.of(batch, cache, self._patterns)
+        step = AttentionStep.of(batch, cache, self._patterns, self.together)
+        if self.lean is not None:
+            for layer in features:
+                self._check_feature(layer)
+            return self.lean(batch, partial(paged_attention, step=step), features)
         for layer in features:
             if layer not in self._hooked:
                 self._hook(layer)
@@ -103,11 +111,14 @@ class CausalModel:
 
     # -- features --------------------------------------------------------------------------
 
-    def _hook(self, layer: int) -> None:
+    def _check_feature(self, layer: int) -> None:
         if not 0 <= layer <= self.num_layers:
             raise UnsupportedModelError(
                 f"{self.name} has layers 0 to {self.num_layers - 1}; there is no feature {layer}"
             )
+
+    def _hook(self, layer: int) -> None:
+        self._check_feature(layer)
 
         def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._captured is not None:
