@@ -51,8 +51,8 @@ format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed  ## measure the embedded pair and print one JSON line
-	@$(BIN)/paceline demo --json
+bench: $(VENV)/.installed  ## measure decoding beside transformers (ARGS=--quick for minutes)
+	$(BIN)/python benchmarks/decoding.py $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
