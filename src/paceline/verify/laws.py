@@ -113,7 +113,7 @@ def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
 
     # Z after node i is the mass at the next node of its chain; the last node has none.
     following = torch.cat((mass, mass.new_zeros(1)))[grid].roll(-1, dims=1)
-    left = following + 1.0 - own
+    left = following + (1.0 - own)  # in this order: the bracket is exact near one
     chances = torch.where(left > 0, following / left.clamp(min=1e-38), 1.0)
     ends = grid.roll(-1, dims=1) == tokens.shape[0]
     ends[:, -1] = True
