@@ -1,0 +1,116 @@
+"""Documentation that cannot lie: its commands exist, its examples run, its names and links hold."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from paceline import ModelLoadError
+from paceline.cli.main import app
+from paceline.model.names import BUILT_IN, resolve
+from tiny_models import TinyPair
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of a language in all pages."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.M | re.S)
+    return [block for page in PAGES for block in fence.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands(program: str) -> list[str]:
+    lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return sorted({line for line in lines if line.split(" ")[0] == program})
+
+
+def pair_or_stand_in(text: str, pair: TinyPair) -> str:
+    """Commands and examples as written; random models stand in where the weights are missing."""
+    try:
+        for name in BUILT_IN:
+            resolve(name)
+    except ModelLoadError:
+        return text.replace(BUILT_IN[1], pair.draft).replace(BUILT_IN[0], pair.target)
+    return text
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_examples_run(code: str, tiny_pair: TinyPair) -> None:
+    exec(compile(pair_or_stand_in(code, tiny_pair), "example", "exec"), {"__name__": "example"})
+
+
+def test_the_readme_example_is_short() -> None:
+    assert [len(block.strip().splitlines()) <= 10 for block in blocks("python")] == [True]
+
+
+@pytest.mark.parametrize("command", commands("make"))
+def test_make_targets_exist(command: str) -> None:
+    dry = ["make", "--no-print-directory", "-n", *shlex.split(command)[1:]]
+    done = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_alone_prints_the_targets() -> None:
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("demo", "test", "check", "bench"):
+        assert f"make {target} " in done.stdout
+
+
+@pytest.mark.parametrize("command", commands("paceline"))
+def test_commands_parse(command: str) -> None:
+    """Every option and argument shown is known; nothing is run."""
+    words = shlex.split(command)[1:]
+    current: Any = typer.main.get_command(app)
+    while hasattr(current, "commands"):
+        current = current.commands[words.pop(0)]
+    if "--help" not in words:
+        current.make_context("paceline", words)
+
+
+def is_cheap(command: str) -> bool:
+    words = shlex.split(command)
+    talks = words == ["paceline", "chat"]  # to somebody at a keyboard
+    return words[1] != "train" and not talks and words != ["paceline", "demo"]
+
+
+@pytest.mark.parametrize("command", [c for c in commands("paceline") if is_cheap(c)])
+def test_cheap_commands_run(command: str, tiny_pair: TinyPair) -> None:
+    words = shlex.split(command)[1:]
+    if pair_or_stand_in(BUILT_IN[0], tiny_pair) != BUILT_IN[0]:
+        words += ["--model", tiny_pair.target]
+        if "--draft" not in words:
+            words += ["--draft", tiny_pair.draft]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() or "--json" not in words
+
+
+def links(page: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    return [target for target in targets if "://" not in target]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = [link for link in links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_tour_names_what_exists() -> None:
+    """Each identifier of the tour occurs in one of the files that its paragraph links to."""
+    page = ROOT / "docs" / "tour.md"
+    source = "\n".join((page.parent / link).read_text(encoding="utf-8") for link in links(page))
+    words = re.findall(r"`([A-Za-z_][\w.]*)`", page.read_text(encoding="utf-8"))
+    assert len(words) > 25
+    for word in words:
+        name = word.rpartition(".")[2]
+        defined = rf"(class|def) {name}\b|^ *{name} *[:=]"
+        assert re.search(defined, source, re.M), f"`{word}` is not in the code"
