@@ -1,0 +1,68 @@
+"""A random pair whose draft is often, but not always, right; and the reference forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.model.probe import ATTENTION, register
+from paceline.model.target import CausalModel
+from tiny_models import SENTENCES
+
+VOCAB = 97
+
+
+def random_llama(seed: int = 0, layers: int = 2, noise: float = 0.0, vocab: int = VOCAB) -> Any:
+    """A random transformers Llama; ``noise`` perturbs the weights of the same seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    register()
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=160,
+        initializer_range=0.25,  # far from uniform laws, so that wrong rows show
+        attn_implementation=ATTENTION,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+    return model.eval()
+
+
+def adapted(seed: int = 0, layers: int = 2, noise: float = 0.0) -> CausalModel:
+    return CausalModel(random_llama(seed, layers, noise), f"random-{seed}")
+
+
+@torch.inference_mode()
+def reference_logits(model: CausalModel, tokens: list[int]) -> torch.Tensor:
+    """float32 [n, vocab]: transformers' own forward of the whole sequence, without any cache."""
+    model.hf.set_attn_implementation("sdpa")
+    try:
+        out: torch.Tensor = model.hf(torch.tensor([tokens]), use_cache=False).logits[0]
+        return out.float()
+    finally:
+        model.hf.set_attn_implementation(ATTENTION)
+
+
+def write_pair(root: Path, noise: float = 0.15) -> tuple[str, str]:
+    """Folders of a random target and of the same model with noise, with a shared tokenizer."""
+    from paceline.train.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(SENTENCES, 320)
+    folders = []
+    for name, level in (("target", 0.0), ("draft", noise)):
+        folder = root / name
+        random_llama(3, 2, level, len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folders.append(str(folder))
+    return folders[0], folders[1]
