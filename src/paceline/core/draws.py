@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.noise import exponential
+from paceline.core.noise import exponential, fresh_exponential
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence
@@ -59,7 +59,7 @@ def choose(laws: torch.Tensor, rows: Rows, generator: torch.Generator | None) ->
     tokens = pick(laws, uniforms)
     if coupled:
         index = to_device(coupled, laws.device)
-        tokens[index] = coupled_choice(laws[index], rows.select(coupled))
+        tokens[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
     return tokens
 
 
@@ -110,7 +110,7 @@ def _race(
     q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:
     """float32 [R, V] whose k largest entries are each row's candidates in drawing order."""
-    noise = torch.empty_like(q).exponential_(generator=generator).clamp_(min=1e-37)
+    noise = fresh_exponential(q.shape[0], q.shape[1], q.device, generator)
     coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
     if coupled:
         select = rows.select(coupled)

@@ -43,13 +43,19 @@ def aligned(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return p, q
 
 
-def _normalised(weights: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+def _normalised(
+    weights: torch.Tensor, otherwise: torch.Tensor, mass: torch.Tensor | None = None
+) -> torch.Tensor:
     """weights / sum(weights) by row; ``otherwise`` where nothing is left to normalise.
 
-    Nothing is left where p equals q: such a row is left only through rounding.
+    Nothing is left where p equals q: such a row ends a step through rounding alone.
     """
-    mass = weights.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, weights / mass, otherwise)
+    if mass is None:
+        mass = weights.sum(dim=-1)
+    mass = mass.unsqueeze(1)
+    empty = (mass <= 0).to(mass.dtype)
+    # A sum with zeros, as a `where` over whole rows takes three times as long.
+    return torch.addcmul(weights / (mass + empty), otherwise, empty)
 
 
 def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> Outcome:
@@ -59,8 +65,8 @@ def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Sha
     p <- norm(max(0, p - q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once,
     one pass per rank. ``q[i]`` is the law before any sibling of node i was drawn.
 
-    A child that its q could not have drawn (q had run out of tokens) is refused, and changes
-    nothing.
+    Where q has run out of tokens, a further child cannot have been drawn from it: it is refused,
+    and the empty q leaves p as it is.
     """
     layout = layout_of(shapes, p.device)
     stop = p.clone()
@@ -68,15 +74,15 @@ def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Sha
     draft = q
     for rank, (rows, nodes) in enumerate(layout.ranks):
         # The q of the first child serves all its siblings, less the tokens drawn so far.
-        draft = q[nodes] if rank == 0 else draft[layout.within[rank]]
-        target = stop[rows]
+        source, index = (q, nodes) if rank == 0 else (draft, layout.within[rank])
+        draft = source.index_select(0, index)
+        target = stop.index_select(0, rows)
         token = tokens[nodes].unsqueeze(1)
         chance_q = draft.gather(1, token)
         drawn = chance_q > 0
         ratio = target.gather(1, token) / torch.where(drawn, chance_q, 1.0)
         accept[nodes] = torch.where(drawn, ratio.clamp(max=1.0), 0.0).squeeze(1)
-        residual = _normalised((target - draft).clamp_(min=0.0), target)
-        stop[rows] = torch.where(drawn, residual, target)
+        stop.index_copy_(0, rows, _normalised((target - draft).clamp_(min=0.0), target))
         if rank + 1 < len(layout.ranks):
             draft = draft.scatter(1, token, 0.0)
             draft = _normalised(draft, draft)
@@ -92,7 +98,7 @@ def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
     """
     parent_rows = layout_of(shapes, p.device).parent_rows
     grid, places = chain_grid(shapes, p.device)
-    target = p[parent_rows]  # law that node i was a candidate for, like q
+    target = p.index_select(0, parent_rows)  # law that node i was a candidate for, like q
     token = tokens.unsqueeze(1)
     chance_q = q.gather(1, token)
     drawn = chance_q > 0
@@ -107,9 +113,7 @@ def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
 
     weights = (before.unsqueeze(1) * target - q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)
-    stop = p.index_copy(
-        0, parent_rows, torch.where(mass.unsqueeze(1) > 0, weights / mass.unsqueeze(1), target)
-    )
+    stop = p.index_copy(0, parent_rows, _normalised(weights, target, mass))
 
     # Z after node i is the mass at the next node of its chain; the last node has none.
     following = torch.cat((mass, mass.new_zeros(1)))[grid].roll(-1, dims=1)

@@ -110,7 +110,7 @@ class Verifier:
         choices = pick(laws if outcome is None else outcome.stop, uniforms[: len(rows)])
         if coupled:
             index = to_device(coupled, scores.device)
-            choices[index] = coupled_choice(laws[index], rows.select(coupled))
+            choices[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
         if outcome is None:
             return _Decisions(choices)
         return _Decisions(choices, uniforms[len(rows) :] < outcome.accept)
@@ -135,7 +135,7 @@ class Verifier:
                 continue
             row_list, node_list = _places(checks, methods, method)
             row_index = to_device(row_list, laws.device)
-            part = _apply(method, laws[row_index], chosen)
+            part = _apply(method, laws.index_select(0, row_index), chosen)
             stop, _ = aligned(stop, part.stop)
             _, part_stop = aligned(stop, part.stop)
             stop = stop.index_copy(0, row_index, part_stop)
