@@ -114,12 +114,10 @@ def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     adaptive = c.Paceline(ADAPTIVE, c.build_llm(pair, length="auto"))
     sampled: list[c.Contestant] = []
     if args.rules:
-        sampled = [
-            c.Paceline(
-                f"rule {rule}", fixed if rule == "token" else c.build_llm(pair, rule=rule), 1.0
-            )
-            for rule in RULES
-        ]
+        sampled.append(c.Paceline(PLAIN, plain.llm, 1.0))
+        for rule in RULES:
+            llm = fixed if rule == "token" else c.build_llm(pair, rule=rule)
+            sampled.append(c.Paceline(f"rule {rule}", llm, 1.0))
     ours: list[c.Contestant] = [plain, c.Paceline(FIXED, fixed), adaptive]
     return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
 
@@ -140,7 +138,7 @@ def jobs(field: Field, suites: dict[str, list[Prompt]]) -> Iterator[Job]:
 
 def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record) -> None:
     """Decode everything `--rounds` times, contestants taking turns; fills the record."""
-    warm: set[str] = set()
+    warm: set[tuple[int, int]] = set()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -153,7 +151,7 @@ def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record
             for job in todo:
                 shift = (turn + job.index) % len(job.contestants)
                 for contestant in job.contestants[shift:] + job.contestants[:shift]:
-                    key = f"{contestant.name} {len(job.prompts)}"
+                    key = (id(contestant), len(job.prompts))
                     bar.update(task, description=f"{pair} {job.suite}: {contestant.name}")
                     if key not in warm:  # buffers, kernels, lazy imports
                         contestant.run(job.prompts, min(16, args.max_tokens))

@@ -204,7 +204,7 @@ class Inflater:
 def fingerprint(source: Path, sizes: Sizes, seed: int) -> str:
     """A hash of everything the written checkpoint depends on: source files, sizes, seed, format."""
     digest = hashlib.sha256(json.dumps([FORMAT, asdict(sizes), seed]).encode())
-    for path in sorted(p for p in source.iterdir() if p.is_file()):
+    for path in sorted(p for p in source.iterdir() if p.is_file() and p.suffix != ".md"):
         digest.update(path.name.encode())
         with path.open("rb") as file:
             while chunk := file.read(1 << 22):
@@ -260,16 +260,20 @@ def inflate(
         raise InflateError(
             f"{folder} is not empty and was not written by this script; name another"
         )
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # Written beside it and renamed when complete: what is there is whole.
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
-    tied = bool(config.get("tie_word_embeddings", False))
-    reader = Reader(source)
-    count = _write_weights(Inflater(reader, small, big, tied, seed), partial, name, quiet)
-    _write_sidecars(source, config, partial, (small, big), count, mark)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    try:
+        tied = bool(config.get("tie_word_embeddings", False))
+        inflater = Inflater(Reader(source), small, big, tied, seed)
+        count = _write_weights(inflater, partial, name, quiet)
+        _write_sidecars(source, config, partial, (small, big), count, mark)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:  # Ctrl-C and a full disk too
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return folder
 
 
@@ -351,8 +355,10 @@ def main() -> None:
     model, sizes, out, seed = parse(sys.argv[1:])
     try:
         folder = inflate(model, sizes, out, seed=seed)
-    except InflateError as error:
+    except (InflateError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: nothing was written") from None
     marker = json.loads((folder / MARKER).read_text())
     print(f"{marker['parameters'] / 1e6:.1f}M parameters", file=sys.stderr)
     print(folder)

@@ -166,9 +166,8 @@ def test_the_whole_script(
         assert figure["batch8_adaptive_vs_plain"] > 0
         assert 0 < figure["overhead_fraction"] < 1
         assert set(figure["sampled_tokens_per_second"]) == {
-            "rule token",
-            "rule block",
-            "rule coupled",
+            PLAIN,
+            *(f"rule {rule}" for rule in decoding.RULES),
         }
         assert set(figure["tokens_per_second"][BATCH]) == {PLAIN, ADAPTIVE}
         for key in ("plain_equals_transformers", "speculative_equals_plain"):

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from checkpoint import ShardWriter
-from inflate import InflateError, Sizes, inflate
+from inflate import InflateError, Sizes, inflate, resolve
+from record import kinship
 
 EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
 ROUNDED = Sizes(hidden=144, layers=4, ffn=100)
@@ -87,6 +88,30 @@ def test_equal_greedy_text_in_bfloat16(tmp_path: Path, tied: bool) -> None:
     assert torch.equal(text[0, : 4 + first_tie], copy[0, : 4 + first_tie])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("paceline/tiny", Sizes(1024, 13, 832)), ("paceline/tiny-draft", Sizes(768, 3, 576))],
+)
+def test_the_embedded_pair_says_the_same(tmp_path: Path, name: str, sizes: Sizes) -> None:
+    try:
+        source = resolve(name)
+    except InflateError:
+        pytest.skip(f"the weights of {name} are not here yet")
+    folder = inflate(source, sizes, tmp_path / "big", quiet=True)
+    small, big = load(source, torch.bfloat16), load(folder, torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("Once upon a time there was a", "def add(a, b):\n"):
+        prompt = tokenizer(text, return_tensors="pt").input_ids
+        length = dict(max_new_tokens=64, do_sample=False)
+        a, b = (m.generate(prompt, **length)[0, prompt.shape[1] :].tolist() for m in (small, big))
+        assert len(a) > 8
+        assert kinship(small, prompt[0].tolist(), a, b) in ("identical", "near tie")
+    ids = torch.tensor([prompt[0].tolist() + a])
+    with torch.inference_mode():
+        exact, padded = (load(f, torch.float32)(ids).logits for f in (source, folder))
+    assert (exact - padded).abs().max() < 1e-4
+
+
 def test_new_weights_cannot_be_skipped(tmp_path: Path) -> None:
     small_model(tmp_path / "small", True, torch.bfloat16)
     big = load(inflate(tmp_path / "small", EXACT, tmp_path / "big", quiet=True), torch.bfloat16)
@@ -114,6 +139,20 @@ def test_reused_until_source_or_size_changes(tmp_path: Path) -> None:
     (tmp_path / "small" / "tokenizer_config.json").write_text("{}")
     inflate(tmp_path / "small", ROUNDED, out, quiet=True)
     assert (out / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_nothing_is_left_of_an_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_model(tmp_path / "small", True, torch.bfloat16)
+
+    def interrupted(self: ShardWriter) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inflate(tmp_path / "small", EXACT, tmp_path / "into" / "big", quiet=True)
+    assert list((tmp_path / "into").iterdir()) == []
 
 
 def test_default_folder_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
