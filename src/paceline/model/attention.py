@@ -336,7 +336,7 @@ def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
     _, heads, _, width = query.shape
     if batch == 1:
         return query.reshape(1, kv_heads, heads // kv_heads * rows, width)
-    query = query[0].unflatten(1, (batch, rows)).transpose(0, 1)  # [batch, heads, rows, width]
+    query = query[0].reshape(heads, batch, rows, width).transpose(0, 1)
     return query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 

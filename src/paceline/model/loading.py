@@ -32,6 +32,8 @@ def load_module(name: str, dtype: str | torch.dtype, device: str | torch.device)
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     path = resolve(name)
+    if path.startswith("~"):
+        path = str(Path(path).expanduser())
     if _is_path(path):
         _check_folder(name, Path(path))
     from paceline.model.probe import ATTENTION, register
@@ -154,17 +156,13 @@ def check_architecture(config: Any) -> None:
         raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
     text = config.get_text_config(decoder=True)
     names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    foreign = sorted(set(names) - _PAGED_LAYERS)
-    if foreign:
-        raise UnsupportedModelError(
-            f"{kind} has {', '.join(foreign)} layers, whose state cannot be rolled back "
-            "when draft tokens are rejected; use a model with attention layers only"
-        )
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(model, "_is_stateful", False):
+    foreign = ", ".join(sorted(set(names) - _PAGED_LAYERS))
+    if foreign or getattr(model, "_is_stateful", False):
+        layers = f"{foreign} layers" if foreign else "recurrent layers (state space, RWKV, ...)"
         raise UnsupportedModelError(
-            f"{kind} has recurrent layers (state space, RWKV or the like), whose state cannot be "
-            "rolled back when draft tokens are rejected; use a model with attention layers only"
+            f"{kind} has {layers}, whose state cannot be rolled back when draft tokens are "
+            "rejected; use a model with attention layers only"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
@@ -187,6 +185,7 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
             dtype=dtype or "auto",
             attn_implementation=attention,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
         )
     except SafetensorError as error:
         raise ModelLoadError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.errors import UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.attention import AttentionStep, KeyValueStore, paged_attention
 from paceline.model.cache import LayerShape, PagedCache
 from paceline.model.lean import LeanModel
@@ -113,8 +113,9 @@ class CausalModel:
 
     def _check_feature(self, layer: int) -> None:
         if not 0 <= layer <= self.num_layers:
-            raise UnsupportedModelError(
-                f"{self.name} has layers 0 to {self.num_layers - 1}; there is no feature {layer}"
+            raise ConfigError(
+                f"{self.name} has {self.num_layers} layers, so there is no layer {layer} to take "
+                f"features from; use 0 to {self.num_layers}"
             )
 
     def _hook(self, layer: int) -> None:
