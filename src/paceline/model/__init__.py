@@ -1,0 +1,1 @@
+"""Models of transformers over a paged cache."""
