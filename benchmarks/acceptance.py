@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from inflate import InflateError, resolve
 from prompts import Prompt, default_folder, load_suites
 
 
@@ -183,15 +184,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    from inflate import resolve
-
+    try:
+        folders = [resolve(name) for name in (args.target, args.draft)]
+    except InflateError as error:
+        raise SystemExit(f"error: {error}") from None
+    dtype = getattr(torch, args.dtype)
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(resolve(name), dtype=getattr(torch, args.dtype))
-        .to(args.device)
-        .eval()
-        for name in (args.target, args.draft)
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
+        for folder in folders
     )
-    tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
     limit = target.config.max_position_embeddings - args.max_tokens - args.length
     suites = load_suites(args.prompts_dir, args.suites.split(","), tokenizer, args.per_suite, limit)
     result = measure(target, draft, suites, args)

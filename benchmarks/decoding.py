@@ -200,6 +200,8 @@ def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: C
 
 def main() -> None:
     """Measure as the command line says."""
+    from paceline.errors import PacelineError
+
     args = parse(sys.argv[1:])
     out = Console(width=max(100, Console().width))
     result: dict[str, Any] = {}
@@ -212,7 +214,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted: the figures below are of what was measured", file=sys.stderr)
         status = 130
-    except inflate.InflateError as error:
+    except (inflate.InflateError, PacelineError) as error:
         raise SystemExit(f"error: {error}") from None
     line = json.dumps(result | {"machine": about})
     if args.json:
