@@ -66,23 +66,23 @@ LAW_MUTATIONS = {
         "siblings",
     ),
     "block: residual without clamping": (
-        "(before.unsqueeze(1) * target - q).clamp_(min=0.0)",
-        "(before.unsqueeze(1) * target - q)",
+        "(before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)",
+        "(before.unsqueeze(1) * target).sub_(q)",
         "block",
     ),
     "block: residual of the token rule": (
-        "(before.unsqueeze(1) * target - q).clamp_(min=0.0)",
+        "(before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)",
         "(target - q).clamp_(min=0.0)",
         "block",
     ),
     "block: prefix not capped at one": (
-        "(prefix[-1] * ratios[:, depth]).clamp(max=1.0)",
-        "(prefix[-1] * ratios[:, depth])",
+        "(prefix[-1] * ratio_at_depth).clamp_(max=1.0)",
+        "(prefix[-1] * ratio_at_depth)",
         "block",
     ),
     "block: last chance like the others": (
-        "torch.where(ends, own, chances)",
-        "torch.where(ends, chances, chances)",
+        "torch.where(grid.ends, own, chances)",
+        "torch.where(grid.ends, chances, chances)",
         "block",
     ),
 }

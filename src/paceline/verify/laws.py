@@ -79,9 +79,9 @@ def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Sha
         target = stop.index_select(0, rows)
         token = tokens[nodes].unsqueeze(1)
         chance_q = draft.gather(1, token)
-        drawn = chance_q > 0
-        ratio = target.gather(1, token) / torch.where(drawn, chance_q, 1.0)
-        accept[nodes] = torch.where(drawn, ratio.clamp(max=1.0), 0.0).squeeze(1)
+        ratio = (target.gather(1, token) / chance_q).clamp_(max=1.0)
+        chance = torch.where(chance_q > 0, ratio, 0.0).squeeze(1)
+        accept.index_copy_(0, nodes, chance)
         stop.index_copy_(0, rows, _normalised((target - draft).clamp_(min=0.0), target))
         if rank + 1 < len(layout.ranks):
             draft = draft.scatter(1, token, 0.0)
@@ -97,28 +97,24 @@ def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
     with P_g. The stop law after node i is norm(max(0, P_i p - q)), after the last one p.
     """
     parent_rows = layout_of(shapes, p.device).parent_rows
-    grid, places = chain_grid(shapes, p.device)
+    grid = chain_grid(shapes, p.device)
     target = p.index_select(0, parent_rows)  # law that node i was a candidate for, like q
     token = tokens.unsqueeze(1)
     chance_q = q.gather(1, token)
-    drawn = chance_q > 0
-    ratio = torch.where(drawn, target.gather(1, token) / torch.where(drawn, chance_q, 1.0), 0.0)
-    ratios = torch.cat((ratio.squeeze(1), ratio.new_ones(1)))[grid]  # [B, longest]
+    ratio = torch.where(chance_q > 0, target.gather(1, token) / chance_q, 0.0).squeeze(1)
 
-    prefix = [torch.ones_like(ratios[:, 0])]
-    for depth in range(ratios.shape[1]):
-        prefix.append((prefix[-1] * ratios[:, depth]).clamp(max=1.0))
-    before = torch.stack(prefix[:-1], dim=1).flatten()[places]  # P at each node's parent
-    own = torch.stack(prefix[1:], dim=1)  # P at each node
+    prefix = [p.new_ones(len(shapes))]
+    for ratio_at_depth in grid.spread(ratio).unbind(dim=1):
+        prefix.append((prefix[-1] * ratio_at_depth).clamp_(max=1.0))
+    before = grid.gathered(torch.stack(prefix[:-1], dim=1))  # P at each node's parent
+    own = grid.gathered(torch.stack(prefix[1:], dim=1))  # P at each node
 
-    weights = (before.unsqueeze(1) * target - q).clamp_(min=0.0)
+    weights = (before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)
     stop = p.index_copy(0, parent_rows, _normalised(weights, target, mass))
 
-    # Z after node i is the mass at the next node of its chain; the last node has none.
-    following = torch.cat((mass, mass.new_zeros(1)))[grid].roll(-1, dims=1)
+    # Z after node i is the mass at the next node, which is the next in its chain but for the last.
+    following = mass.roll(-1)
     left = following + (1.0 - own)  # in this order: the bracket is exact near one
-    chances = torch.where(left > 0, following / left.clamp(min=1e-38), 1.0)
-    ends = grid.roll(-1, dims=1) == tokens.shape[0]
-    ends[:, -1] = True
-    return Outcome(torch.where(ends, own, chances).flatten()[places], stop)
+    chances = torch.where(left > 0, following / left, 1.0)
+    return Outcome(torch.where(grid.ends, own, chances), stop)

@@ -61,20 +61,42 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
         )
 
 
-@lru_cache(maxsize=4096)
-def chain_grid(shapes: Shapes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For chains: nodes as a padded grid, and where each node stands in it.
+@dataclass(frozen=True)
+class ChainGrid:
+    """Chains side by side, one per row, the short ones padded.
 
-    Returns int64 ``[B, longest]`` (node at each depth; past a chain's end N, one past the last
-    node) and int64 ``[N]`` (index into the flattened grid).
+    ``ends`` bool [N]: the last node of each chain. ``nodes`` int64 [B, longest] holds 0 beyond a
+    chain's end, ``places`` int64 [N] is where each node stands in the flattened grid; both are
+    None where all chains are equally long, as then the grid is a view.
     """
+
+    chains: int
+    ends: torch.Tensor
+    nodes: torch.Tensor | None
+    places: torch.Tensor | None
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] -> [B, longest]; what stands beyond a chain's end is arbitrary."""
+        return values.view(self.chains, -1) if self.nodes is None else values[self.nodes]
+
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, longest] -> [N]."""
+        return values.flatten() if self.places is None else values.flatten()[self.places]
+
+
+@lru_cache(maxsize=4096)
+def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
     longest = max(map(len, shapes))
-    total = sum(map(len, shapes))
-    grid: list[list[int]] = []
+    nodes: list[list[int]] = []
     places: list[int] = []
+    ends: list[bool] = []
     for chain, parents in enumerate(shapes):
         first = len(places)
         places += [chain * longest + depth for depth in range(len(parents))]
-        grid.append([*range(first, len(places)), *[total] * (longest - len(parents))])
+        ends += [depth == len(parents) - 1 for depth in range(len(parents))]
+        nodes.append([*range(first, len(places)), *[0] * (longest - len(parents))])
     with torch.inference_mode(False):
-        return to_device(grid, device), to_device(places, device)
+        last = to_device(ends, device, torch.bool)
+        if len(places) == longest * len(shapes):
+            return ChainGrid(len(shapes), last, None, None)
+        return ChainGrid(len(shapes), last, to_device(nodes, device), to_device(places, device))
