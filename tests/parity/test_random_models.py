@@ -1,0 +1,176 @@
+"""Speculative text equals plain text token for token: greedy, and sampled with a seed.
+
+float32, so every difference is a bug. The draft is the target with noise: right often, not always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_models import write_pair
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+
+PROMPTS: list[str | list[int]] = [
+    "Once upon a time there was",
+    "The quick brown fox jumps over the lazy dog, and the dog",
+    "def add(a, b):\n    return",
+    "What is 12 + 30? What is 12 + 30? What is",
+    [5],
+]
+DRAFTERS = {
+    "model": "model:{draft}",
+    "itself": "model:{target}",
+    "ngram": "ngram:min=1,max=3,length=6",
+    "tree": "tree:{draft},branching=3x2x1",
+    "bush": "tree:{draft},branching=4",
+}
+REQUESTS = {
+    "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
+    "temperature 0.7": SamplingParams(max_tokens=24, temperature=0.7, seed=11),
+    "temperature 1": SamplingParams(max_tokens=24, temperature=1.0, seed=12),
+    "top-p": SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, seed=13),
+    "top-k, min-p": SamplingParams(max_tokens=24, temperature=1.0, top_k=7, min_p=0.05, seed=14),
+    "penalties": SamplingParams(
+        max_tokens=24,
+        temperature=0.8,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        seed=15,
+    ),
+    "greedy, penalised": SamplingParams(
+        max_tokens=24, repetition_penalty=1.2, frequency_penalty=0.2, min_tokens=20
+    ),
+    "bias": SamplingParams(max_tokens=24, temperature=1.0, logit_bias={9: 3.0, 4: -9.0}, seed=1),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    target, draft = write_pair(Path(tmp_path_factory.mktemp("parity")))
+    return {"target": target, "draft": draft}
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, str]) -> Iterator[LLM]:
+    llm = LLM(folders["target"], dtype="float32")
+    yield llm
+    llm.close()
+
+
+def texts(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> list[list[int]]:
+    result = [completion.token_ids for completion in llm.generate(prompts, params)]
+    llm.engine.cache.check()
+    drafts = getattr(llm.engine.drafter, "cache", None)
+    if drafts is not None:
+        drafts.check()
+        assert drafts.pool.available == drafts.num_blocks, "the draft's cache leaks"
+    assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
+    return result
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("length", [1, 4, "auto"])
+@pytest.mark.parametrize("drafter", list(DRAFTERS))
+def test_same_tokens_as_plain_decoding(
+    folders: dict[str, str], plain: LLM, drafter: str, length: int | str, batch: int
+) -> None:
+    spec = DRAFTERS[drafter].format(**folders)
+    llm = LLM(
+        folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=batch
+    )
+    accepted = 0
+    for name, params in REQUESTS.items():
+        prompts = PROMPTS if batch > 1 else PROMPTS[1:3]
+        expected = texts(plain, params, prompts)
+        assert texts(llm, params, prompts) == expected, name
+        accepted += sum(c.stats.accepted_tokens for c in llm.generate(prompts, params))
+    assert accepted > 0, "nothing was ever accepted: the test would not see a wrong acceptance"
+    llm.close()
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_the_target_as_its_own_draft_is_always_right(folders: dict[str, str], rule: str) -> None:
+    """With q = p every rule accepts everything: any mix-up of rows or positions would show."""
+    llm = LLM(
+        folders["target"], folders["target"], dtype="float32", draft_length=3, rule=rule, seed=5
+    )
+    params = SamplingParams(max_tokens=21, temperature=1.0, ignore_eos=True)
+    for completion in llm.generate(PROMPTS, params):
+        assert completion.stats.acceptance_rate > 0.99
+        assert len(completion.token_ids) == 21
+
+
+def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> None:
+    """Greedy, seeded, penalised and unseeded requests side by side; each gets its own law."""
+    wishes = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
+    llm = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
+    got = llm.generate(PROMPTS, wishes)
+    for prompt, params, completion in list(zip(PROMPTS, wishes, got, strict=True))[:4]:
+        assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
+
+
+def test_plain_greedy_equals_transformers(folders: dict[str, str], plain: LLM) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders["target"], dtype=torch.float32)
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    for prompt, completion in zip(PROMPTS, plain.generate(PROMPTS, params), strict=True):
+        ids = plain.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=None
+        )
+        assert completion.token_ids == out[0, len(ids) :].tolist()
+
+
+def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, str]) -> None:
+    """A cache far too small for five sequences: they are preempted and computed again."""
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
+    roomy = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
+    expected = [c.token_ids for c in roomy.generate(PROMPTS, params)]
+    per_token = 2 * 2 * (2 * 2 * 8) * 4  # two models, layers x kv heads x (key + value) x float32
+    tight = LLM(
+        folders["target"],
+        f"model:{folders['draft']}",
+        dtype="float32",
+        draft_length=3,
+        kv_cache_memory=160 * per_token,
+    )
+    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
+        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
+    )
+    assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
+    assert tight.engine.scheduler.preemptions > 0
+    tight.engine.cache.check()
+
+
+def test_unseeded_sampling_follows_the_law(folders: dict[str, str], plain: LLM) -> None:
+    """First two tokens over many runs: plain and speculative counts come from one law.
+
+    A two-sample chi-square over the commonest pairs; the engine seeds are fixed.
+    """
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
+    counts: list[dict[tuple[int, ...], int]] = []
+    for spec in (None, f"model:{folders['draft']}", f"tree:{folders['draft']},branching=2x2"):
+        llm = LLM(
+            folders["target"], spec, dtype="float32", draft_length=2, max_batch_size=200, seed=3
+        )
+        found: dict[tuple[int, ...], int] = {}
+        for completion in llm.generate("The quick brown fox", params):
+            pair = tuple(completion.token_ids)
+            found[pair] = found.get(pair, 0) + 1
+        counts.append(found)
+    for other in counts[1:]:
+        pairs = counts[0].keys() | other.keys()
+        statistic = sum(
+            (counts[0].get(p, 0) - other.get(p, 0)) ** 2 / (counts[0].get(p, 0) + other.get(p, 0))
+            for p in pairs
+        )
+        # 9 pairs, 8 degrees of freedom: 27.9 is the 0.05 % point.
+        assert len(pairs) <= 9
+        assert statistic < 27.9
