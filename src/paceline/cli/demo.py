@@ -221,9 +221,7 @@ def _explain_difference(
 @expand
 def demo(
     engine: ModelOptions,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="Tokens a prompt.")
-    ] = 120,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 120,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the show.")

@@ -245,7 +245,7 @@ class SamplingOptions:
     ] = field(default_factory=list)
     max_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", "-n", help="Stop after so many.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Stop after so many.", rich_help_panel=_SAMPLING),
     ] = 128
     min_tokens: Annotated[
         int, typer.Option(help="Do not stop before so many.", rich_help_panel=_SAMPLING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
@@ -225,3 +226,51 @@ def lm(
         )
     else:
         console.print(f"model written to {folder}", highlight=False)
+
+
+@app.command("sample")
+def sample(
+    model: Annotated[str, typer.Option(help="The model that writes.")],
+    data: Annotated[
+        list[str], typer.Option(metavar="FILE[=WEIGHT]", help="Records to open with; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="JSONL file to write.")],
+    count: Annotated[int, typer.Option(min=1, help="Records to write.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 160,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    exclude_licenses: Annotated[
+        list[str] | None,
+        typer.Option("--exclude-license", help="Leave out such records; repeatable."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of choice and text.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Processor threads.", show_default=False)
+    ] = None,
+) -> None:
+    """Let a model continue the beginnings of a corpus, as data to distil a draft on."""
+    console = Console(stderr=True)
+    quiet_libraries()
+    set_threads(threads)
+    from paceline import LLM, SamplingParams
+    from paceline.train.data import Source
+    from paceline.train.sample import continuations, openings
+
+    sources = [Source.parse(spec) for spec in data]
+    llm = LLM(model, device=device, max_batch_size=batch, seed=seed)
+    excluded = ["CC-BY-SA"] if exclude_licenses is None else exclude_licenses
+    starts = openings(sources, llm.tokenizer, count, seed, excluded)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        return [completion.token_ids for completion in llm.generate(list(prompts), params)]
+
+    columns = (TextColumn("records"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    # Whole groups, so that the batch is full for most of the time and little is lost on Ctrl-C.
+    with Progress(*columns, console=console) as bar, out.open("w", encoding="utf-8") as lines:
+        task = bar.add_task("sample", total=len(starts))
+        for record in continuations(generate, llm.tokenizer, starts, 4 * batch):
+            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+            bar.advance(task)
+    console.print(f"{len(starts)} records written to {out}", highlight=False)
