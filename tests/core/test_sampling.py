@@ -151,12 +151,15 @@ def test_row_alone_equals_row_in_a_mixed_batch():
         assert alone[0].equal(together[row]), seq.params
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.01, 8.0])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.8, 4.0, 8.0])
 def test_nucleus_of_any_size(scale):
-    """A flat law's nucleus does not fit the short sort that a peaked one's does."""
+    """From one token to all: the short sorts and the full one agree with the definition."""
     seq = request(temperature=1.0, top_p=0.9)
-    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(3)) * scale
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * scale
     law = probabilities(logits, Rows((seq,) * 3, (0,) * 3))
+    ranked = torch.softmax(logits.double(), -1).sort(descending=True).values
+    sizes = 1 + (ranked.cumsum(-1) < 0.9).sum(-1) if scale else torch.full((3,), 5000)
+    assert ((law > 0).sum(-1) - sizes).abs().max() <= 1, "but for one token at the edge"
     plain = torch.softmax(logits, -1)
     kept = torch.where(law > 0, plain, 0.0).sum(-1)
     smallest = torch.where(law > 0, plain, 2.0).amin(-1)

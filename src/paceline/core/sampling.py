@@ -25,8 +25,8 @@ from paceline.core.transfer import to_device
 
 # Beyond this the softmax of float32 logits is one-hot anyway; keeps their product finite.
 _MAX_INVERSE_TEMPERATURE = 1e30
-# On the CPU a nucleus is sought among this many tokens before everything is sorted.
-_HEAD = 256
+# On the CPU a nucleus is sought among this many tokens in turn, before everything is sorted.
+_HEADS = (256, 2048)
 
 
 @lru_cache(maxsize=4096)
@@ -310,10 +310,10 @@ def _head(laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]) ->
     open_shares = [p.top_p for p, k in zip(params, limits, strict=True) if not k and p.top_p < 1]
     if not open_shares:
         return laws.topk(longest, dim=-1).values
-    count = max(longest, _HEAD)
-    if laws.device.type == "cpu" and count < width:
-        # Asking a CPU tensor for a value costs no synchronisation, and sorting everything does.
-        head = laws.topk(count, dim=-1).values
-        if float(head.sum(dim=-1).min()) > max(open_shares) + 1e-5:
-            return head
+    for count in _HEADS if laws.device.type == "cpu" else ():
+        # Asking a CPU tensor for a value costs no synchronisation; a full sort costs a lot.
+        if longest <= count < width:
+            head = laws.topk(count, dim=-1).values
+            if float(head.sum(dim=-1).min()) > max(open_shares) + 1e-5:
+                return head
     return laws.sort(dim=-1, descending=True).values
