@@ -18,6 +18,7 @@ from paceline.core.batch import Commit, Plan, Slice
 from paceline.core.draws import Drafted, draft, draw_of
 from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import Sequence as Request
+from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree
 from paceline.model.blocks import OutOfBlocksError
 from paceline.model.cache import Feed, PagedCache, path_moves
@@ -216,7 +217,7 @@ class ModelDrafter:
                 while tree.parents[path[0]] >= 0:
                     path.insert(0, tree.parents[path[0]])
                 index.append(path)
-            parts.append(tokens[torch.tensor(index, device=tokens.device)])
+            parts.append(tokens[to_device(index, tokens.device)])
         return torch.cat(parts)
 
     def _tree(self, tree: _Growing) -> TokenTree:

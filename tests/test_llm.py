@@ -1,0 +1,278 @@
+"""The public API: parameters, streams, statistics, errors, and requests that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_models import write_pair
+from paceline import LLM, SamplingParams
+from paceline.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelLoadError,
+    PromptError,
+    VocabularyMismatchError,
+)
+
+PROMPT = "Once upon a time there was a little"
+FREE = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("llm")))
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[str, str]) -> Iterator[LLM]:
+    engine = LLM(folders[0], folders[1], dtype="float32", draft_length=3, max_batch_size=4)
+    yield engine
+    assert not engine.engine.has_work
+    assert engine.engine.cache.pool.available == engine.engine.cache.num_blocks
+
+
+def test_stream_joins_to_the_completion(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=4, ignore_eos=True)
+    whole = llm.generate([PROMPT, "def add(a, b)"], params)
+    texts = {0: "", 1: ""}
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    drafted: dict[int, list[bool]] = {0: [], 1: []}
+    final = {}
+    for event in llm.stream([PROMPT, "def add(a, b)"], params):
+        texts[event.request] += event.text
+        ids[event.request] += event.token_ids
+        drafted[event.request] += event.from_draft
+        if event.completion:
+            final[event.request] = event.completion
+    for place, completion in enumerate(whole):
+        assert ids[place] == completion.token_ids == final[place].token_ids
+        assert texts[place] == completion.text == final[place].text
+        assert drafted[place] == completion.draft_mask
+
+
+def test_statistics_add_up(llm: LLM) -> None:
+    (completion,) = llm.generate(PROMPT, FREE)
+    stats = completion.stats
+    assert len(completion.token_ids) == len(completion.draft_mask) == 20
+    assert sum(completion.draft_mask) == stats.accepted_tokens > 0
+    assert stats.accepted_tokens + stats.target_steps == 20
+    assert stats.mean_accepted_length == pytest.approx(20 / stats.target_steps)
+    assert stats.acceptance_rate == pytest.approx(stats.accepted_tokens / stats.drafted_tokens)
+    assert all(0 <= rate <= 1 for rate in stats.acceptance_per_position)
+    assert stats.tokens_per_second == pytest.approx(20 / stats.decode_seconds)
+
+
+def test_acceptance_per_position_is_conditional(folders: tuple[str, str]) -> None:
+    """The target as its own draft: every position that is reached is accepted."""
+    own = LLM(folders[0], folders[0], dtype="float32", draft_length=4)
+    (completion,) = own.generate(PROMPT, FREE)
+    assert completion.stats.acceptance_per_position == [1.0] * 4
+    assert completion.stats.target_steps == 4  # 5 tokens a step
+
+
+def test_n_completions_differ_and_are_numbered(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=9, n=3)
+    many = llm.generate(PROMPT, params)
+    assert [completion.index for completion in many] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in many}) == 3
+    (first,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1.0, seed=9))
+    assert many[0].token_ids == first.token_ids
+
+
+def test_stop_string_and_stop_token(llm: LLM) -> None:
+    (free,) = llm.generate(PROMPT, FREE)
+    stop = free.text[5:8]
+    (stopped,) = llm.generate(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+    token = free.token_ids[6]
+    params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(token,))
+    (cut,) = llm.generate(PROMPT, params)
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_min_tokens_hold_a_stop_token_off(llm: LLM) -> None:
+    (free,) = llm.generate(PROMPT, FREE)
+    token = free.token_ids[2]
+    params = SamplingParams(
+        max_tokens=20, min_tokens=10, ignore_eos=True, stop_token_ids=(token,)
+    )
+    (held,) = llm.generate(PROMPT, params)
+    assert token not in held.token_ids[:10]
+    assert len(held.token_ids) >= 10
+
+
+def test_max_tokens_and_context_end_with_length(llm: LLM) -> None:
+    (one,) = llm.generate(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))
+    assert len(one.token_ids) == 1 and one.finish_reason == "length"
+    limit = llm.target.max_positions
+    prompt = [7] * (limit - 3)
+    (full,) = llm.generate([prompt], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert len(full.token_ids) == 3 and full.finish_reason == "length"
+
+
+def test_logprobs_do_not_depend_on_speculation(llm: LLM, folders: tuple[str, str]) -> None:
+    plain = LLM(folders[0], dtype="float32")
+    params = SamplingParams(
+        max_tokens=16, temperature=0.8, seed=2, logprobs=3, frequency_penalty=0.5, ignore_eos=True
+    )
+    (a,), (b,) = plain.generate(PROMPT, params), llm.generate(PROMPT, params)
+    assert a.token_ids == b.token_ids and a.logprobs is not None and b.logprobs is not None
+    assert len(a.logprobs) == 16
+    for token, x, y in zip(a.token_ids, a.logprobs, b.logprobs, strict=True):
+        assert x.token_id == y.token_id == token
+        assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
+        assert [t for t, _ in x.top] == [t for t, _ in y.top]
+        assert len(x.top) == 3
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    message = {"role": "user", "content": "What is 12 + 30?"}
+    (answer,) = llm.chat([message], FREE)
+    rendered = "<|endoftext|><|user|>What is 12 + 30?<|end|><|assistant|>"
+    ids = llm.tokenizer.encode(rendered, add_special_tokens=False)
+    assert answer.token_ids == llm.generate([ids], FREE)[0].token_ids
+    two = llm.chat([[message], [message]], FREE)
+    assert len(two) == 2
+    with pytest.raises(PromptError, match="role"):
+        llm.chat([{"role": "wizard", "content": "x"}])
+    with pytest.raises(PromptError, match="empty"):
+        llm.chat([])
+
+
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream([PROMPT] * 3, FREE)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    llm.engine.cache.check()
+
+
+def test_two_streams_in_turn(llm: LLM) -> None:
+    expected = [llm.generate(p, FREE)[0].text for p in (PROMPT, "The quick")]
+    first, second = llm.stream(PROMPT, FREE), llm.stream("The quick", FREE)
+    texts = ["", ""]
+    for _ in range(30):
+        for place, stream in enumerate((first, second)):
+            texts[place] += "".join(event.text for event in [next(stream, None)] if event)
+    assert texts == expected
+
+
+def test_more_requests_than_the_batch_holds(llm: LLM) -> None:
+    prompts = [f"The {word}" for word in "quick brown fox jumps over the lazy dog".split()]
+    alone = [llm.generate(prompt, FREE)[0].token_ids for prompt in prompts]
+    assert [c.token_ids for c in llm.generate(prompts, FREE)] == alone
+
+
+def test_bad_requests_are_refused_and_the_engine_goes_on(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        llm.generate("")
+    with pytest.raises(PromptError, match="empty"):
+        llm.generate([[]])
+    with pytest.raises(PromptError, match="no prompt"):
+        llm.generate([])
+    with pytest.raises(PromptError, match="sees 160"):
+        llm.generate([[3] * 400])
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        llm.generate([[10**6]])
+    with pytest.raises(ConfigError, match="2 SamplingParams for 1 prompts"):
+        llm.generate(PROMPT, [FREE, FREE])
+    with pytest.raises(ConfigError, match="logit_bias"):
+        llm.generate(PROMPT, SamplingParams(logit_bias={10**6: 1.0}))
+    assert len(llm.generate(PROMPT, FREE)[0].token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.2}, "top_p"),
+        ({"top_k": -3}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 500}, "min_tokens"),
+        ({"n": 0}, "n is"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ("",)}, "stop"),
+    ],
+)
+def test_parameters_out_of_range(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        SamplingParams(**changes)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"draft": "ngram:min=4,max=2"}, ConfigError, "min"),
+        ({"draft": "ngram:size=4"}, ConfigError, "no option size"),
+        ({"draft": "tree:{draft},branching=2xx"}, ConfigError, "branching"),
+        ({"draft": "tree"}, ConfigError, "needs a model"),
+        ({"draft": "no/such/folder"}, ModelLoadError, "no/such/folder"),
+        ({"draft_length": 99}, ConfigError, "draft_length"),
+        ({"rule": "magic"}, ConfigError, "rule"),
+        ({"max_batch_size": 0}, ConfigError, "max_batch_size"),
+        ({"kv_cache_memory": 10}, CacheMemoryError, "kv_cache_memory"),
+        ({"dtype": "float7"}, ConfigError, "dtype"),
+        ({"device": "abacus"}, ConfigError, "device"),
+    ],
+)
+def test_bad_options_of_the_engine(
+    folders: tuple[str, str], options: dict[str, object], error: type[Exception], word: str
+) -> None:
+    if isinstance(options.get("draft"), str):
+        options = {**options, "draft": str(options["draft"]).format(draft=folders[1])}
+    with pytest.raises(error, match=word) as caught:
+        LLM(folders[0], **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_request_larger_than_the_cache_is_refused(folders: tuple[str, str]) -> None:
+    small = LLM(folders[0], dtype="float32", kv_cache_memory=64 * 2 * 2 * 16 * 4)
+    with pytest.raises(CacheMemoryError, match="max_tokens"):
+        small.generate([PROMPT, PROMPT], SamplingParams(max_tokens=140))
+    assert not small.engine.has_work
+    assert len(small.generate(PROMPT, FREE)[0].token_ids) == 20
+
+
+def test_another_vocabulary_is_refused(folders: tuple[str, str], tmp_path: Path) -> None:
+    from paceline.train.tokenizer import train_tokenizer
+
+    other = train_tokenizer(["Ein ganz anderer Text mit anderen Wörtern."], 300)
+    foreign = tmp_path / "foreign"
+    for name in ("config.json", "model.safetensors"):
+        foreign.mkdir(exist_ok=True)
+        (foreign / name).write_bytes((Path(folders[1]) / name).read_bytes())
+    other.save_pretrained(foreign)
+    with pytest.raises(VocabularyMismatchError, match=r"id \d+: target '.+', draft") as caught:
+        LLM(folders[0], str(foreign), dtype="float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_padded_vocabulary_is_fine(folders: tuple[str, str], tmp_path: Path) -> None:
+    """The draft has 30 more rows of logits than the target; no token stands for them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    padded = tmp_path / "padded"
+    model = AutoModelForCausalLM.from_pretrained(folders[1])
+    model.resize_token_embeddings(model.config.vocab_size + 30)
+    model.save_pretrained(padded)
+    AutoTokenizer.from_pretrained(folders[1]).save_pretrained(padded)
+    plain = LLM(folders[0], dtype="float32")
+    for target, draft in ((folders[0], str(padded)), (str(padded), folders[1])):
+        llm = LLM(target, draft, dtype="float32", draft_length=3)
+        for params in (FREE, SamplingParams(max_tokens=20, temperature=1.0)):
+            (completion,) = llm.generate(PROMPT, params)
+            assert len(completion.token_ids) >= 1
+        if target == folders[0]:
+            assert llm.generate(PROMPT, FREE)[0].token_ids == plain.generate(PROMPT, FREE)[0].token_ids
