@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter
 
 
 @pytest.fixture(scope="module")
-def tokenizer():  # type: ignore[no-untyped-def]
+def tokenizer() -> Any:
     from paceline.train.tokenizer import train_tokenizer
 
     return train_tokenizer(["Lily went to the garden and the garden was big."] * 3, 300)
@@ -28,7 +30,7 @@ def runs(painted: Text) -> list[tuple[str, str]]:
     return [item for item in pieces if item[0]]
 
 
-def test_draft_and_target_tokens_are_told_apart(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_draft_and_target_tokens_are_told_apart(tokenizer: Any) -> None:
     left = tokenizer.encode("Lily went", add_special_tokens=False)
     right = tokenizer.encode(" to the garden", add_special_tokens=False)
     mask = [True] * len(left) + [False] * len(right)
@@ -37,7 +39,7 @@ def test_draft_and_target_tokens_are_told_apart(tokenizer) -> None:  # type: ign
     assert runs(painted) == [("Lily went", DRAFT_STYLE), (" to the garden", TARGET_STYLE)]
 
 
-def test_text_held_back_by_the_engine_keeps_its_colour(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_text_held_back_by_the_engine_keeps_its_colour(tokenizer: Any) -> None:
     ids = tokenizer.encode("garden", add_special_tokens=False)
     painter = Painter(tokenizer, True)
     assert runs(painter.paint("gar", ids, [True] * len(ids))) == [("gar", DRAFT_STYLE)]
@@ -46,7 +48,7 @@ def test_text_held_back_by_the_engine_keeps_its_colour(tokenizer) -> None:  # ty
     assert runs(later) == [("den", DRAFT_STYLE), (" big", TARGET_STYLE)]
 
 
-def test_without_colours_the_text_is_plain(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_without_colours_the_text_is_plain(tokenizer: Any) -> None:
     painted = Painter(tokenizer, False).paint("[bold]x[/bold]", [5], [True])
     assert painted.plain == "[bold]x[/bold]"
     assert not painted.spans
@@ -54,7 +56,7 @@ def test_without_colours_the_text_is_plain(tokenizer) -> None:  # type: ignore[n
 
 @settings(deadline=None, max_examples=40)
 @given(text=st.text(max_size=30), data=st.data())
-def test_painting_never_changes_the_text(tokenizer, text: str, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+def test_painting_never_changes_the_text(tokenizer: Any, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     mask = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
     cut = data.draw(st.integers(0, len(text)))

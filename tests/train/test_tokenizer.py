@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,29 +15,29 @@ from tiny_models import SENTENCES
 
 
 @pytest.fixture(scope="module")
-def tokenizer():  # type: ignore[no-untyped-def]
+def tokenizer() -> Any:
     return train_tokenizer(SENTENCES, 300)
 
 
 @settings(deadline=None)
 @given(text=st.text(max_size=60))
-def test_any_unicode_comes_back(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
+def test_any_unicode_comes_back(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_vocabulary(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_vocabulary(tokenizer: Any) -> None:
     assert len(tokenizer) == 300
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(len(SPECIAL_TOKENS)))
 
 
-def test_digits_are_single_tokens(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_digits_are_single_tokens(tokenizer: Any) -> None:
     ids = tokenizer.encode("1234567", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == list("1234567")
 
 
-def test_chat_template_is_what_training_sees(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_chat_template_is_what_training_sees(tokenizer: Any) -> None:
     document = (
         "User: What is 2 + 2?\n\nIt is easy.\n\nAssistant: 4\n\nUser: Thanks!\n\nAssistant: :)"
     )
@@ -51,7 +54,7 @@ def test_chat_template_is_what_training_sees(tokenizer) -> None:  # type: ignore
     assert asked.endswith("<|assistant|>")
 
 
-def test_chat_template_ids_hold_the_special_tokens(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_chat_template_ids_hold_the_special_tokens(tokenizer: Any) -> None:
     turns = [{"role": "user", "content": "hi"}]
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -64,12 +67,12 @@ def test_chat_template_ids_hold_the_special_tokens(tokenizer) -> None:  # type: 
     ]
 
 
-def test_unknown_roles_are_refused(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_roles_are_refused(tokenizer: Any) -> None:
     with pytest.raises(Exception, match="unknown role oracle"):
         tokenizer.apply_chat_template([{"role": "oracle", "content": "x"}])
 
 
-def test_it_survives_saving(tokenizer, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_it_survives_saving(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(tmp_path)

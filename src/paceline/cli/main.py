@@ -11,11 +11,8 @@ from typer.core import TyperGroup
 
 from paceline import __version__
 from paceline.cli import demo, generate, train
+from paceline.cli.options import debugging
 from paceline.errors import PacelineError
-
-
-def _debugging() -> bool:
-    return os.environ.get("PACELINE_DEBUG", "0") != "0"
 
 
 def _fail(message: str, code: int) -> typer.Exit:
@@ -33,14 +30,14 @@ class CommandGroup(TyperGroup):
         except KeyboardInterrupt as interrupt:
             raise _fail(str(interrupt) or "interrupted", 130) from None
         except PacelineError as error:
-            if _debugging():
+            if debugging():
                 raise
             raise _fail(f"error: {error}", 1) from None
         except Exception as error:
             # Typer's own exceptions (usage, exit) carry their code; a broken pipe means that the
             # reader of our output has gone, and Typer then ends quietly.
             known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
-            if known or _debugging():
+            if known or debugging():
                 raise
             hint = "run again with --debug for the traceback"
             raise _fail(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None

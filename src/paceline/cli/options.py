@@ -56,7 +56,7 @@ def expand(command: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {item.name: item.annotation for item in parameters}
-    # Keyword-only parameters may have no default before ones that do.
+    # All by keyword: then one with a default may stand before one without.
     ordered = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
     call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
     return call
@@ -102,6 +102,11 @@ def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
     return biases
 
 
+def debugging() -> bool:
+    """Whether tracebacks and warnings of libraries are wanted (--debug)."""
+    return os.environ.get("PACELINE_DEBUG", "0") != "0"
+
+
 def quiet_libraries() -> None:
     """Keep the progress bars and warnings of the libraries below us off the terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -109,7 +114,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import warnings
 
-    if os.environ.get("PACELINE_DEBUG", "0") == "0":
+    if not debugging():
         warnings.filterwarnings("ignore")
     from transformers.utils import logging
 
