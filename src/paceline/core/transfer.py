@@ -18,10 +18,12 @@ def to_device(
     On CUDA the copy leaves from pinned memory and does not block the host; the caching host
     allocator keeps that memory until the copy has been done.
     """
-    host = torch.tensor(values, dtype=dtype)
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A host tensor on ``device``; the same tensor if that is the CPU."""
     target = torch.device(device)
-    if target.type == "cpu":
-        return host
     if target.type == "cuda":
         return host.pin_memory().to(target, non_blocking=True)
     return host.to(target)

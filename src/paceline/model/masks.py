@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Span
+from paceline.core.transfer import upload
 from paceline.core.tree import ancestor_mask, depths_of
 
 
@@ -102,7 +103,7 @@ def _template(
     device: torch.device,
 ) -> torch.Tensor:
     mask = _visible(pending, parents, first_new, pattern, phase, capacity)
-    return additive(mask.repeat(repeats, 1), dtype).to(device)
+    return upload(additive(mask.repeat(repeats, 1), dtype), device)
 
 
 def short_mask(
@@ -139,8 +140,6 @@ def long_mask(
     span: Span, pattern: Pattern, columns: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Additive ``[rows, columns]`` for a span of many rows; not kept."""
-    mask = visible(span, pattern, columns)
-    if device.type == "cuda":
-        mask = mask.pin_memory().to(device, non_blocking=True)
+    mask = upload(visible(span, pattern, columns), device)
     zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
     return zeros.masked_fill_(~mask, float("-inf"))

@@ -11,10 +11,11 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.attention import AttentionStep, KeyValueStore, paged_attention
+from paceline.model.attention import paged_attention
 from paceline.model.cache import LayerShape, PagedCache
 from paceline.model.lean import LeanModel
 from paceline.model.masks import Pattern
+from paceline.model.pieces import AttentionStep, KeyValueStore
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
@@ -44,7 +45,7 @@ class CausalModel:
         self.max_positions: int = limit or UNLIMITED_POSITIONS
         self.eos_token_ids = _eos_ids(hf, config)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
-        self.together: bool | None = None  # how short spans are attended; None: by device
+        self.together = True  # decoding sequences of a step are attended by one call
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
         self._patterns: tuple[Pattern, ...] = ()
