@@ -98,9 +98,7 @@ def test_stop_string_and_stop_token(llm: LLM) -> None:
 def test_min_tokens_hold_a_stop_token_off(llm: LLM) -> None:
     (free,) = llm.generate(PROMPT, FREE)
     token = free.token_ids[2]
-    params = SamplingParams(
-        max_tokens=20, min_tokens=10, ignore_eos=True, stop_token_ids=(token,)
-    )
+    params = SamplingParams(max_tokens=20, min_tokens=10, ignore_eos=True, stop_token_ids=(token,))
     (held,) = llm.generate(PROMPT, params)
     assert token not in held.token_ids[:10]
     assert len(held.token_ids) >= 10
@@ -163,7 +161,7 @@ def test_two_streams_in_turn(llm: LLM) -> None:
 
 
 def test_more_requests_than_the_batch_holds(llm: LLM) -> None:
-    prompts = [f"The {word}" for word in "quick brown fox jumps over the lazy dog".split()]
+    prompts = [f"The {word}" for word in ("quick", "brown", "fox", "jumps", "over", "lazy", "dog")]
     alone = [llm.generate(prompt, FREE)[0].token_ids for prompt in prompts]
     assert [c.token_ids for c in llm.generate(prompts, FREE)] == alone
 
@@ -275,4 +273,6 @@ def test_a_padded_vocabulary_is_fine(folders: tuple[str, str], tmp_path: Path) -
             (completion,) = llm.generate(PROMPT, params)
             assert len(completion.token_ids) >= 1
         if target == folders[0]:
-            assert llm.generate(PROMPT, FREE)[0].token_ids == plain.generate(PROMPT, FREE)[0].token_ids
+            assert (
+                llm.generate(PROMPT, FREE)[0].token_ids == plain.generate(PROMPT, FREE)[0].token_ids
+            )

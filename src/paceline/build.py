@@ -39,7 +39,7 @@ class EngineOptions:
     """Everything about an engine that is not a model. Checked on construction."""
 
     max_batch_size: int = 8
-    kv_cache_memory: int | None = None  # bytes for target and draft together; None: see cache_blocks
+    kv_cache_memory: int | None = None  # bytes, target and draft together; None: cache_blocks
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
     max_draft_length: int = 8  # of the adaptive length
     prefill_chunk: int = 512
@@ -155,9 +155,7 @@ def load_draft(
     return draft
 
 
-def cache_blocks(
-    options: EngineOptions, target: CausalModel, draft: CausalModel | None
-) -> int:
+def cache_blocks(options: EngineOptions, target: CausalModel, draft: CausalModel | None) -> int:
     """Blocks of the cache, the same number for target and draft.
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory

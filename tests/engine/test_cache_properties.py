@@ -105,7 +105,9 @@ class World:
             base = feed.context + len(feed.pending)
             self.compare(logits[row], seq.tokens[:base])
             for node in range(len(parents)):
-                self.compare(logits[row + 1 + node], seq.tokens[:base] + path_to(node, parents, nodes))
+                self.compare(
+                    logits[row + 1 + node], seq.tokens[:base] + path_to(node, parents, nodes)
+                )
             row += 1 + len(parents)
             path = self.random_path(parents)
             moves.extend(cache_module.path_moves(seq_id, base, path))
@@ -176,7 +178,7 @@ def test_moves_bring_a_path_behind_the_pending_tokens() -> None:
 def test_prefix_blocks_are_shared_and_survive_their_first_owner() -> None:
     world = World(MODEL, random.Random(0))
     cache = world.cache
-    tokens = STEM[:12] + [1]
+    tokens = [*STEM[:12], 1]
     assert cache.admit(0, tokens) == 0
     cache.reserve(0, 13)
     cache.commit(0, tokens, 13)

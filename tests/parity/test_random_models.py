@@ -81,9 +81,7 @@ def test_same_tokens_as_plain_decoding(
     folders: dict[str, str], plain: LLM, drafter: str, length: int | str, batch: int
 ) -> None:
     spec = DRAFTERS[drafter].format(**folders)
-    llm = LLM(
-        folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=batch
-    )
+    llm = LLM(folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=batch)
     accepted = 0
     for name, params in REQUESTS.items():
         prompts = PROMPTS if batch > 1 else PROMPTS[1:3]

@@ -101,7 +101,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """True if the law at a node depends on the tokens before it other than through the model."""
+        """True if a law depends on the tokens before it in other ways than through the model."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

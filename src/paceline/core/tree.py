@@ -94,7 +94,9 @@ class TokenTree:
         return cls(torch.empty(0, dtype=torch.int64, device=device), ())
 
     @classmethod
-    def chain(cls, tokens: Seq[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenTree:
+    def chain(
+        cls, tokens: Seq[int] | torch.Tensor, device: torch.device | str = "cpu"
+    ) -> TokenTree:
         """A deterministic chain of tokens, each the child of the one before."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         return cls(ids, chain_parents(len(ids)))

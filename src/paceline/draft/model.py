@@ -100,7 +100,7 @@ class ModelDrafter:
         feeds: list[Feed] = []
         for item in plan.slices:
             state = self._state(item)
-            feed = state and self._catch_up(item, state)
+            feed = None if state is None else self._catch_up(item, state)
             if state is None or feed is None:
                 continue
             feeds.append(feed)
@@ -138,7 +138,9 @@ class ModelDrafter:
         except OutOfBlocksError:
             self._drop(state)
             return None
-        pending = [min(token, self.model.vocab_size - 1) for token in seq.tokens[state.cached : end]]
+        pending = [
+            min(token, self.model.vocab_size - 1) for token in seq.tokens[state.cached : end]
+        ]
         feed = Feed(seq.seq_id, state.cached, pending, wants_logits=item.decodes)
         state.cached = state.base = end
         state.nodes = 0
@@ -174,9 +176,7 @@ class ModelDrafter:
     def _level_feed(self, tree: _Growing, tokens: torch.Tensor) -> Feed:
         first_new = len(tree.parents) - len(tokens)
         tree.state.nodes = len(tree.parents)
-        return Feed(
-            tree.item.seq.seq_id, tree.state.cached, (), tree.parents, tokens, first_new
-        )
+        return Feed(tree.item.seq.seq_id, tree.state.cached, (), tree.parents, tokens, first_new)
 
     def _draw(
         self, trees: list[_Growing], level: int, logits: torch.Tensor

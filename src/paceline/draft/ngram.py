@@ -34,14 +34,14 @@ class NGramIndex:
         self._indexed = len(tokens)
         for length in self._lengths:
             if length < len(tokens):
-                end = self._ends.get(tuple(tokens[-length:]))
-                if end is not None:
-                    return end
+                known = self._ends.get(tuple(tokens[-length:]))
+                if known is not None:
+                    return known
         return None
 
 
 class NGramDrafter:
-    """Longest suffix match over prompt and output, lengths from ``longest`` down to ``shortest``."""
+    """Longest suffix match over prompt and output, of ``longest`` down to ``shortest`` tokens."""
 
     name = "ngram"
     features: tuple[int, ...] = ()
@@ -50,9 +50,7 @@ class NGramDrafter:
         self, device: torch.device | str, shortest: int = 2, longest: int = 4, length: int = 8
     ) -> None:
         if not 1 <= shortest <= longest:
-            raise ConfigError(
-                f"ngram: min is {shortest} and max is {longest}; use 1 <= min <= max, e.g. min=2,max=4"
-            )
+            raise ConfigError(f"ngram: min is {shortest} and max is {longest}; use 1 <= min <= max")
         if length < 1:
             raise ConfigError(f"ngram: length is {length}; it must be at least 1")
         self._device = device

@@ -70,7 +70,7 @@ class AcceptanceEstimate:
         ]
 
     def expected_tokens(self) -> list[float]:
-        """Expected tokens of a step by draft length: 1 + a_1 + a_1 a_2 + ... (entry g: length g)."""
+        """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ..."""
         expected, chance = [1.0], 1.0
         for rate in self.rates():
             chance *= rate
@@ -95,9 +95,7 @@ class AdaptiveLength:
 
     MAX_WAIT = 512  # steps between probes: a probe of one level costs well under one per cent
 
-    def __init__(
-        self, costs: StepCosts, max_length: int, max_nodes: Callable[[int], int]
-    ) -> None:
+    def __init__(self, costs: StepCosts, max_length: int, max_nodes: Callable[[int], int]) -> None:
         self._costs = costs
         self._max_length = max_length
         self._nodes = [max_nodes(length) for length in range(max_length + 1)]
@@ -113,9 +111,7 @@ class AdaptiveLength:
         prefilling = any(seq.num_pending > 1 for seq in seqs)
         gains = [self._estimate(seq.seq_id).expected_tokens() for seq in seqs]
         lengths = self._best(gains)
-        lengths = [
-            self._probe(seq, length) for seq, length in zip(seqs, lengths, strict=True)
-        ]
+        lengths = [self._probe(seq, length) for seq, length in zip(seqs, lengths, strict=True)]
         # A step that prefills is no measure of the overhead.
         self._expected_seconds = 0.0 if prefilling else self._seconds(lengths)
         return lengths

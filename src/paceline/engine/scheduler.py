@@ -86,11 +86,11 @@ class Scheduler:
             if feed == 0:
                 continue
             length = self._draft_limit(seq, wishes[seq.seq_id]) if feed == seq.num_pending else 0
-            length = self._reserve(seq, feed, length)
-            if length is None:
+            affordable = self._reserve(seq, feed, length)
+            if affordable is None:
                 continue
             budget -= feed
-            slices.append(Slice(seq, feed, length))
+            slices.append(Slice(seq, feed, affordable))
         return Plan(tuple(slices))
 
     def _draft_limit(self, seq: Request, wish: int) -> int:

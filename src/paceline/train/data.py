@@ -43,7 +43,9 @@ class Source:
         try:
             value = float(weight) if weight else 1.0
         except ValueError:
-            raise DataError(f"--data {spec!r}: {weight!r} is not a number; use FILE=WEIGHT") from None
+            raise DataError(
+                f"--data {spec!r}: {weight!r} is not a number; use FILE=WEIGHT"
+            ) from None
         if not Path(path).is_file():
             raise DataError(f"data file {path} does not exist; give JSONL or JSONL.gz files")
         if not value > 0:
@@ -86,7 +88,7 @@ def render(text: str) -> str:
 def encode(
     path: Path, tokenizer: PreTrainedTokenizerFast, exclude_licenses: Sequence[str] = ()
 ) -> np.ndarray:
-    """All documents of a file as one stream of ids, each preceded by the separator. uint16/32 [n]."""
+    """All documents of a file as one stream of ids [n], each preceded by the separator."""
     separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     backend = tokenizer.backend_tokenizer
@@ -96,7 +98,9 @@ def encode(
         batch = backend.encode_batch(texts[start : start + 512], add_special_tokens=False)
         parts.extend(np.array([separator, *item.ids], dtype=dtype) for item in batch)
     if not parts:
-        raise DataError(f"{path} has no usable records (after leaving out {list(exclude_licenses)})")
+        raise DataError(
+            f"{path} has no usable records (after leaving out {list(exclude_licenses)})"
+        )
     return np.concatenate(parts)
 
 

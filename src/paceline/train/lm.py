@@ -56,7 +56,10 @@ class LMConfig:
         unknown = sorted(set(values) - names)
         if unknown:
             raise ConfigError(f"unknown training options {unknown}; known are {sorted(names)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        frozen: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
+        return cls(**frozen)
 
 
 @dataclass
@@ -113,10 +116,10 @@ class LMTrainer:
         self.model = self._new_model()
         self.teacher = self._load_teacher()
         # Two shapes (short and long windows), each compiled once; needs a C++ compiler on CPU.
-        self._loss = torch.compile(self._eager_loss, dynamic=False) if compiled else self._eager_loss
-        self.optimizer = MasterOptimizer(
-            self.model, config.lr, config.adam_lr, config.weight_decay
+        self._loss = (
+            torch.compile(self._eager_loss, dynamic=False) if compiled else self._eager_loss
         )
+        self.optimizer = MasterOptimizer(self.model, config.lr, config.adam_lr, config.weight_decay)
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self._resume()
@@ -247,7 +250,7 @@ class LMTrainer:
     def train_step(self) -> float:
         windows = self._batch(self.step).to(self.device)
         seq_len = windows.shape[1] - 1
-        parts = windows.split(max(1, self.config.micro_tokens // seq_len))
+        parts = torch.split(windows, max(1, self.config.micro_tokens // seq_len))
         total = 0.0
         for part in parts:
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)

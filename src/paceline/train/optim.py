@@ -17,7 +17,8 @@ class MasterOptimizer:
     """
 
     def __init__(self, model: nn.Module, lr: float, adam_lr: float, weight_decay: float) -> None:
-        hidden, rest = [], []
+        hidden: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
             master = nn.Parameter(parameter.detach().float().clone())

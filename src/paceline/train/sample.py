@@ -77,7 +77,9 @@ def _opening_ids(
     ids = tokenizer.encode(rendered)
     if rendered != text:
         answer = tokenizer.convert_tokens_to_ids(ROLE_TOKENS["assistant"])
-        turns = [place for place, token in enumerate(ids) if token == answer and place <= 2 * longest]
+        turns = [
+            place for place, token in enumerate(ids) if token == answer and place <= 2 * longest
+        ]
         return ids[: int(rng.choice(turns)) + 1] if turns else None
     length = int(rng.integers(shortest, longest + 1))
     return ids[:length] if len(ids) > length else None

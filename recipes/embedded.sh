@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Trains the embedded pair, paceline/tiny and paceline/tiny-draft, from a folder of corpus files.
+#
+#   recipes/embedded.sh DATA_FOLDER OUT_FOLDER [extra options of `paceline train lm`]
+#
+# Every stage resumes where it was cut off when the same command is run again. On two CPU cores
+# it takes about two hours, on a GPU minutes. STEPS, DRAFT_STEPS and RECORDS set the length.
+set -euo pipefail
+data=${1:?folder with stories.train.jsonl.gz and the others}
+out=${2:?folder for the runs}
+shift 2
+
+# Waiting threads that sleep instead of spinning, and no page faults for every large buffer.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-8589934592}
+export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
+
+corpus=()
+valid=()
+for item in stories=30 math_synthetic=20 math=5 code=22 chat=23; do
+  corpus+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
+  valid+=(--valid "$data/${item%=*}.valid.jsonl.gz")
+done
+
+# 1. The target: deep and narrow.
+paceline train lm "${corpus[@]}" "${valid[@]}" --out "$out/target" --compile \
+  --steps "${STEPS:-1150}" "$@"
+
+# 2. Text that the target writes itself: half greedy, half sampled.
+for temperature in 0 0.8; do
+  file="$out/written-$temperature.jsonl"
+  [ -s "$file" ] || {
+    paceline train sample --model "$out/target/model" "${corpus[@]}" --out "$file.part" \
+      --count "${RECORDS:-3000}" --temperature "$temperature" --batch 64
+    mv "$file.part" "$file"
+  }
+done
+
+# 3. The draft: two layers, distilled from the target on the corpus and on that text.
+paceline train lm "${corpus[@]}" "${valid[@]}" --teacher "$out/target/model" \
+  --data "$out/written-0.jsonl=${WRITTEN:-80}" --data "$out/written-0.8.jsonl=40" \
+  --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512 \
+  --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"
+
+echo "copy $out/target/model to src/paceline/assets/tiny and $out/draft/model to .../tiny-draft"
