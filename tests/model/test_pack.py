@@ -197,15 +197,18 @@ def test_packing_twice_changes_nothing() -> None:
     assert torch.equal(logits_of(model)[0], wanted)
 
 
-def test_float32_is_not_packed() -> None:
-    hf = build("gpt2", torch.float32)
+def test_float16_is_not_packed() -> None:
+    hf = build("gpt2", torch.float16)
     assert pack_modules(hf) == 0
     assert not any(isinstance(module, PackedLinear) for module in hf.modules())
 
 
-def test_lean_float32_stores_no_weight_twice() -> None:
-    model = CausalModel(build("llama", torch.float32), "llama")
+def test_the_lean_forward_of_plain_weights_stores_none_twice() -> None:
+    model = CausalModel(build("llama", torch.float16), "llama")
+    wanted, _ = logits_of(model)
     pack(model)
+    assert model.lean is not None
+    assert relative_error(logits_of(model)[0], wanted) < 0.01
     mlp = model.hf.model.layers[0].mlp
     gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
     assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
@@ -248,5 +251,9 @@ def test_norms_are_recognised_by_what_they_compute() -> None:
     norm = as_rms_norm(gemma)
     assert norm is not None
     torch.testing.assert_close(norm(x), gemma(x))
+    gemma.bfloat16()
+    norm = as_rms_norm(gemma)
+    assert norm is not None
+    assert torch.equal(norm(x.bfloat16()), gemma(x.bfloat16()))
     assert as_rms_norm(torch.nn.LayerNorm(32)) is None
     assert as_rms_norm(_Scaled()) is None

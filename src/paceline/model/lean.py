@@ -44,13 +44,14 @@ class Residual:
     """The residual stream ``x [T, width]``, on CPU stored as ``[x, -x]``: see RMSNorm for why."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        width = x.shape[1]
+        rows, width = x.shape
         self.doubled = x.device.type == "cpu"
         self.x = x
         if self.doubled:
+            self.shape, self.stride = (rows, width), (2 * width, 1)
             self.both = torch.cat((x, x), 1)
-            self.x = self.both[:, :width]
-            self.minus = self.both[:, width:]
+            self.x = self.both.as_strided(self.shape, self.stride)
+            self.minus = self.both.as_strided(self.shape, self.stride, width)
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
         """``[T, width]``, on CPU as a view of ``[T, 2 * width]``."""
@@ -58,7 +59,7 @@ class Residual:
             return norm(self.x)
         torch.neg(self.x, out=self.minus)
         both = torch.layer_norm(self.both, norm.double.shape, norm.double, None, norm.eps)
-        return both[:, : norm.width]
+        return both.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class LeanModel:
     def __call__(self, batch: Batch, attend: Attend, features: Sequence[int] = ()) -> ModelOutput:
         """As CausalModel: logits of the wanted rows and the inputs of the layers in ``features``,
         where ``len(layers)`` is the final norm's output."""
-        stream = Residual(F.embedding(batch.input_ids, self.embedding))
+        stream = Residual(torch.embedding(self.embedding, batch.input_ids))
         cos, sin = self.rotary(batch.positions)
         kept: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):

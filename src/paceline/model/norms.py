@@ -19,7 +19,7 @@ class RMSNorm:
     in float32, where ``F.rms_norm`` is eight operations on CPU (7 to 24 microseconds a call).
     """
 
-    weight: torch.Tensor  # [width]
+    weight: torch.Tensor  # [width]; in the dtype of x, or float32
     double: torch.Tensor  # [2 * width]: the weight for both halves
     eps: float
 
@@ -30,7 +30,9 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` to the same shape."""
         if x.device.type != "cpu":
-            return F.rms_norm(x, (self.width,), self.weight, self.eps)
+            if self.weight.dtype == x.dtype:
+                return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         both = torch.cat((x, -x), -1)
         return torch.layer_norm(both, self.double.shape, self.double, None, self.eps)[
             ..., : self.width
@@ -44,8 +46,7 @@ def _candidate(weight: torch.Tensor, eps: float) -> RMSNorm:
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     """The RMS norm that a module computes, found by comparing results, or None.
 
-    Both ``weight * norm(x)`` and ``(1 + weight) * norm(x)`` are recognised, the latter only
-    where ``1 + weight`` is exact in the weight's dtype.
+    Both ``weight * norm(x)`` and ``(1 + weight) * norm(x)``, with the sum in float32, are known.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -54,10 +55,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     if next(module.children(), None) is not None or getattr(module, "bias", None) is not None:
         return None
     weight = weight.detach()
-    options = [_candidate(weight, eps)]
-    shifted = 1 + weight
-    if torch.equal(shifted.float(), 1 + weight.float()):
-        options.append(_candidate(shifted, eps))
+    options = [_candidate(weight, eps), _candidate(1 + weight.float(), eps)]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator)
     # The scales tell a wrong epsilon, the offset a LayerNorm, from the true thing.

@@ -1,11 +1,13 @@
-"""Linear products whose bf16 weights are laid out for the CPU once, not at every call.
+"""Linear products whose weights are laid out for the CPU once, not at every call.
 
 ``F.linear`` re-orders a bf16 weight into oneDNN's blocked layout on each call, which for a few
-rows costs more than the product. Here the order is made at load and the plain weight is freed.
+rows costs more than the product, and in float32 calls a library whose products of 2 to 16 rows
+cost two to three times one row. Here the order is made at load and the plain weight is freed.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -20,18 +22,19 @@ _ROWS_HINT = 8
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether packing gains: dense bf16 on a CPU whose products of bf16 are native.
+    """Whether packing gains: dense matrices on an x86 CPU, bf16 only where it is native.
 
-    In float32 the product reads the plain layout at full speed, so nothing is packed there.
+    Measured on one core (Zen 4), 6144 x 1152, microseconds plain / packed: bf16 with 1, 5 and 512
+    rows 1321 / 788, 1470 / 673, 34200 / 32545; float32 with 1, 5, 64 rows 1849 / 1850,
+    4492 / 1622, 14220 / 8703.
     """
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and weight.layout == torch.strided
-        and weight.dim() == 2
-        and bool(torch._C._has_mkldnn)
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.dim() != 2:
+        return False
+    if platform.machine() not in ("x86_64", "AMD64") or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
 
 
 def _product(packed: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -48,7 +51,7 @@ class PackedLinear(nn.Module):
     """Stands for an ``nn.Linear``; the only copy of its weight is the packed one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """``weight`` bf16 ``[out, in]``, read once and not kept; ``bias`` ``[out]`` or None."""
+        """``weight`` ``[out, in]``, read once and not kept; ``bias`` ``[out]`` or None."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()

@@ -61,15 +61,20 @@ class CausalModel:
         name_or_path: str,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        quick: bool = True,
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
         dtype "auto": bfloat16 on a CPU with bf16 instructions, float32 on others, the
-        checkpoint's own on CUDA. Raises ModelLoadError, UnsupportedModelError, ConfigError.
+        checkpoint's own on CUDA. ``quick`` lays the model out for speed (see pack.py).
+
+        Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
+        from paceline.model.pack import pack
 
-        return cls(load_module(name_or_path, dtype, device), name_or_path)
+        model = cls(load_module(name_or_path, dtype, device), name_or_path)
+        return pack(model) if quick else model
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
