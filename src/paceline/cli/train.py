@@ -67,6 +67,12 @@ class RunOptions:
         str | None,
         typer.Option(help="Distil from this model; use its tokenizer.", rich_help_panel=_DATA),
     ] = None
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="Start from the weights of this folder; its shape counts.", rich_help_panel=_DATA
+        ),
+    ] = None
     text_weight: Annotated[
         float,
         typer.Option(min=0, max=1, help="Plain loss share in distillation.", rich_help_panel=_DATA),

@@ -49,6 +49,7 @@ class LMConfig:
     teacher: str | None = None  # distil from this model; its tokenizer is used
     text_weight: float = 0.1  # share of the plain text loss when distilling
     tokenizer: str | None = None
+    init: str | None = None  # start from the weights (and the tokenizer) of this folder
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LMConfig:
@@ -130,7 +131,7 @@ class LMTrainer:
         from transformers import PreTrainedTokenizerFast
 
         folder = self.out / "model"
-        source = self.config.teacher or self.config.tokenizer
+        source = self.config.teacher or self.config.init or self.config.tokenizer
         if source is not None:
             return PreTrainedTokenizerFast.from_pretrained(source)
         if (folder / "tokenizer.json").is_file():
@@ -157,6 +158,9 @@ class LMTrainer:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config, tokenizer = self.config, self.tokenizer
+        if config.init is not None:
+            started = LlamaForCausalLM.from_pretrained(config.init, attn_implementation="sdpa")
+            return started.to(device=self.device, dtype=torch.bfloat16)
         eos = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
         llama = LlamaConfig(
             vocab_size=len(tokenizer),
