@@ -76,22 +76,33 @@ class Scheduler:
                 strict=True,
             )
         )
-        slices: list[Slice] = []
+        feeds: list[tuple[Request, int]] = []
         budget = self.config.max_step_tokens
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
         for seq in list(self.running):
-            if seq not in self.running:
-                continue  # preempted by an older one in this very loop
             feed = min(seq.num_pending, self.config.prefill_chunk, budget)
-            if feed == 0:
-                continue
-            length = self._draft_limit(seq, wishes[seq.seq_id]) if feed == seq.num_pending else 0
-            affordable = self._reserve(seq, feed, length)
-            if affordable is None:
-                continue
-            budget -= feed
-            slices.append(Slice(seq, feed, affordable))
-        return Plan(tuple(slices))
+            # A sequence may have been preempted by an older one in this very loop.
+            if feed and seq in self.running and self._reserve(seq, feed):
+                budget -= feed
+                feeds.append((seq, feed))
+        # Drafts take what is left: they are worth a block, but not another sequence's.
+        return Plan(
+            tuple(
+                Slice(seq, feed, self._draft_length(seq, feed, wishes[seq.seq_id]))
+                for seq, feed in feeds
+            )
+        )
+
+    def _draft_length(self, seq: Request, feed: int, wish: int) -> int:
+        """The wished length as far as the request, its context and the cache have room for it."""
+        if feed < seq.num_pending:
+            return 0
+        length = self._draft_limit(seq, wish)
+        try:
+            self.cache.reserve(seq.seq_id, seq.cached + feed + self._max_nodes(length))
+        except OutOfBlocksError:
+            return 0
+        return length
 
     def _draft_limit(self, seq: Request, wish: int) -> int:
         """The last token of the budget and of the context is the target's own: never draft it."""
@@ -101,34 +112,43 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.config.max_batch_size:
             seq = self.waiting[0]
-            if self.running and not self._fits(seq):
+            if self.running and (not self._fits(seq) or self._prefilled_by_another(seq)):
                 return
             self.waiting.popleft()
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens)
             self.running.append(seq)
+
+    def _prefilled_by_another(self, seq: Request) -> bool:
+        """Whether a running sequence is just now prefilling the same beginning.
+
+        Waiting for it lets this one share the blocks: n samples of a prompt read it once.
+        """
+        size = self.cache.block_size
+        return len(seq.tokens) > size and any(
+            other.num_pending > size and other.tokens[:size] == seq.tokens[:size]
+            for other in self.running
+        )
 
     def _fits(self, seq: Request) -> bool:
         """Whether all of it fits beside one more block for each running sequence."""
         needed = -(-(len(seq.tokens) + 1) // self.cache.block_size)
         return needed + len(self.running) <= self.cache.pool.available
 
-    def _reserve(self, seq: Request, feed: int, length: int) -> int | None:
-        """Reserve cache indices; returns the affordable draft length, None if ``seq`` had to go."""
+    def _reserve(self, seq: Request, feed: int) -> bool:
+        """Reserve cache indices for the pending tokens; False if ``seq`` itself had to go."""
         while True:
-            for attempt in dict.fromkeys((length, 0)):
-                try:
-                    self.cache.reserve(seq.seq_id, seq.cached + feed + self._max_nodes(attempt))
-                    return attempt
-                except OutOfBlocksError:
-                    continue  # then without a draft
-            victim = self.running[-1]
-            if victim is seq and len(self.running) == 1:
+            try:
+                self.cache.reserve(seq.seq_id, seq.cached + feed)
+                return True
+            except OutOfBlocksError:
+                victim = self.running[-1]
+            if len(self.running) == 1:
                 raise CacheMemoryError(
                     "the cache cannot hold one sequence; raise kv_cache_memory or lower max_tokens"
                 )
             self._preempt(victim)
             if victim is seq:
-                return None
+                return False
 
     def _preempt(self, seq: Request) -> None:
         """Give up a sequence's blocks; its tokens stay and will be prefilled again."""
