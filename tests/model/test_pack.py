@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,6 +163,19 @@ def test_a_difference_in_one_layer_or_at_the_ends_is_seen() -> None:
     inner = hf.lm_head.forward
     hf.lm_head.forward = lambda x: 30 * torch.tanh(inner(x) / 30)
     assert not is_llama_shaped(hf)
+
+
+@pytest.mark.parametrize("kind", ["llama-bias", "qwen3"])
+def test_padding_rows_changes_nothing(kind: str) -> None:
+    model = CausalModel(build(kind, torch.float32), kind)
+    pack(model)
+    assert model.lean is not None and model.lean.least_rows == 1  # small: stays in the caches
+    wanted, wanted_features = logits_of(model, (0, 2, 3))
+    model.lean = replace(model.lean, least_rows=9)  # the step has 5 rows, of which 4 have logits
+    got, features = logits_of(model, (0, 2, 3))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    for feature, expected in zip(features, wanted_features, strict=True):
+        torch.testing.assert_close(feature, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_bf16

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.model.lean import LeanLayer, LeanModel, Residual, Rotary
 from paceline.model.norms import as_rms_norm
-from paceline.model.packed import merged_product, product_of
+from paceline.model.packed import PackedLinear, merged_product, product_of
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -25,6 +25,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Rope types whose frequencies depend on the configuration only.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _ROPE_TABLE_BYTES = 64 << 20
+_BEYOND_CACHES = 128 << 20  # bytes; server processors have up to a few hundred, shared by cores
 
 
 def _children(module: nn.Module) -> set[str]:
@@ -190,7 +191,15 @@ def lean_model(hf: Any) -> LeanModel | None:
         return None
     embedding = base.embed_tokens.weight.detach()
     rotary = make_rotary(base.rotary_emb, hf.config, complete[0].head_dim, embedding)
-    return LeanModel(embedding, complete, norm, product_of(hf.lm_head), rotary)
+    head = product_of(hf.lm_head)
+    return LeanModel(embedding, complete, norm, head, rotary, _least_rows(hf))
+
+
+def _least_rows(hf: Any) -> int:
+    """Four where packed weights are too many for any cache, so that they come from memory."""
+    packed = [m for m in hf.modules() if isinstance(m, PackedLinear)]
+    streamed = sum(m.in_features * m.out_features * m.packed.element_size() for m in packed)
+    return 4 if streamed > _BEYOND_CACHES else 1
 
 
 def _for_lean(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
