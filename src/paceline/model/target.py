@@ -137,19 +137,29 @@ class CausalModel:
                 self._captured[layer] = output[0][0]
 
         if layer == self.num_layers:
-            self.hf.base_model.register_forward_hook(keep_output)
+            self.hf.get_submodule(self._stack()).register_forward_hook(keep_output)
         else:
             self.layer_module(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
         self._hooked.add(layer)
 
     def layer_module(self, layer: int) -> torch.nn.Module:
         """The decoder layer: the entry of a module list that holds the layer's attention."""
+        module: torch.nn.Module = self.hf.get_submodule(self._layer_name(layer))
+        return module
+
+    def _layer_name(self, layer: int) -> str:
         wanted = self._attention_modules[layer]
         name = next(name for name, module in self.hf.named_modules() if module is wanted)
         parts = name.split(".")
         end = max(i for i, part in enumerate(parts) if part.isdigit())
-        module: torch.nn.Module = self.hf.get_submodule(".".join(parts[: end + 1]))
-        return module
+        return ".".join(parts[: end + 1])
+
+    def _stack(self) -> str:
+        """Name of the module that runs all layers and the final norm: ``a.b`` of ``a.b.layers.0``.
+
+        Not ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
+        """
+        return self._layer_name(0).rsplit(".", 2)[0]
 
     # -- what the model is, by trying it ---------------------------------------------------
 
