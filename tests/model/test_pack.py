@@ -200,6 +200,23 @@ def test_packing_frees_the_plain_weights_and_keeps_a_tied_embedding() -> None:
 
 
 @needs_bf16
+def test_weights_are_freed_one_by_one_not_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = build("llama", torch.bfloat16)
+    first = [weakref.ref(p) for n, p in hf.named_parameters() if "layers.0" in n and p.dim() == 2]
+    alive: list[int] = []
+
+    class Watched(PackedLinear):
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+            super().__init__(weight, bias)
+            alive.append(sum(ref() is not None for ref in first))
+
+    monkeypatch.setattr("paceline.model.pack.PackedLinear", Watched)
+    pack_modules(hf)
+    assert len(first) == 7 and alive[0] == 7
+    assert alive[-1] == 0  # long before the last layer's
+
+
+@needs_bf16
 def test_packing_twice_changes_nothing() -> None:
     model = CausalModel(build("qwen2", torch.bfloat16), "qwen2")
     pack(model)

@@ -9,6 +9,8 @@ Two levels, each kept only where it gains and where results agree:
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +30,7 @@ from paceline.model.recognise import is_llama_shaped, lean_model, relative_error
 from paceline.model.target import CausalModel
 
 _PROBE_ROWS = 16
+_TRIM_BYTES = 64 << 20
 
 # Siblings that transformers feeds the same tensor. If some model does not, the parts are still
 # right: a MergedLinear looks at which tensor it is given.
@@ -41,32 +44,54 @@ def pack_modules(hf: nn.Module) -> int:
     one weight in memory. Where an embedding shares its weight with a linear module, the
     embedding keeps it and the linear gets a packed copy.
     """
-    count = 0
-    for parent in list(hf.modules()):
-        for names in _MERGED:
-            linears = [getattr(parent, name, None) for name in names]
-            if mergeable(linears) and can_pack(linears[0].weight):
-                merged = MergedLinear(linears)
-                for index, name in enumerate(names):
-                    setattr(parent, name, MergedPart(merged, index))
-                count += len(names)
-        for name, child in _packable(parent):
-            setattr(parent, name, child)
-            count += 1
+    count = held = 0
+    # Parents only: a list of all modules would keep every plain weight alive to the end.
+    for parent in [m for m in hf.modules() if next(m.children(), None) is not None]:
+        done = [*_merge_children(parent), *_pack_children(parent)]
+        count += len(done)
+        held += sum(done)
+        if held > _TRIM_BYTES:
+            _trim()
+            held = 0
     if count:
+        _trim()
         quicken_norms(hf)
     return count
 
 
-def _packable(parent: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """Packed stand-ins for the plain linear children of a module."""
+def _merge_children(parent: nn.Module) -> Iterator[int]:
+    """Merge the projections of one input; yields the bytes of each."""
+    for names in _MERGED:
+        linears = [getattr(parent, name, None) for name in names]
+        if mergeable(linears) and can_pack(linears[0].weight):
+            merged = MergedLinear(linears)
+            for index, name in enumerate(names):
+                yield linears[index].weight.nbytes
+                setattr(parent, name, MergedPart(merged, index))
+
+
+def _pack_children(parent: nn.Module) -> Iterator[int]:
+    """Replace the plain linear children by packed ones; yields the bytes of each."""
     from transformers.pytorch_utils import Conv1D
 
     for name, child in list(parent.named_children()):
-        if type(child) is nn.Linear and can_pack(child.weight):
-            yield name, PackedLinear(child.weight, child.bias)
-        elif isinstance(child, Conv1D) and can_pack(child.weight):
-            yield name, PackedLinear(child.weight.t(), child.bias)  # its weight is [in, out]
+        weight = child.weight if isinstance(child, nn.Linear | Conv1D) else None
+        if weight is None or not can_pack(weight):
+            continue
+        if type(child) is nn.Linear:
+            setattr(parent, name, PackedLinear(weight, child.bias))
+            yield weight.nbytes
+        elif isinstance(child, Conv1D):  # its weight is [in, out]
+            setattr(parent, name, PackedLinear(weight.t(), child.bias))
+            yield weight.nbytes
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps it, and a model would count twice."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 @torch.inference_mode()
