@@ -26,20 +26,28 @@ done
 paceline train lm "${corpus[@]}" "${valid[@]}" --out "$out/target" --compile \
   --steps "${STEPS:-1150}" "$@"
 
-# 2. Text that the target writes itself: half greedy, half sampled.
-for temperature in 0 0.8; do
-  file="$out/written-$temperature.jsonl"
+# 2. Text that the target writes itself: greedy (also past the ends of texts) and sampled.
+write() { # name, then options of `paceline train sample`
+  local file="$out/written-$1.jsonl"
+  shift
   [ -s "$file" ] || {
     paceline train sample --model "$out/target/model" "${corpus[@]}" --out "$file.part" \
-      --count "${RECORDS:-3000}" --temperature "$temperature" --batch 64
+      --count "${RECORDS:-4000}" --batch 64 "$@"
     mv "$file.part" "$file"
   }
-done
+}
+write greedy --temperature 0
+write greedy-on --temperature 0 --ignore-eos --max-tokens 128 --seed 1
+write sampled --temperature 0.8 --seed 2
 
-# 3. The draft: two layers, distilled from the target on the corpus and on that text.
+# 3. The draft: two layers, first taught by the text, then distilled from the target.
+draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
+paceline train lm "${corpus[@]}" "${valid[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
+  --out "$out/draft-text" --compile --steps "${TEXT_STEPS:-500}" "$@"
 paceline train lm "${corpus[@]}" "${valid[@]}" --teacher "$out/target/model" \
-  --data "$out/written-0.jsonl=${WRITTEN:-80}" --data "$out/written-0.8.jsonl=40" \
-  --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512 \
+  --init "$out/draft-text/model" --argmax-weight 0.3 --text-weight 0 "${draft[@]}" \
+  --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
+  --data "$out/written-sampled.jsonl=40" \
   --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"
 
 echo "copy $out/target/model to src/paceline/assets/tiny and $out/draft/model to .../tiny-draft"

@@ -178,6 +178,9 @@ def test_distillation_loss_is_kl_plus_entropy_and_text() -> None:
     torch.testing.assert_close(soft, divergence + entropy)
     text = distillation_loss(logits, teacher, targets, text_weight=1.0)
     torch.testing.assert_close(text, torch.nn.functional.cross_entropy(logits, targets))
+    likeliest = distillation_loss(logits, teacher, targets, text_weight=0.0, argmax_weight=1.0)
+    expected = torch.nn.functional.cross_entropy(logits, teacher.argmax(-1))
+    assert float(likeliest) == pytest.approx(float(expected), abs=1e-5)
     mixed = distillation_loss(logits, teacher, targets, text_weight=0.25)
     torch.testing.assert_close(mixed, 0.75 * soft + 0.25 * text)
 

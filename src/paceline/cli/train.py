@@ -77,6 +77,12 @@ class RunOptions:
         float,
         typer.Option(min=0, max=1, help="Plain loss share in distillation.", rich_help_panel=_DATA),
     ] = 0.1
+    argmax_weight: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the teacher's likeliest token.", rich_help_panel=_DATA
+        ),
+    ] = 0.0
     vocab_size: Annotated[int, _size("Tokens of a new tokenizer.", _SHAPE)] = 4096
     hidden_size: Annotated[int, _size("Width.", _SHAPE)] = 256
     layers: Annotated[int, _size("Depth.", _SHAPE)] = 12
@@ -244,6 +250,9 @@ def sample(
     count: Annotated[int, typer.Option(min=1, help="Records to write.")] = 1000,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 160,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end of a text.")
+    ] = False,
     exclude_licenses: Annotated[
         list[str] | None,
         typer.Option("--exclude-license", help="Leave out such records; repeatable."),
@@ -267,7 +276,7 @@ def sample(
     llm = LLM(model, device=device, max_batch_size=batch, seed=seed)
     excluded = ["CC-BY-SA"] if exclude_licenses is None else exclude_licenses
     starts = openings(sources, llm.tokenizer, count, seed, excluded)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         return [completion.token_ids for completion in llm.generate(list(prompts), params)]

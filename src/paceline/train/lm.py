@@ -48,6 +48,7 @@ class LMConfig:
     seed: int = 0
     teacher: str | None = None  # distil from this model; its tokenizer is used
     text_weight: float = 0.1  # share of the plain text loss when distilling
+    argmax_weight: float = 0.0  # share of the loss against the teacher's likeliest token
     tokenizer: str | None = None
     init: str | None = None  # start from the weights (and the tokenizer) of this folder
 
@@ -82,17 +83,26 @@ def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
 
 
 def distillation_loss(
-    logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor, text_weight: float
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    targets: torch.Tensor,
+    text_weight: float,
+    argmax_weight: float = 0.0,
 ) -> torch.Tensor:
-    """Cross-entropy against the teacher's probabilities, mixed with that against the text.
+    """Cross-entropy against the teacher's probabilities, its likeliest token, and the text.
 
-    Shapes ``[tokens, vocab]``, ``[tokens, vocab]``, ``[tokens]``; the first term equals
-    KL(teacher || student) up to the teacher's entropy (Hinton et al. 2015; DistillSpec).
+    Shapes ``[tokens, vocab]``, ``[tokens, vocab]``, ``[tokens]``. The first term equals
+    KL(teacher || student) up to the teacher's entropy (Hinton et al. 2015; DistillSpec) and
+    serves sampling; greedy acceptance asks for nothing but the likeliest token.
     """
     log_q = F.log_softmax(logits.float(), dim=-1)
     p = F.softmax(teacher_logits.float(), dim=-1)
-    soft = -(p * log_q).sum(-1).mean()
-    return (1 - text_weight) * soft + text_weight * F.nll_loss(log_q, targets)
+    loss = -(1 - text_weight - argmax_weight) * (p * log_q).sum(-1).mean()
+    if text_weight:
+        loss = loss + text_weight * F.nll_loss(log_q, targets)
+    if argmax_weight:
+        loss = loss + argmax_weight * F.nll_loss(log_q, teacher_logits.argmax(-1))
+    return loss
 
 
 class LMTrainer:
@@ -101,6 +111,8 @@ class LMTrainer:
     def __init__(
         self, config: LMConfig, out: Path, device: str = "auto", compiled: bool = False
     ) -> None:
+        if not 0 <= config.text_weight + config.argmax_weight <= 1:
+            raise ConfigError("text_weight and argmax_weight must be shares that sum to at most 1")
         self.config = config
         self.out = out
         self.device = torch.device(
@@ -242,7 +254,8 @@ class LMTrainer:
             return F.cross_entropy(logits.float(), targets)
         with torch.no_grad():
             teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        return distillation_loss(logits, teacher, targets, self.config.text_weight)
+        config = self.config
+        return distillation_loss(logits, teacher, targets, config.text_weight, config.argmax_weight)
 
     def _batch(self, step: int) -> torch.Tensor:
         config = self.config

@@ -1,0 +1,57 @@
+"""Text that the target writes for its draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DataError
+from paceline.train.data import Source, encode
+from paceline.train.sample import continuations, openings
+from paceline.train.tokenizer import train_tokenizer
+from tiny_models import SENTENCES
+
+TOKENIZER = train_tokenizer(SENTENCES, 320)
+CHAT = "User: What is 12 + 30?\n\nAssistant: It is 42.\n\nUser: And 1 + 1?\n\nAssistant: 2."
+
+
+def corpus(folder: Path, texts: list[str]) -> Source:
+    file = folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": t, "license": "MIT"}) + "\n" for t in texts))
+    return Source(file, 1.0)
+
+
+def test_openings_are_beginnings_of_records(tmp_path: Path) -> None:
+    source = corpus(tmp_path, SENTENCES)
+    found = openings([source], TOKENIZER, 4, seed=1, shortest=5, longest=9)
+    assert len(found) == 4
+    whole = [TOKENIZER.encode(text) for text in SENTENCES]
+    for opening in found:
+        assert 5 <= len(opening.token_ids) <= 9
+        assert any(ids[: len(opening.token_ids)] == opening.token_ids for ids in whole)
+    again = openings([source], TOKENIZER, 4, seed=1, shortest=5, longest=9)
+    assert found == again
+
+
+def test_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> None:
+    (opening,) = openings([corpus(tmp_path, [CHAT])], TOKENIZER, 1, seed=0)
+    text = TOKENIZER.decode(opening.token_ids)
+    assert text.endswith("<|end|><|assistant|>")
+    assert "It is 42" not in text or "And 1 + 1?" in text
+
+
+def test_records_read_back_as_the_same_tokens(tmp_path: Path) -> None:
+    starts = openings([corpus(tmp_path, [CHAT])], TOKENIZER, 1, seed=0)
+    added = TOKENIZER.encode("It is 42.<|end|>", add_special_tokens=False)
+    (record,) = continuations(lambda prompts: [added for _ in prompts], TOKENIZER, starts, 8)
+    assert record["license"] == "MIT"
+    file = tmp_path / "written.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    assert encode(file, TOKENIZER).tolist() == starts[0].token_ids + added
+
+
+def test_records_that_are_too_short_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="12 tokens"):
+        openings([corpus(tmp_path, ["hi"])], TOKENIZER, 1, seed=0)
