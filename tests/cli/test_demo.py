@@ -7,12 +7,16 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.demo import SCENES, Measurement, first_difference, total
+from paceline.cli.demo import SCENES, Measurement, total
 from paceline.cli.main import app
+from paceline.difference import Difference
 from tiny_models import TinyPair
 
+TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
+BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
-def measurement(name: str, difference: int | None = None) -> Measurement:
+
+def measurement(name: str, difference: Difference | None = None) -> Measurement:
     return Measurement(
         name=name,
         tokens=100,
@@ -21,7 +25,7 @@ def measurement(name: str, difference: int | None = None) -> Measurement:
         drafted=80,
         accepted=60,
         target_steps=40,
-        first_difference=difference,
+        difference=difference,
     )
 
 
@@ -40,15 +44,9 @@ def test_total_adds_tokens_and_seconds() -> None:
     assert whole.tokens == 200
     assert whole.speedup == 8 / 5
     assert whole.acceptance_rate == 0.6
-    assert whole.first_difference is None
-    assert total([slow, measurement("x", 7)]).first_difference == 7
-
-
-def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2], [1, 3]) == 1
-    assert first_difference([1, 2], [1]) == 1
-    assert first_difference([], []) is None
+    assert whole.difference is None
+    assert total([slow, measurement("x", TIE)]).difference == TIE
+    assert total([measurement("x", TIE), measurement("y", BUG)]).difference == BUG
 
 
 def test_scenes_are_of_different_kinds() -> None:
@@ -81,9 +79,15 @@ def test_show(arguments: list[str]) -> None:
     assert "NO" not in result.stdout
 
 
-def test_a_difference_is_shown(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.demo.first_difference", lambda left, right: 3)
+@pytest.mark.parametrize(
+    ("difference", "word"), [(TIE, "rounding step"), (BUG, "report it as a bug")]
+)
+def test_a_difference_is_shown(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, difference: Difference, word: str
+) -> None:
+    monkeypatch.setattr("paceline.cli.demo.explain", lambda *args: difference)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "NO" in result.stdout
-    assert "story: token 3 differs after" in result.stdout
+    assert ("NO" in result.stdout) == (difference is BUG)
+    assert f"story: token {difference.at} differs after" in result.stdout
+    assert word in result.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
+    from paceline.difference import Difference
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Measurement:
     drafted: int
     accepted: int
     target_steps: int
-    first_difference: int | None  # index of the first token that differs, None if identical
+    difference: Difference | None  # where the two texts part, None if they are identical
 
     @property
     def plain_rate(self) -> float:
@@ -84,22 +85,24 @@ class Measurement:
             "speedup": self.speedup,
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
-            "identical": self.first_difference is None,
-            "first_difference": self.first_difference,
+            "identical": self.difference is None,
+            "difference": None
+            if self.difference is None
+            else {**asdict(self.difference), "is_tie": self.difference.is_tie},
         }
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index at which two token lists part, or None if they are the same."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+def explain(llm: LLM, ids: list[int], plain: Completion, fast: Completion) -> Difference | None:
+    """Where the greedy texts of a prompt part, re-scored by the target; None if they are equal."""
+    from paceline import SamplingParams, difference
+
+    return difference.explain(llm.target, ids, plain.token_ids, fast.token_ids, SamplingParams())
 
 
 def total(measurements: Sequence[Measurement]) -> Measurement:
     """All scenes as one; it has a difference if any scene has."""
-    differences = [m.first_difference for m in measurements if m.first_difference is not None]
+    differences = [m.difference for m in measurements if m.difference is not None]
+    worst = sorted(differences, key=lambda difference: difference.is_tie)
     return Measurement(
         name="total",
         tokens=sum(m.tokens for m in measurements),
@@ -108,7 +111,7 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
         drafted=sum(m.drafted for m in measurements),
         accepted=sum(m.accepted for m in measurements),
         target_steps=sum(m.target_steps for m in measurements),
-        first_difference=differences[0] if differences else None,
+        difference=worst[0] if worst else None,
     )
 
 
@@ -149,7 +152,7 @@ def measure(
         drafted=stats.drafted_tokens,
         accepted=stats.accepted_tokens,
         target_steps=stats.target_steps,
-        first_difference=first_difference(expected.token_ids, completion.token_ids),
+        difference=explain(plain, ids, expected, completion),
     )
     return measurement, expected, completion
 
@@ -202,20 +205,38 @@ def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
             f"{item.speedup:.2f}x",
             f"{item.acceptance_rate:.0%}",
             f"{item.mean_accepted_length:.2f}",
-            "yes" if item.first_difference is None else "NO",
+            _identical(item.difference),
         )
     return table
 
 
+def _identical(difference: Difference | None) -> str:
+    if difference is None:
+        return "yes"
+    return "but a tie" if difference.is_tie else "NO"
+
+
 def _explain_difference(
-    console: Console, llm: LLM, name: str, at: int, plain: Completion, fast: Completion
+    console: Console,
+    llm: LLM,
+    name: str,
+    found: Difference,
+    plain: Completion,
+    fast: Completion,
 ) -> None:
-    """Where two greedy outputs part; in bf16 the two likeliest tokens can tie within rounding."""
+    """Where two greedy outputs part, and why."""
+    at = found.at
     before = llm.tokenizer.decode(plain.token_ids[max(0, at - 8) : at])
     left, right = (llm.tokenizer.decode(c.token_ids[at : at + 4]) for c in (plain, fast))
     console.print(
         Text(f"{name}: token {at} differs after {before!r}: plain {left!r}, speculative {right!r}"),
     )
+    reason = (
+        f"their logits are {found.gap:.3g} apart, a rounding step is {found.step:.3g}: a tie"
+        if found.is_tie
+        else "rounding does not explain this: please report it as a bug"
+    )
+    console.print(Text(f"  {reason}", style="dim"))
 
 
 @expand
@@ -253,7 +274,5 @@ def demo(
         return
     console.print(_table(measurements, rounds))
     for item, expected, completion in results:
-        if item.first_difference is not None:
-            _explain_difference(
-                console, plain, item.name, item.first_difference, expected, completion
-            )
+        if item.difference is not None:
+            _explain_difference(console, plain, item.name, item.difference, expected, completion)

@@ -1,0 +1,112 @@
+"""Where two texts of one request part, and whether rounding explains it.
+
+A row of logits comes out a rounding step apart when it is computed in another batch shape, so in
+bf16 two tokens whose scores tie within that step may be chosen either way. Anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.build import BLOCK_SIZE, new_cache
+from paceline.core.noise import gumbel
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows, adjusted, laws_of_scores
+from paceline.core.sequence import Sequence as Request
+from paceline.model.cache import Feed
+
+if TYPE_CHECKING:
+    from paceline.model.target import CausalModel
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Token ``at`` is ``left`` in one text and ``right`` in the other.
+
+    ``gap`` is the distance of their scores (logits, over the temperature and with the seed's noise
+    if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
+    the two stands at the border of the truncated law, which rounding moves by a token.
+    """
+
+    at: int
+    left: int
+    right: int
+    gap: float
+    step: float
+    on_edge: bool
+
+    @property
+    def is_tie(self) -> bool:
+        # Each of the two logits may have been rounded the other way.
+        return self.on_edge or self.gap <= 2 * self.step
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index at which two token lists part, or None if they are the same."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def explain(
+    model: CausalModel,
+    prompt: Sequence[int],
+    left: Sequence[int],
+    right: Sequence[int],
+    params: SamplingParams,
+) -> Difference | None:
+    """Re-score the first position at which two outputs differ; None if they are the same.
+
+    ``params`` are those of both requests: greedy, or with a seed. A text that is a mere beginning
+    of the other differs at its end, which no tie explains (gap infinite).
+    """
+    at = first_difference(left, right)
+    if at is None:
+        return None
+    if at >= min(len(left), len(right)):
+        return Difference(at, -1, -1, math.inf, 0.0, on_edge=False)
+    assert params.greedy or params.seed is not None, "unseeded texts may differ as they like"
+    one, other = left[at], right[at]
+    pair = [one, other]
+    tokens = [*prompt, *left[:at]]
+    logits = _fresh_logits(model, tokens)
+    step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
+    seq = Request(0, tokens, len(prompt), params)
+    scores = adjusted(logits[None], Rows((seq,), (0,)))
+    if params.greedy:
+        gap = abs(float(scores[0, pair[0]] - scores[0, pair[1]]))
+        return Difference(at, one, other, gap, step, on_edge=False)
+    noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
+    noisy = scores / params.temperature + noise
+    gap = abs(float(noisy[0, pair[0]] - noisy[0, pair[1]]))
+    law = laws_of_scores(scores, [params])[0]
+    on_edge = params.truncates and _at_border(scores[0], law > 0, pair, 2 * step)
+    return Difference(at, one, other, gap, step / params.temperature, on_edge)
+
+
+def _at_border(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolerance: float) -> bool:
+    """Whether one of the pair is the last token that truncation kept, or the first that it cut."""
+    if bool(kept.all()):
+        return False
+    lowest, highest = float(scores[kept].min()), float(scores[~kept].max())
+    return any(highest - tolerance <= float(scores[i]) <= lowest + tolerance for i in pair)
+
+
+def _rounding_step(value: float, dtype: torch.dtype) -> float:
+    """Distance between neighbouring numbers of ``dtype`` at ``value``."""
+    return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(value, 1e-6))))
+
+
+@torch.inference_mode()
+def _fresh_logits(model: CausalModel, tokens: Sequence[int]) -> torch.Tensor:
+    """float32 [vocab] after the last token, from one forward without any history."""
+    cache = new_cache(model, 1 + len(tokens) // BLOCK_SIZE)
+    cache.admit(0, tokens)
+    cache.reserve(0, len(tokens))
+    return model(cache.pack([Feed(0, 0, tokens)]), cache).logits[-1].float()

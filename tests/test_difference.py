@@ -1,0 +1,61 @@
+"""Ties are told from bugs by re-scoring."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine_models import adapted, reference_logits
+from paceline.core.params import SamplingParams
+from paceline.difference import explain, first_difference
+
+MODEL = adapted()
+PROMPT = [5, 9, 2]
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+    assert first_difference([], []) is None
+
+
+def test_equal_texts_have_no_difference() -> None:
+    assert explain(MODEL, PROMPT, [4, 5], [4, 5], SamplingParams()) is None
+
+
+def test_the_gap_is_that_of_the_two_logits() -> None:
+    logits = reference_logits(MODEL, [*PROMPT, 4])[-1]
+    found = explain(MODEL, PROMPT, [4, 7, 1], [4, 8, 1], SamplingParams())
+    assert found is not None and (found.at, found.left, found.right) == (1, 7, 8)
+    assert found.gap == pytest.approx(abs(float(logits[7] - logits[8])), abs=1e-4)
+    assert not found.is_tie
+    assert 0 < found.step < 1e-5
+
+
+def test_a_cut_text_is_no_tie() -> None:
+    found = explain(MODEL, PROMPT, [4, 7], [4], SamplingParams())
+    assert found is not None and found.gap == math.inf and not found.is_tie
+
+
+def test_sampled_scores_take_temperature_and_noise_into_account() -> None:
+    params = SamplingParams(temperature=0.5, seed=3)
+    hot = explain(MODEL, PROMPT, [7], [8], params)
+    cold = explain(MODEL, PROMPT, [7], [8], SamplingParams())
+    assert hot is not None and cold is not None
+    assert hot.gap != pytest.approx(cold.gap)
+    assert hot.step == pytest.approx(2 * cold.step)
+
+
+def test_the_border_of_a_truncated_law_counts_as_a_tie_and_nothing_beyond() -> None:
+    order = reference_logits(MODEL, PROMPT)[-1].argsort(descending=True).tolist()
+    params = SamplingParams(temperature=1.0, top_k=5, seed=3)
+    for left, right, expected in (
+        (order[0], order[4], True),  # the last that is kept
+        (order[0], order[5], True),  # the first that is cut
+        (order[0], order[9], False),
+        (order[0], order[2], False),
+    ):
+        found = explain(MODEL, PROMPT, [left], [right], params)
+        assert found is not None and found.on_edge == expected
