@@ -240,8 +240,14 @@ class LMTrainer:
         folder = self.out / "model"
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        # Names without folders: the file travels with the weights.
+        config = asdict(self.config)
+        for key in ("data", "valid"):
+            config[key] = [Path(spec).name for spec in config[key]]
+        for key in ("teacher", "tokenizer", "init"):
+            config[key] = config[key] and Path(config[key]).parent.name
         (folder / "training.json").write_text(
-            json.dumps({"config": asdict(self.config), "history": self.history}, indent=1)
+            json.dumps({"config": config, "history": self.history}, indent=1) + "\n"
         )
         return folder
 

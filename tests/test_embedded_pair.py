@@ -1,0 +1,88 @@
+"""The weights inside the package: their size, their family likeness, and what they can do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.model.names import BUILT_IN, resolve
+
+QUESTIONS = [
+    "Tom has 14 apples and buys 23 more. How many apples does Tom have?",
+    "A box holds 6 pencils. How many pencils are in 7 boxes?",
+    "What are the next two numbers in the sequence 12, 15, 18, 21?",
+]
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play with"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    engine = LLM("paceline/tiny", "paceline/tiny-draft", draft_length=4, dtype="float32")
+    yield engine
+    engine.close()
+
+
+def test_both_are_small_and_in_bf16() -> None:
+    from safetensors import safe_open
+
+    total = 0
+    for name in BUILT_IN:
+        for file in Path(resolve(name)).glob("*.safetensors"):
+            total += file.stat().st_size
+            with safe_open(file, "pt") as tensors:
+                kinds = {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
+            assert kinds == {"BF16"}
+    assert total <= 32e6
+
+
+def test_shapes_are_those_that_were_asked_for(llm: LLM) -> None:
+    target = llm.target
+    parameters = sum(p.numel() for p in target.hf.parameters())
+    assert 12 <= target.num_layers <= 20
+    assert 10e6 <= parameters <= 15e6 or parameters == pytest.approx(10e6, rel=0.1)
+    draft = llm.engine.drafter.model  # type: ignore[attr-defined]
+    assert draft.num_layers in (1, 2)
+    assert torch.equal(torch.tensor(sorted(llm.tokenizer.get_vocab().values())), torch.arange(4096))
+
+
+def test_each_has_a_model_card() -> None:
+    for name in BUILT_IN:
+        card = (Path(resolve(name)) / "README.md").read_text(encoding="utf-8")
+        for word in ("Data", "licence", "Training", "Losses"):
+            assert word in card
+        assert "CC-BY-SA" not in card.split("left out")[0]
+
+
+def test_stories_are_sentences(llm: LLM) -> None:
+    (completion,) = llm.generate(STORY, SamplingParams(max_tokens=100))
+    sentences = re.findall(r"[A-Z][a-z]+ [^.!?]+[.!?]", completion.text)
+    assert len(sentences) >= 4
+    words = re.findall(r"[a-z]+", completion.text.lower())
+    assert len(words) > 40
+    common = {"the", "and", "to", "a", "she", "was", "it", "her", "lily", "said", "they", "in"}
+    assert sum(word in common for word in words) / len(words) > 0.25
+
+
+def test_arithmetic_has_the_right_form(llm: LLM) -> None:
+    for question in QUESTIONS:
+        (answer,) = llm.chat([{"role": "user", "content": question}], SamplingParams())
+        assert re.search(r"\d+ [-+*/] \d+ = \d+", answer.text), answer.text
+        assert re.search(r"The answer is .+\.$", answer.text), answer.text
+        assert answer.finish_reason == "stop"
+
+
+def test_the_draft_is_mostly_right(llm: LLM) -> None:
+    """A guard against broken weights; the figures by suite come from benchmarks/acceptance.py."""
+    drafted = accepted = 0
+    prompts = [STORY, "def add(a, b):\n", "One day, a big dog"]
+    prompts += [f"<|user|>{question}<|end|><|assistant|>" for question in QUESTIONS]
+    for completion in llm.generate(prompts, SamplingParams(max_tokens=100, ignore_eos=True)):
+        drafted += completion.stats.drafted_tokens
+        accepted += completion.stats.accepted_tokens
+    assert accepted / drafted > 0.4
