@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from reach import reachable
-
 DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs
 
 
@@ -119,7 +117,6 @@ class Paceline:
     def __init__(self, name: str, llm: Any, temperature: float = 0.0) -> None:
         self.name, self.llm = name, llm
         self._temperature = temperature
-        forget_prefixes(llm)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> Outcome:
         from paceline import SamplingParams
@@ -140,19 +137,6 @@ class Paceline:
         )
 
 
-def forget_prefixes(llm: Any) -> None:
-    """Switch prefix sharing off: a prompt seen in an earlier round must be computed again.
-
-    `transformers` has no such cache, so a hit would compare unequal work.
-    """
-    from paceline.model.blocks import BlockPool
-
-    pools = [found for _, _, found in reachable(llm, BlockPool)]
-    assert pools, "found no block pool to switch prefix sharing off in"
-    for pool in pools:
-        pool.find = lambda digest: None
-
-
 def build_llm(
     pair: Pair, *, draft: bool = True, length: int | str = DRAFT_LENGTH, rule: str = "auto"
 ) -> Any:
@@ -167,5 +151,7 @@ def build_llm(
         max_batch_size=8,
         draft_length=length if draft else 0,
         rule=rule,
+        # `transformers` computes a prompt anew in every round, so we do too.
+        prefix_sharing=False,
         seed=0,
     )

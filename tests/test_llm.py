@@ -160,6 +160,14 @@ def test_two_streams_in_turn(llm: LLM) -> None:
     assert texts == expected
 
 
+def test_prefix_sharing_can_be_switched_off(folders: tuple[str, str]) -> None:
+    for shared in (True, False):
+        engine = LLM(folders[0], dtype="float32", prefix_sharing=shared)
+        texts = [engine.generate([[7] * 40], FREE)[0].token_ids for _ in range(2)]
+        assert texts[0] == texts[1]
+        assert engine.engine.cache.admit(-5, [7] * 40) == (32 if shared else 0)
+
+
 def test_more_requests_than_the_batch_holds(llm: LLM) -> None:
     prompts = [f"The {word}" for word in ("quick", "brown", "fox", "jumps", "over", "lazy", "dog")]
     alone = [llm.generate(prompt, FREE)[0].token_ids for prompt in prompts]

@@ -43,6 +43,7 @@ class EngineOptions:
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
     max_draft_length: int = 8  # of the adaptive length
     prefill_chunk: int = 512
+    prefix_sharing: bool = True  # requests that begin alike share cache blocks
     rule: str = "auto"
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class DraftContext:
     generator: torch.Generator
     draft_model: CausalModel | None
     num_blocks: int
+    prefix_sharing: bool = True
 
 
 def _ngram(context: DraftContext) -> Drafter:
@@ -85,7 +87,7 @@ def _model(context: DraftContext) -> Drafter:
     context.spec.check_options(("branching",))
     draft = context.draft_model
     assert draft is not None
-    cache = new_cache(draft, context.num_blocks)
+    cache = new_cache(draft, context.num_blocks, context.prefix_sharing)
     branching = context.spec.branching()
     if context.spec.kind == "tree":
         branching = branching or (2, 2, 1)
@@ -131,8 +133,8 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     return generator
 
 
-def new_cache(model: CausalModel, num_blocks: int) -> PagedCache:
-    return PagedCache(model.cache_shapes, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+def new_cache(model: CausalModel, num_blocks: int, share: bool = True) -> PagedCache:
+    return PagedCache(model.cache_shapes, num_blocks, BLOCK_SIZE, model.dtype, model.device, share)
 
 
 def load_draft(
@@ -189,7 +191,7 @@ def build_engine(context: DraftContext, options: EngineOptions) -> Engine:
     """Cache, drafter, scheduler, verifier and controller around a target."""
     target = context.target
     drafter = DRAFTERS[context.spec.kind](context)
-    cache = new_cache(target, context.num_blocks)
+    cache = new_cache(target, context.num_blocks, context.prefix_sharing)
     controller: Controller
     if options.draft_length == "auto" and not isinstance(drafter, NoDrafter):
         costs = measure_costs(target, cache, drafter, options)

@@ -44,8 +44,8 @@ class LLM:
     ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
     ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``.
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
-    ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``seed`` seeds requests
-    that bring none of their own.
+    ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
+    requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
@@ -62,6 +62,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         draft_length: int | str = "auto",
         rule: str = "auto",
+        prefix_sharing: bool = True,
         seed: int | None = None,
     ) -> None:
         options = EngineOptions(
@@ -69,6 +70,7 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             draft_length=draft_length,
             rule=rule,
+            prefix_sharing=prefix_sharing,
         )
         spec = DraftSpec.parse(draft, tuple(DRAFTERS))
         self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
@@ -76,7 +78,9 @@ class LLM:
         self._generator = seeded_generator(self.target.device, seed)
         draft_model = load_draft(spec, self.target, self.tokenizer, dtype)
         blocks = cache_blocks(options, self.target, draft_model)
-        context = DraftContext(spec, self.target, self._generator, draft_model, blocks)
+        context = DraftContext(
+            spec, self.target, self._generator, draft_model, blocks, prefix_sharing
+        )
         self.engine: Engine = build_engine(context, options)
         self._coupled = options.rule == "coupled"
         eos = self.tokenizer.eos_token_id

@@ -124,9 +124,13 @@ class Scheduler:
         Waiting for it lets this one share the blocks: n samples of a prompt read it once.
         """
         size = self.cache.block_size
-        return len(seq.tokens) > size and any(
-            other.num_pending > size and other.tokens[:size] == seq.tokens[:size]
-            for other in self.running
+        return (
+            self.cache.shares
+            and len(seq.tokens) > size
+            and any(
+                other.num_pending > size and other.tokens[:size] == seq.tokens[:size]
+                for other in self.running
+            )
         )
 
     def _fits(self, seq: Request) -> bool:

@@ -53,7 +53,10 @@ def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, i
 
 
 class PagedCache:
-    """Keys and values of all layers in fixed blocks of ``block_size`` tokens."""
+    """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
+
+    With ``share`` full blocks are found again by their content, by any sequence that begins alike.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,9 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        share: bool = True,
     ) -> None:
+        self.shares = share
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.device = torch.device(device)
@@ -94,7 +99,7 @@ class PagedCache:
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
         table = _Table([], [])
         size = self.block_size
-        for start in range(0, len(tokens) - size, size):
+        for start in range(0, len(tokens) - size, size) if self.shares else ():
             parent = table.digests[-1] if table.digests else None
             digest = prefix_digest(parent, tokens[start : start + size])
             block = self.pool.find(digest)
@@ -126,7 +131,7 @@ class PagedCache:
         for block in table.blocks[keep:]:
             self.pool.release(block)
         del table.blocks[keep:]
-        while (len(table.digests) + 1) * size <= length:
+        while self.shares and (len(table.digests) + 1) * size <= length:
             index = len(table.digests)
             parent = table.digests[-1] if table.digests else None
             digest = prefix_digest(parent, tokens[index * size : (index + 1) * size])
