@@ -38,8 +38,8 @@ SCENES = (
         "One day, she found a shiny",
     ),
     Scene("arithmetic", "Nina has 36 pencils and buys 14 more. How many does she have?", True),
-    Scene("code", "Write a Python function that returns the largest number in a list.", True),
-    Scene("chat", "Give me three tips for staying healthy.", True),
+    Scene("code", "def factorial(n):\n"),
+    Scene("chat", "How do I copy a folder to another machine?", True),
 )
 
 
