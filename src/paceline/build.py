@@ -215,15 +215,16 @@ def measure_costs(
     target: CausalModel, cache: PagedCache, drafter: Drafter, options: EngineOptions
 ) -> StepCosts:
     """Measure what steps cost on this machine; the cache is as before afterwards."""
+    context = min(_PROBE_CONTEXT, target.max_positions // 2)
     widest = options.max_batch_size * (1 + drafter.max_nodes(options.max_draft_length))
-    room = (cache.num_blocks - 1) * BLOCK_SIZE - _PROBE_CONTEXT
-    counts = [n for n in (1, 2, 3, 5, 8, 12, 16, 32, 64, 128) if n <= min(2 * widest, room)]
+    room = min((cache.num_blocks - 1) * BLOCK_SIZE, target.max_positions) - context
+    counts = [n for n in (1, 2, 3, 5, 8, 12, 16, 32, 64, 128) if n <= max(1, min(2 * widest, room))]
     cache.admit(_PROBE, [0])
     try:
-        cache.reserve(_PROBE, _PROBE_CONTEXT + counts[-1])
+        cache.reserve(_PROBE, context + counts[-1])
 
         def run(count: int) -> None:
-            batch = cache.pack([Feed(_PROBE, _PROBE_CONTEXT, [0] * count)])
+            batch = cache.pack([Feed(_PROBE, context, [0] * count)])
             target(batch, cache, drafter.features)
 
         curve = measure(run, counts, target.device)
