@@ -79,6 +79,7 @@ def test_llm_signature() -> None:
         "kv_cache_memory",
         "draft_length",
         "rule",
+        "prefix_sharing",
         "seed",
     ]
     for method in ("generate", "stream", "chat", "close"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.config import DraftSpec
+from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 RULES = ("auto", "token", "block", "coupled")
-_PROBE = -1  # sequence id of measurements
-_PROBE_CONTEXT = 64
+_PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
 @dataclass(frozen=True)
@@ -215,23 +215,33 @@ def measure_costs(
     target: CausalModel, cache: PagedCache, drafter: Drafter, options: EngineOptions
 ) -> StepCosts:
     """Measure what steps cost on this machine; the cache is as before afterwards."""
-    context = min(_PROBE_CONTEXT, target.max_positions // 2)
-    widest = options.max_batch_size * (1 + drafter.max_nodes(options.max_draft_length))
-    room = min((cache.num_blocks - 1) * BLOCK_SIZE, target.max_positions) - context
-    counts = [n for n in (1, 2, 3, 5, 8, 12, 16, 32, 64, 128) if n <= max(1, min(2 * widest, room))]
-    cache.admit(_PROBE, [0])
-    try:
-        cache.reserve(_PROBE, context + counts[-1])
+    context = max(1, min(_PROBE_CONTEXT, target.max_positions // 2))
+    deepest = drafter.max_nodes(options.max_draft_length)
+    room = min(target.max_positions, cache.num_blocks * BLOCK_SIZE) - context - 1
+    nodes = sorted({n for n in (0, 1, 2, 4, 7, deepest) if n <= min(deepest, room)})
+    blocks_each = -(-(context + 1 + nodes[-1]) // BLOCK_SIZE)
+    batch = max(1, min(options.max_batch_size, cache.num_blocks // blocks_each))
+    ids = range(-batch, 0)
+    for seq_id in ids:
+        cache.admit(seq_id, [0])
+        cache.reserve(seq_id, context + 1 + nodes[-1])
+    tokens = torch.zeros(nodes[-1], dtype=torch.int64, device=target.device)
+
+    def curve(sequences: int) -> CostCurve:
+        """A step of chains over a short context, by tokens per sequence."""
 
         def run(count: int) -> None:
-            batch = cache.pack([Feed(_PROBE, context, [0] * count)])
-            target(batch, cache, drafter.features)
+            chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
+            feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:sequences]]
+            target(cache.pack(feeds), cache, drafter.features).logits.argmax(-1)
 
-        curve = measure(run, counts, target.device)
+        return measure(run, [1 + n for n in nodes], target.device)
+
+    try:
+        one = curve(1)
+        full = curve(batch) if batch > 1 else one
     finally:
-        cache.free(_PROBE)
-    batches = sorted({1, options.max_batch_size})
-    draft = measure(drafter.rehearse, batches, target.device)
-    if len(batches) == 1:
-        draft = CostCurve((1, 2), (draft.seconds[0], draft.seconds[0]))
-    return StepCosts(curve, draft)
+        for seq_id in ids:
+            cache.free(seq_id)
+    draft = measure(drafter.rehearse, sorted({1, batch}), target.device)
+    return StepCosts(one, full, batch, draft)

@@ -17,9 +17,9 @@ def seq(seq_id: int = 0) -> Sequence:
 
 def costs(draft: float = 0.1, slope: float = 0.0) -> StepCosts:
     """One target step costs 1, plus ``slope`` for each further token."""
-    return StepCosts(
-        CostCurve((1, 101), (1.0, 1.0 + 100 * slope)), CostCurve((1, 8), (draft, draft))
-    )
+    one = CostCurve((1, 101), (1.0, 1.0 + 100 * slope))
+    full = CostCurve((1, 101), (1.0 + 7 * slope, 1.0 + (8 * 101 - 1) * slope))
+    return StepCosts(one, full, 8, CostCurve((1, 8), (draft, draft)))
 
 
 def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -> list[int]:
@@ -89,6 +89,11 @@ def test_sequences_of_a_batch_get_their_own_lengths() -> None:
         control.observe(commits, 1.0)
     lengths = control.lengths([good, bad])
     assert lengths[0] > lengths[1]
+
+
+def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:
+    table = costs(slope=0.1)
+    assert [table.target(b, 3) for b in (1, 2, 8)] == pytest.approx([1.2, 1.5, 3.3])
 
 
 def test_fixed_length() -> None:

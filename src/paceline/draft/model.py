@@ -16,6 +16,7 @@ import torch
 
 from paceline.core.batch import Commit, Plan, Slice
 from paceline.core.draws import Drafted, draft, draw_of
+from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import Sequence as Request
 from paceline.core.transfer import to_device
@@ -251,14 +252,19 @@ class ModelDrafter:
 
     def rehearse(self, batch_size: int) -> None:
         """One level: a forward over one token of each sequence, and its choice."""
-        batch_size = min(batch_size, self.cache.num_blocks)
+        size = self.cache.block_size
+        blocks = min(4, self.cache.num_blocks, self.model.max_positions // size)
+        batch_size = max(1, min(batch_size, self.cache.num_blocks // max(1, blocks)))
+        context = max(1, blocks * size) - 1
         ids = range(-batch_size, 0)
+        seqs = tuple(Request(seq_id, [0], 1, SamplingParams()) for seq_id in ids)
         for seq_id in ids:
             self.cache.admit(seq_id, [0])
-            self.cache.reserve(seq_id, 1)
+            self.cache.reserve(seq_id, context + 1)
         try:
-            batch = self.cache.pack([Feed(seq_id, 0, (0,)) for seq_id in ids])
-            self.model(batch, self.cache).logits.argmax(-1)
+            batch = self.cache.pack([Feed(seq_id, context, (0,)) for seq_id in ids])
+            logits = self.model(batch, self.cache).logits
+            draft(logits[:, : self._width], Rows(seqs, (0,) * batch_size), 1, self._generator)
         finally:
             for seq_id in ids:
                 self.cache.free(seq_id)

@@ -99,7 +99,7 @@ class AdaptiveLength:
         self._costs = costs
         self._max_length = max_length
         self._nodes = [max_nodes(length) for length in range(max_length + 1)]
-        self._overhead = 0.2 * costs.target(1)  # time outside the forwards, corrected as we go
+        self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards, corrected as we go
         self._expected_seconds = 0.0
         self._all = AcceptanceEstimate([0.7] * max_length, decay=0.99, weight=5.0)
         self._each: dict[int, AcceptanceEstimate] = {}
@@ -124,7 +124,7 @@ class AdaptiveLength:
     def _seconds(self, lengths: Sequence[int]) -> float:
         """Predicted time of a step without the overhead."""
         tokens = sum(1 + self._nodes[length] for length in lengths)
-        seconds = self._costs.target(tokens)
+        seconds = self._costs.target(len(lengths), tokens / len(lengths))
         for level in range(max(lengths)):
             seconds += self._costs.draft(sum(length > level for length in lengths))
         return seconds
@@ -145,8 +145,9 @@ class AdaptiveLength:
         rate = self._rate(gains, best)
         top = max(best)
         level_cost = self._costs.draft(batch) / batch
-        full = batch * (1 + self._nodes[-1])
-        token_cost = (self._costs.target(full) - self._costs.target(batch)) / max(1, full - batch)
+        deepest = self._nodes[-1]
+        extra = self._costs.target(batch, 1 + deepest) - self._costs.target(batch, 1)
+        token_cost = extra / (batch * max(1, deepest))
         own = [
             max(
                 range(top + 1),

@@ -29,13 +29,24 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """``target(n)``: one target step over n tokens; ``draft(b)``: one draft level for b sequences.
+    """What steps cost, in seconds, from a lone sequence up to a full batch.
 
-    ``fixed`` is what a draft costs before its first level (catching up on the accepted tokens).
+    ``one`` and ``full``: a target forward by tokens PER sequence, for one sequence and for
+    ``batch`` of them. ``draft``: one draft level by number of sequences.
     """
 
-    target: CostCurve
+    one: CostCurve
+    full: CostCurve
+    batch: int
     draft: CostCurve
+
+    def target(self, sequences: int, tokens_each: float) -> float:
+        """A target forward over ``tokens_each`` tokens of each of ``sequences`` sequences."""
+        alone = self.one(tokens_each)
+        if self.batch == 1:
+            return alone * sequences
+        share = (sequences - 1) / (self.batch - 1)
+        return alone + share * (self.full(tokens_each) - alone)
 
 
 def synchronise(device: torch.device) -> None:
