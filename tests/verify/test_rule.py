@@ -107,7 +107,7 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     fast = Verifier()(logits[:-1], checks)
     other = Check(request(9, temperature=1.0), row, TokenTree.empty())
     assert Verifier()(logits, [*checks, other])[:-1] == fast
-    monkeypatch.setattr(rule_module, "is_plain_greedy", lambda seq: False)
+    monkeypatch.setattr(rule_module, "needs_laws", lambda seqs: True)
     assert Verifier()(logits[:-1], checks) == fast
     assert any(verdict.path for verdict in fast)
 

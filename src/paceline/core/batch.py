@@ -101,10 +101,6 @@ class Batch:
     tables: tuple[list[int], ...]
     logit_rows: torch.Tensor | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        return self.input_ids.shape[0]
-
 
 @dataclass(frozen=True)
 class ModelOutput:

@@ -42,7 +42,7 @@ class TextSink(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself, whatever another one holds
 class Sequence:
     """Committed tokens of one request and how many of them have cached keys and values.
 

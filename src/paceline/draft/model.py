@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 
@@ -50,16 +52,6 @@ class _Growing:
     laws: list[torch.Tensor]
 
 
-def static_parents(branching: Sequence[int]) -> tuple[int, ...]:
-    """Parents of the tree in which every node of level i has ``branching[i]`` children."""
-    parents: list[int] = []
-    level = [-1]
-    for width in branching:
-        parents.extend(node for node in level for _ in range(width))
-        level = list(range(len(parents) - len(level) * width, len(parents)))
-    return tuple(parents)
-
-
 class ModelDrafter:
     """Drafts with a model that shares the target's vocabulary.
 
@@ -86,13 +78,11 @@ class ModelDrafter:
         self._empty = TokenTree.empty(model.device)
 
     def max_nodes(self, length: int) -> int:
-        return len(static_parents(self._levels(length)))
+        return sum(accumulate(self._levels(length), mul))
 
-    def _levels(self, length: int) -> list[int]:
+    def _levels(self, length: int) -> tuple[int, ...]:
         """Children per node of a tree of ``length`` levels; a tree is never deeper than asked."""
-        if not self._branching:
-            return [1] * length
-        return list(self._branching[:length])
+        return self._branching[:length] if self._branching else (1,) * length
 
     # -- proposing ---------------------------------------------------------------------------
 

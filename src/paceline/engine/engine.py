@@ -128,7 +128,7 @@ class Engine:
             reason = self._finish_reason(seq, token)
             if reason is not None:
                 break
-        path = verdict.path[: min(taken, len(verdict.path))]
+        path = verdict.path[:taken]
         leaf = path[-1] if path else -1
         tried = bool(len(tree)) and bool(children_of(tree.parents)[leaf + 1])
         commit = Commit(

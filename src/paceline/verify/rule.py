@@ -23,7 +23,7 @@ import torch
 
 from paceline.core.batch import Check, Verdict
 from paceline.core.draws import coupled_choice, is_coupled, is_free, pick
-from paceline.core.sampling import Rows, adjusted, is_plain_greedy, laws_of_scores
+from paceline.core.sampling import Rows, adjusted, laws_of_scores, needs_laws
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
 from paceline.errors import ConfigError
@@ -84,7 +84,7 @@ class Verifier:
         logits = _rows_of(logits, checks)
         seqs = [check.seq for check in checks]
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
-        if not wanted and all(map(is_plain_greedy, seqs)):
+        if not wanted and not needs_laws(seqs):
             # Exact in float32, where a CPU finds the maximum several times faster than in bf16.
             choices = logits.to(torch.float32).argmax(dim=-1)
             return self._verdicts(checks, _Decisions(choices), None)
