@@ -19,7 +19,7 @@ LAYERS = (
     {"model"},
     {"draft", "verify"},
     {"engine", "train", "export", "completion"},
-    {"llm", "build", "request", "difference"},
+    {"llm", "build", "drafters", "request", "difference"},
     {"cli", "server", "bench", "distributed"},
 )
 # Alone in their layer: these do not know their neighbours.

@@ -1,35 +1,24 @@
-"""Composition: names and numbers in, a running engine out. The one place that names drafters."""
+"""Composition: a target, a prepared drafter and numbers in, a running engine out."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.config import DraftSpec
 from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.model import ModelDrafter
-from paceline.draft.ngram import NGramDrafter
+from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
 from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
 from paceline.engine.costs import CostCurve, StepCosts, measure
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
-from paceline.errors import CacheMemoryError, ConfigError, ModelLoadError
+from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.cache import Feed, PagedCache, bytes_per_token
-from paceline.model.names import resolve
 from paceline.model.target import CausalModel
-from paceline.model.vocabulary import check_same_vocabulary
 from paceline.verify.rule import Verifier
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-BLOCK_SIZE = 16
 RULES = ("auto", "token", "block", "coupled")
 _PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
@@ -60,72 +49,6 @@ class EngineOptions:
             raise ConfigError(f'draft_length is {length!r}; use "auto" or a number from 0 to 64')
 
 
-@dataclass(frozen=True)
-class DraftContext:
-    """What a drafter may be built from."""
-
-    spec: DraftSpec
-    target: CausalModel
-    generator: torch.Generator
-    draft_model: CausalModel | None
-    num_blocks: int
-    prefix_sharing: bool = True
-
-
-def _ngram(context: DraftContext) -> Drafter:
-    spec = context.spec
-    spec.check_options(("min", "max", "length"))
-    return NGramDrafter(
-        context.target.device,
-        spec.integer("min", 2),
-        spec.integer("max", 4),
-        spec.integer("length", 8),
-    )
-
-
-def _model(context: DraftContext) -> Drafter:
-    context.spec.check_options(("branching",))
-    draft = context.draft_model
-    assert draft is not None
-    cache = new_cache(draft, context.num_blocks, context.prefix_sharing)
-    branching = context.spec.branching()
-    if context.spec.kind == "tree":
-        branching = branching or (2, 2, 1)
-    return ModelDrafter(draft, cache, context.target.vocab_size, context.generator, branching)
-
-
-def _none(context: DraftContext) -> Drafter:
-    return NoDrafter(context.target.device)
-
-
-# The first word of a draft spec -> how to build it. A new drafter is one file and one line here.
-DRAFTERS: dict[str, Callable[[DraftContext], Drafter]] = {
-    "none": _none,
-    "ngram": _ngram,
-    "model": _model,
-    "tree": _model,
-}
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(
-            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
-        ) from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(
-            f"the tokenizer of {name} is not a fast one (tokenizer.json); "
-            "convert it with transformers' convert_slow_tokenizer and save it there"
-        )
-    return tokenizer
-
-
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     """Randomness of requests without a seed of their own; None takes it from the system."""
     generator = torch.Generator(device)
@@ -133,38 +56,14 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     return generator
 
 
-def new_cache(model: CausalModel, num_blocks: int, share: bool = True) -> PagedCache:
-    return PagedCache(model.cache_shapes, num_blocks, BLOCK_SIZE, model.dtype, model.device, share)
-
-
-def load_draft(
-    spec: DraftSpec, target: CausalModel, tokenizer: PreTrainedTokenizerFast, dtype: str
-) -> CausalModel | None:
-    """The draft model of a spec, if it has one, with its vocabulary compared to the target's.
-
-    Raises VocabularyMismatchError, and what CausalModel.load raises.
-    """
-    if spec.kind not in ("model", "tree"):
-        return None
-    if not spec.argument:
-        raise ConfigError(f"draft {spec.kind!r} needs a model: {spec.kind}:PATH")
-    draft = CausalModel.load(spec.argument, dtype=dtype, device=str(target.device))
-    folder = Path(resolve(spec.argument))
-    own = tokenizer
-    if not folder.is_dir() or (folder / "tokenizer.json").is_file():
-        own = load_tokenizer(spec.argument)
-    check_same_vocabulary(tokenizer, own, target, draft)
-    return draft
-
-
-def cache_blocks(options: EngineOptions, target: CausalModel, draft: CausalModel | None) -> int:
-    """Blocks of the cache, the same number for target and draft.
+def cache_blocks(options: EngineOptions, target: CausalModel, draft_bytes: int = 0) -> int:
+    """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many.
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
     of the device. Raises CacheMemoryError if not even a few blocks fit.
     """
-    models = [target] if draft is None else [target, draft]
-    per_block = BLOCK_SIZE * sum(bytes_per_token(m.cache_shapes, m.dtype) for m in models)
+    own_bytes = bytes_per_token(target.cache_shapes, target.dtype)
+    per_block = BLOCK_SIZE * (own_bytes + draft_bytes)
     # One spare block a sequence: drafts reach beyond the committed tokens.
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
@@ -187,15 +86,23 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def build_engine(context: DraftContext, options: EngineOptions) -> Engine:
-    """Cache, drafter, scheduler, verifier and controller around a target."""
-    target = context.target
-    drafter = DRAFTERS[context.spec.kind](context)
-    cache = new_cache(target, context.num_blocks, context.prefix_sharing)
+def build_engine(
+    target: CausalModel, prepared: Prepared, options: EngineOptions, generator: torch.Generator
+) -> Engine:
+    """Cache, drafter, scheduler, verifier and controller around a target.
+
+    ``generator`` is the randomness of requests without a seed. Raises CacheMemoryError.
+    """
+    blocks = cache_blocks(options, target, prepared.cache_bytes)
+    shapes, device = target.cache_shapes, target.device
+    cache = PagedCache(shapes, blocks, BLOCK_SIZE, target.dtype, device, options.prefix_sharing)
+    drafter = prepared.build(DraftContext(target, cache, generator))
     controller: Controller
     if options.draft_length == "auto" and not isinstance(drafter, NoDrafter):
         costs = measure_costs(target, cache, drafter, options)
-        controller = AdaptiveLength(costs, options.max_draft_length, drafter.max_nodes)
+        controller = AdaptiveLength(
+            costs, options.max_draft_length, drafter.max_nodes, drafter.passes
+        )
     else:
         length = options.draft_length if isinstance(options.draft_length, int) else 0
         controller = FixedLength(length)
@@ -206,7 +113,7 @@ def build_engine(context: DraftContext, options: EngineOptions) -> Engine:
         max_positions=target.max_positions,
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
-    verifier = Verifier(options.rule, context.generator)
+    verifier = Verifier(options.rule, generator)
     return Engine(target, cache, drafter, verifier, scheduler, controller)
 
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.build import BLOCK_SIZE, new_cache
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence as Request
-from paceline.model.cache import Feed
+from paceline.model.cache import Feed, PagedCache
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -106,7 +105,7 @@ def _rounding_step(value: float, dtype: torch.dtype) -> float:
 @torch.inference_mode()
 def _fresh_logits(model: CausalModel, tokens: Sequence[int]) -> torch.Tensor:
     """float32 [vocab] after the last token, from one forward without any history."""
-    cache = new_cache(model, 1 + len(tokens) // BLOCK_SIZE)
+    cache = PagedCache(model.cache_shapes, 1, len(tokens), model.dtype, model.device)
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
     return model(cache.pack([Feed(0, 0, tokens)]), cache).logits[-1].float()

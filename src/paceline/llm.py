@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.build import (
-    DRAFTERS,
-    DraftContext,
-    EngineOptions,
-    build_engine,
-    cache_blocks,
-    load_draft,
-    load_tokenizer,
-    seeded_generator,
-)
+from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.completion import Completion, StreamEvent
 from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as EngineSequence
+from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
 from paceline.errors import CacheMemoryError, ConfigError, PromptError
 from paceline.model.target import CausalModel
 from paceline.request import Request
@@ -76,12 +68,8 @@ class LLM:
         self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
         self._generator = seeded_generator(self.target.device, seed)
-        draft_model = load_draft(spec, self.target, self.tokenizer, dtype)
-        blocks = cache_blocks(options, self.target, draft_model)
-        context = DraftContext(
-            spec, self.target, self._generator, draft_model, blocks, prefix_sharing
-        )
-        self.engine: Engine = build_engine(context, options)
+        prepared = prepare(spec, Loading(self.target, self.tokenizer, dtype))
+        self.engine: Engine = build_engine(self.target, prepared, options, self._generator)
         self._coupled = options.rule == "coupled"
         eos = self.tokenizer.eos_token_id
         self._eos = self.target.eos_token_ids | ({eos} if isinstance(eos, int) else set())

@@ -146,6 +146,7 @@ class Verdict:
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
+    choices: tuple[int, ...] = ()  # what each row of the check would yield; 1 + nodes
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
 
 
@@ -157,6 +158,12 @@ class Commit:
     tree nodes whose keys and values stay: ``tokens[:len(path)]`` came from the draft. ``drafted``
     counts the tree's nodes, ``reached`` the levels at which it had a token to try.
     ``finish_reason`` is "stop", "length" or None. A prefill chunk commits no tokens.
+
+    Where to find the step's output: the features of fed token i (at absolute position
+    ``position + i``) are row ``row + i``, those of tree node j row ``row + fed + j``. Only decoding
+    sequences have logits: the law after the last fed token is logits row ``logit_row``, that after
+    node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the target chose at those
+    rows (argmax, or drawn), also where no accepted path leads.
     """
 
     seq_id: int
@@ -165,5 +172,9 @@ class Commit:
     drafted: int = 0
     reached: int = 0
     fed: int = 0  # pending tokens whose keys and values are now cached
+    position: int = 0
+    row: int = 0
+    logit_row: int = 0
+    choices: tuple[int, ...] = ()
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from paceline.core.batch import Commit, Plan
+from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.tree import TokenTree
 
 
@@ -30,16 +30,23 @@ class Drafter(Protocol):
         """Most nodes of a tree of ``length`` levels: cache indices to reserve for it."""
         ...
 
+    def passes(self, length: int) -> int:
+        """Forwards of the drafter that a tree of ``length`` levels takes; ``rehearse`` is one."""
+        ...
+
     def propose(self, plan: Plan) -> list[TokenTree]:
         """One tree per slice, on the target's device; empty for slices that do not decode."""
         ...
 
-    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
-        """See what the step committed, before the next ``propose``."""
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """See what the step committed and what the target put out, before the next ``propose``.
+
+        ``Commit`` says which rows of ``out`` belong to which token.
+        """
         ...
 
     def rehearse(self, batch_size: int) -> None:
-        """Do the work of drafting one level for ``batch_size`` sequences, leaving no trace.
+        """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
 
         Start-up times this to know what drafting costs.
         """
@@ -62,10 +69,13 @@ class NoDrafter:
     def max_nodes(self, length: int) -> int:
         return 0
 
+    def passes(self, length: int) -> int:
+        return 0
+
     def propose(self, plan: Plan) -> list[TokenTree]:
         return [self._empty] * len(plan.slices)
 
-    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
 
     def rehearse(self, batch_size: int) -> None:

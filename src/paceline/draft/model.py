@@ -9,14 +9,14 @@ draft model has a paged cache of its own. One forward drafts one level for the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
 import torch
 
-from paceline.core.batch import Commit, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.draws import Drafted, draft, draw_of
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, needs_paths
@@ -79,6 +79,9 @@ class ModelDrafter:
 
     def max_nodes(self, length: int) -> int:
         return sum(accumulate(self._levels(length), mul))
+
+    def passes(self, length: int) -> int:
+        return len(self._levels(length))
 
     def _levels(self, length: int) -> tuple[int, ...]:
         """Children per node of a tree of ``length`` levels; a tree is never deeper than asked."""
@@ -222,7 +225,7 @@ class ModelDrafter:
 
     # -- observing ---------------------------------------------------------------------------
 
-    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Keep the accepted nodes that were fed to the draft, give the others back."""
         moves: list[tuple[int, int, int]] = []
         kept: list[tuple[_State, int]] = []

@@ -5,11 +5,11 @@ Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from paceline.core.batch import Commit, Plan
+from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.sequence import Sequence as Request
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, chain_parents
@@ -61,6 +61,9 @@ class NGramDrafter:
     def max_nodes(self, length: int) -> int:
         return min(length, self._length)
 
+    def passes(self, length: int) -> int:
+        return 0
+
     def propose(self, plan: Plan) -> list[TokenTree]:
         return [
             self._lookup(item.seq, self.max_nodes(item.draft_length))
@@ -81,7 +84,7 @@ class NGramDrafter:
         found = [seq.tokens[end + i % period] for i in range(length)]
         return TokenTree(to_device(found, self._device), chain_parents(len(found)))
 
-    def observe(self, commits: Sequence[Commit], features: Mapping[int, torch.Tensor]) -> None:
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass  # the index catches up from the sequence's own tokens at the next lookup
 
     def rehearse(self, batch_size: int) -> None:

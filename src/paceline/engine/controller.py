@@ -95,10 +95,17 @@ class AdaptiveLength:
 
     MAX_WAIT = 512  # steps between probes: a probe of one level costs well under one per cent
 
-    def __init__(self, costs: StepCosts, max_length: int, max_nodes: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        max_length: int,
+        max_nodes: Callable[[int], int],
+        passes: Callable[[int], int] = lambda length: length,
+    ) -> None:
         self._costs = costs
         self._max_length = max_length
         self._nodes = [max_nodes(length) for length in range(max_length + 1)]
+        self._passes = [passes(length) for length in range(max_length + 1)]
         self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards, corrected as we go
         self._expected_seconds = 0.0
         self._all = AcceptanceEstimate([0.7] * max_length, decay=0.99, weight=5.0)
@@ -125,8 +132,9 @@ class AdaptiveLength:
         """Predicted time of a step without the overhead."""
         tokens = sum(1 + self._nodes[length] for length in lengths)
         seconds = self._costs.target(len(lengths), tokens / len(lengths))
-        for level in range(max(lengths)):
-            seconds += self._costs.draft(sum(length > level for length in lengths))
+        passes = [self._passes[length] for length in lengths]
+        for number in range(max(passes)):
+            seconds += self._costs.draft(sum(own > number for own in passes))
         return seconds
 
     def _rate(self, gains: Sequence[Sequence[float]], lengths: Sequence[int]) -> float:
@@ -144,14 +152,16 @@ class AdaptiveLength:
         # Then each sequence on its own: a level must earn its share of the step at the best rate.
         rate = self._rate(gains, best)
         top = max(best)
-        level_cost = self._costs.draft(batch) / batch
+        pass_cost = self._costs.draft(batch) / batch
         deepest = self._nodes[-1]
         extra = self._costs.target(batch, 1 + deepest) - self._costs.target(batch, 1)
         token_cost = extra / (batch * max(1, deepest))
         own = [
             max(
                 range(top + 1),
-                key=lambda g: gain[g] - rate * (g * level_cost + self._nodes[g] * token_cost),
+                key=lambda g: (
+                    gain[g] - rate * (self._passes[g] * pass_cost + self._nodes[g] * token_cost)
+                ),
             )
             for gain in gains
         ]

@@ -32,7 +32,7 @@ class StepCosts:
     """What steps cost, in seconds, from a lone sequence up to a full batch.
 
     ``one`` and ``full``: a target forward by tokens PER sequence, for one sequence and for
-    ``batch`` of them. ``draft``: one draft level by number of sequences.
+    ``batch`` of them. ``draft``: one pass of the drafter by number of sequences.
     """
 
     one: CostCurve

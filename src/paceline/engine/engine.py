@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from paceline.core.batch import Batch, Check, Commit, Plan, Slice, Verdict
+from paceline.core.batch import Batch, Check, Commit, Plan, Verdict
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
@@ -65,8 +66,8 @@ class Engine:
         batch, checks = self._pack(plan, trees)
         out = self.target(batch, self.cache, self.drafter.features)
         verdicts = self.verifier(out.logits, checks)  # the step's one device synchronisation
-        commits = self._commit(plan, trees, verdicts)
-        self.drafter.observe(commits, out.features)
+        commits = self._commit(plan, batch, checks, verdicts)
+        self.drafter.observe(commits, out)
         self._account(plan, commits, time.perf_counter() - start)
         self._retire(commits)
         return commits
@@ -97,16 +98,17 @@ class Engine:
     # -- commit: verdicts -> tokens, cache rows ----------------------------------------------
 
     def _commit(
-        self, plan: Plan, trees: Sequence[TokenTree], verdicts: Sequence[Verdict]
+        self, plan: Plan, batch: Batch, checks: Sequence[Check], verdicts: Sequence[Verdict]
     ) -> list[Commit]:
-        remaining = iter(verdicts)
+        remaining = iter(zip(checks, verdicts, strict=True))
         commits: list[Commit] = []
         moves: list[tuple[int, int, int]] = []
-        for item, tree in zip(plan.slices, trees, strict=True):
+        for item, span in zip(plan.slices, batch.spans, strict=True):
+            commit = Commit(
+                item.seq.seq_id, (), fed=item.feed, position=item.seq.cached, row=span.start
+            )
             if item.decodes:
-                commit = self._accept(item, tree, next(remaining))
-            else:
-                commit = Commit(item.seq.seq_id, (), fed=item.feed)
+                commit = self._accept(item.seq, commit, *next(remaining))
             commits.append(commit)
             base = item.seq.cached + item.feed
             moves.extend(path_moves(item.seq.seq_id, base, commit.path))
@@ -117,9 +119,8 @@ class Engine:
             self.cache.commit(seq.seq_id, seq.tokens, seq.cached)
         return commits
 
-    def _accept(self, item: Slice, tree: TokenTree, verdict: Verdict) -> Commit:
+    def _accept(self, seq: Request, commit: Commit, check: Check, verdict: Verdict) -> Commit:
         """Append the verdict's tokens up to the first stop condition."""
-        seq = item.seq
         reason = None
         taken = 0
         for token in verdict.tokens:
@@ -128,16 +129,18 @@ class Engine:
             reason = self._finish_reason(seq, token)
             if reason is not None:
                 break
+        tree = check.tree
         path = verdict.path[:taken]
         leaf = path[-1] if path else -1
         tried = bool(len(tree)) and bool(children_of(tree.parents)[leaf + 1])
-        commit = Commit(
-            seq.seq_id,
-            verdict.tokens[:taken],
-            path,
+        commit = replace(
+            commit,
+            tokens=verdict.tokens[:taken],
+            path=path,
             drafted=len(tree),
             reached=len(path) + (tried and taken > len(path)),
-            fed=item.feed,
+            logit_row=check.start,
+            choices=verdict.choices,
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:taken],
         )

@@ -174,7 +174,7 @@ class Verifier:
             logprobs = None
             if report is not None and check.seq.params.logprobs is not None:
                 logprobs = report.read(tail, check, row, node, path, emitted)
-            verdicts.append(Verdict(path, emitted, logprobs))
+            verdicts.append(Verdict(path, emitted, tuple(own_choices), logprobs))
             row += n + 1
             node += n
         return verdicts
