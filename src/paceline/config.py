@@ -56,6 +56,15 @@ class DraftSpec:
                 f"draft {self.kind!r}: {key}={value!r} is not a whole number"
             ) from None
 
+    def number(self, key: str, default: float) -> float:
+        value = self.options.get(key)
+        if value is None:
+            return default
+        try:
+            return float(value)
+        except ValueError:
+            raise ConfigError(f"draft {self.kind!r}: {key}={value!r} is not a number") from None
+
     def branching(self, key: str = "branching") -> tuple[int, ...] | None:
         """``2x2x1``: children per node, level by level."""
         value = self.options.get(key)

@@ -84,10 +84,15 @@ def _none(spec: DraftSpec, loading: Loading) -> Prepared:
 
 
 def _ngram(spec: DraftSpec, loading: Loading) -> Prepared:
-    spec.check_options(("min", "max", "length"))
-    shortest, longest = spec.integer("min", 2), spec.integer("max", 4)
-    length = spec.integer("length", 8)
-    return Prepared(lambda context: NGramDrafter(context.target.device, shortest, longest, length))
+    spec.check_options(("min", "max", "length", "candidates", "source"))
+    numbers = {
+        "shortest": spec.integer("min", 1),
+        "longest": spec.integer("max", 4),
+        "length": spec.integer("length", 8),
+        "candidates": spec.integer("candidates", 3),
+    }
+    source = spec.options.get("source", "both")
+    return Prepared(lambda context: NGramDrafter(context.target.device, **numbers, source=source))
 
 
 def _model(spec: DraftSpec, loading: Loading) -> Prepared:

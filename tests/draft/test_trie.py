@@ -29,6 +29,12 @@ def test_the_first_candidate_goes_first_when_nodes_are_few() -> None:
     assert merge([[5, 6]], max_nodes=0) == ([], ())
 
 
+def test_later_candidates_are_cut_after_their_branch() -> None:
+    tokens, parents = merge([[5, 6, 7, 8], [5, 9, 9, 9], [1, 2, 3]], max_branch=2)
+    assert tokens == [5, 6, 7, 8, 9, 9, 1, 2]
+    assert parents == (-1, 0, 1, 2, 0, 4, -1, 6)
+
+
 @given(CANDIDATES, st.integers(0, 12))
 def test_nodes_are_the_distinct_beginnings(candidates: list[list[int]], limit: int) -> None:
     prefixes = {tuple(c[:end]) for c in candidates for end in range(1, len(c) + 1)}

@@ -25,7 +25,9 @@ PROMPTS: list[str | list[int]] = [
 DRAFTERS = {
     "model": "model:{draft}",
     "itself": "model:{target}",
-    "ngram": "ngram:min=1,max=3,length=6",
+    "ngram": "ngram:min=1,max=3,length=6,candidates=1",
+    "ngram tree": "ngram:min=1,candidates=4",
+    "ngram, output": "ngram:source=output",
     "tree": "tree:{draft},branching=3x2x1",
     "bush": "tree:{draft},branching=4",
 }

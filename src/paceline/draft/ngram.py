@@ -1,72 +1,107 @@
-"""Prompt lookup: continue as the text did after the latest earlier occurrence of its suffix.
+"""Prompt lookup: continue as the text did after earlier occurrences of its suffix.
 
 Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.sequence import Sequence as Request
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, chain_parents
+from paceline.core.tree import TokenTree
+from paceline.draft.trie import merge
 from paceline.errors import ConfigError
+
+SOURCES = ("prompt", "output", "both")
+
+_KEPT = 4  # latest occurrences of an n-gram: on our prompts more of them gained nothing
+_BRANCH = 2  # nodes of each candidate after the first: it is there for the likely early misses
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text last ended; lookups cost one dictionary access."""
+    """Where each n-gram of a growing text last ended; lookups cost a few dictionary accesses."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._indexed = 0  # n-grams that end before this position are in the table
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = 1  # n-grams that end before this position are in the table
 
-    def match(self, tokens: Sequence[int]) -> int | None:
-        """Position behind the latest earlier occurrence of the longest known suffix."""
-        # The n-grams that end the text itself stay out, or every suffix would match itself.
-        for end in range(max(1, self._indexed), len(tokens)):
+    def extend(self, tokens: Sequence[int], allowed: range) -> None:
+        """Take in the n-grams that have come to have a continuation; those ``allowed`` to end.
+
+        The n-grams that end the text itself stay out, or every suffix would match itself.
+        """
+        for end in range(max(self._indexed, allowed.start), min(len(tokens), allowed.stop)):
             for length in self._lengths:
                 if length <= end:
-                    self._ends[tuple(tokens[end - length : end])] = end
-        self._indexed = len(tokens)
+                    ends = self._ends.setdefault(tuple(tokens[end - length : end]), [])
+                    ends.append(end)
+                    if len(ends) > _KEPT:
+                        del ends[0]
+        self._indexed = max(self._indexed, len(tokens))
+
+    def matches(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Positions behind earlier occurrences of the suffix, longest match first, then latest."""
+        seen: set[int] = set()
         for length in self._lengths:
             if length < len(tokens):
-                known = self._ends.get(tuple(tokens[-length:]))
-                if known is not None:
-                    return known
-        return None
+                for end in reversed(self._ends.get(tuple(tokens[-length:]), ())):
+                    if end not in seen:
+                        seen.add(end)
+                        yield end
 
 
 class NGramDrafter:
-    """Longest suffix match over prompt and output, of ``longest`` down to ``shortest`` tokens."""
+    """Longest suffix matches over prompt and output, of ``longest`` down to ``shortest`` tokens.
+
+    The first candidate, ``length`` tokens after the latest occurrence of the longest match, is a
+    chain. With ``candidates`` above 1 the continuations of earlier occurrences and shorter matches
+    branch off where they differ from it, together at most two nodes for each further candidate.
+    ``source`` says where a continuation may begin: in the prompt, in the output, or in both.
+
+    Raises ConfigError on numbers that make no sense.
+    """
 
     name = "ngram"
     features: tuple[int, ...] = ()
 
     def __init__(
-        self, device: torch.device | str, shortest: int = 2, longest: int = 4, length: int = 8
+        self,
+        device: torch.device | str,
+        shortest: int = 1,
+        longest: int = 4,
+        length: int = 8,
+        candidates: int = 3,
+        source: str = "both",
     ) -> None:
         if not 1 <= shortest <= longest:
             raise ConfigError(f"ngram: min is {shortest} and max is {longest}; use 1 <= min <= max")
-        if length < 1:
-            raise ConfigError(f"ngram: length is {length}; it must be at least 1")
+        for key, value in (("length", length), ("candidates", candidates)):
+            if value < 1:
+                raise ConfigError(f"ngram: {key} is {value}; it must be at least 1")
+        if source not in SOURCES:
+            raise ConfigError(f"ngram: source is {source!r}; use one of {', '.join(SOURCES)}")
         self._device = device
         self._bounds = (shortest, longest)
         self._length = length
+        self._candidates = candidates
+        self._source = source
         self._indices: dict[int, NGramIndex] = {}
 
     def max_nodes(self, length: int) -> int:
-        return min(length, self._length)
+        levels = min(length, self._length)
+        return levels + (self._candidates - 1) * min(levels, _BRANCH)
 
     def passes(self, length: int) -> int:
         return 0
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         return [
-            self._lookup(item.seq, self.max_nodes(item.draft_length))
+            self._lookup(item.seq, item.draft_length)
             if item.decodes and item.draft_length
             else TokenTree.empty(self._device)
             for item in plan.slices
@@ -76,13 +111,17 @@ class NGramDrafter:
         index = self._indices.get(seq.seq_id)
         if index is None:
             index = self._indices[seq.seq_id] = NGramIndex(*self._bounds)
-        end = index.match(seq.tokens)
-        if end is None:
-            return TokenTree.empty(self._device)
-        # Past the end of the text the match goes on over its own draft: a loop stays a loop.
-        period = len(seq.tokens) - end
-        found = [seq.tokens[end + i % period] for i in range(length)]
-        return TokenTree(to_device(found, self._device), chain_parents(len(found)))
+        index.extend(seq.tokens, self._allowed(seq))
+        levels = min(length, self._length)
+        found = (_continuation(seq.tokens, end, levels) for end in index.matches(seq.tokens))
+        tokens, parents = merge(found, self.max_nodes(length), _BRANCH)
+        return TokenTree(to_device(tokens, self._device), parents)
+
+    def _allowed(self, seq: Request) -> range:
+        """Positions at which a continuation may begin."""
+        first = seq.prompt_length if self._source == "output" else 0
+        last = seq.prompt_length if self._source == "prompt" else len(seq.tokens)
+        return range(first, last)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass  # the index catches up from the sequence's own tokens at the next lookup
@@ -92,3 +131,9 @@ class NGramDrafter:
 
     def forget(self, seq_id: int) -> None:
         self._indices.pop(seq_id, None)
+
+
+def _continuation(tokens: Sequence[int], start: int, length: int) -> list[int]:
+    """``length`` tokens from ``start``; past the end they repeat: a loop stays a loop."""
+    period = len(tokens) - start
+    return [tokens[start + i % period] for i in range(length)]
