@@ -17,6 +17,8 @@ from paceline.config import DraftSpec
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
+from paceline.draft.policy import Policy
+from paceline.draft.shape import Shape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.names import resolve
@@ -96,18 +98,38 @@ def _ngram(spec: DraftSpec, loading: Loading) -> Prepared:
 
 
 def _model(spec: DraftSpec, loading: Loading) -> Prepared:
-    spec.check_options(("branching",))
+    spec.check_options(POLICY_OPTIONS)
+    policy = tree_policy(spec)
     model = load_draft_model(spec, loading)
-    branching = spec.branching()
-    if spec.kind == "tree":
-        branching = branching or (2, 2, 1)
 
     def build(context: DraftContext) -> Drafter:
         cache = context.new_cache(model.cache_shapes, model.dtype)
         vocab = context.target.vocab_size
-        return ModelDrafter(model, cache, vocab, context.generator, branching)
+        return ModelDrafter(model, cache, vocab, context.generator, policy, spec.kind)
 
     return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
+
+
+POLICY_OPTIONS = ("branching", "nodes", "width")
+
+
+def tree_policy(spec: DraftSpec, nodes: int = 0) -> Policy:
+    """``branching=2x2x1``: a static tree; ``nodes=16,width=4``: best-first; neither: a chain.
+
+    ``nodes`` is the default of the option. Raises ConfigError.
+    """
+    branching = spec.branching()
+    nodes = spec.integer("nodes", 0 if branching else nodes)
+    width = spec.integer("width", 4)
+    if spec.kind == "tree" and not branching and not nodes:
+        branching = (2, 2, 1)
+    if nodes < 0 or width < 1:
+        raise ConfigError(f"draft {spec.kind!r}: use nodes >= 0 and width >= 1")
+    if branching and "nodes" in spec.options:
+        raise ConfigError(f"draft {spec.kind!r}: give either branching or nodes, not both")
+    if branching:
+        return Policy(Shape.branching(branching))
+    return Policy(nodes=nodes, width=width)
 
 
 # The first word of a draft spec -> how to prepare it.

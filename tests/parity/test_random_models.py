@@ -30,6 +30,8 @@ DRAFTERS = {
     "ngram, output": "ngram:source=output",
     "tree": "tree:{draft},branching=3x2x1",
     "bush": "tree:{draft},branching=4",
+    "best first": "tree:{draft},nodes=6,width=3",
+    "best first, wide": "tree:{draft},nodes=20,width=5",
 }
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),

@@ -106,6 +106,35 @@ def draft(
     return Drafted(_race(q, scores, rows, generator).topk(k, dim=-1).indices, q)
 
 
+def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k candidates that a draft model finds likeliest after each row of its logits [R, V].
+
+    Returns tokens int64 ``[R, k]`` and their log-probabilities float32 ``[R, k]``, both in falling
+    order. Chosen without chance, hence POINT. For a seeded request it is the chance to win the
+    race that the verifier will run: a softmax of log q + gumbel, with the noise of that position.
+    """
+    scores = adjusted(logits, rows)
+    params = [seq.params for seq in rows.seqs]
+    if all(p.greedy for p in params):
+        log_laws = torch.log_softmax(scores, dim=-1)
+    else:
+        laws = laws_of_scores(scores, params)
+        coupled = [row for row, p in enumerate(params) if is_coupled(p)]
+        if coupled:
+            select = rows.select(coupled)
+            seeds = [seq.params.seed or 0 for seq in select.seqs]
+            noise = exponential(seeds, select.positions, laws.shape[1], laws.device)
+            index = to_device(coupled, laws.device)
+            race = laws.index_select(0, index) / noise
+            laws = laws.index_copy(0, index, race / race.sum(-1, keepdim=True))
+        log_laws = laws.log()
+        if any(p.greedy for p in params):
+            greedy = to_device([p.greedy for p in params], scores.device, torch.bool).unsqueeze(1)
+            log_laws = torch.where(greedy, torch.log_softmax(scores, dim=-1), log_laws)
+    best = log_laws.topk(k, dim=-1)
+    return best.indices, best.values
+
+
 def _race(
     q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:

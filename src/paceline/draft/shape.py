@@ -1,0 +1,119 @@
+"""Trees that are known beforehand, and the best of them for a node budget.
+
+Sequoia, Chen et al. 2024 (arXiv 2402.12374); OPT-Tree, Wang et al. 2024 (arXiv 2406.17276).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from paceline.core.tree import depths_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree known beforehand: node i is candidate number ``ranks[i]`` of its parent.
+
+    Nodes stand level by level, children of one node next to each other and in rank order.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.ranks)
+        keys = list(zip(depths_of(self.parents), self.parents, self.ranks, strict=True))
+        assert all(a < b for a, b in pairwise(keys)), "level by level, in rank order"
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        return max(depths_of(self.parents), default=0)
+
+    @property
+    def branches(self) -> bool:
+        """Whether any node has siblings."""
+        return len(set(self.parents)) < len(self.parents)
+
+    @property
+    def complete(self) -> bool:
+        """Whether siblings are ranks 0, 1, 2, ...: what sampling without replacement draws."""
+        return all(
+            rank == 0 or (self.parents[node - 1], self.ranks[node - 1]) == (parent, rank - 1)
+            for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True))
+        )
+
+    @classmethod
+    def branching(cls, levels: Sequence[int]) -> Shape:
+        """``levels[d]`` children for every node of depth d; (1, 1, 1) is a chain."""
+        paths: list[tuple[int, ...]] = [()]
+        every: list[tuple[int, ...]] = []
+        for width in levels:
+            paths = [(*path, rank) for path in paths for rank in range(width)]
+            every += paths
+        return cls.of_paths(every)
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[tuple[int, ...]]) -> Shape:
+        """From each node's ranks along its path, as in Medusa's choices; prefixes are added."""
+        wanted = {path[:n] for path in paths for n in range(1, len(path) + 1)}
+        # Within a level by path: then children of one node are neighbours, in rank order.
+        order = sorted(wanted, key=lambda path: (len(path), path))
+        place = {path: node for node, path in enumerate(order)}
+        parents = tuple(place.get(path[:-1], -1) for path in order)
+        return cls(parents, tuple(path[-1] for path in order))
+
+    def cut(self, depth: int) -> Shape:
+        """The first ``depth`` levels."""
+        return _cut(self, depth)
+
+
+@lru_cache(maxsize=256)
+def _cut(shape: Shape, depth: int) -> Shape:
+    keep = sum(own <= depth for own in depths_of(shape.parents))
+    return Shape(shape.parents[:keep], shape.ranks[:keep])
+
+
+def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
+    """The shape of at most ``nodes`` nodes with the most expected accepted tokens.
+
+    ``accuracy[d][r]`` is the chance that candidate r at depth d + 1 is the target's choice, given
+    that its parent is. A node then is accepted with the product along its path, and as products
+    fall along paths, the best tree is the ``nodes`` likeliest ones (Sequoia's optimum, where
+    acceptance depends on depth and rank alone). Siblings are taken in rank order.
+    """
+
+    def entry(chance: float, path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return (-chance * accuracy[len(path) - 1][path[-1]], path)
+
+    chosen: list[tuple[int, ...]] = []
+    heap = [entry(1.0, (0,))] if accuracy and accuracy[0] else []
+    above: dict[tuple[int, ...], float] = {(): 1.0}
+    while heap and len(chosen) < nodes:
+        negative, path = heapq.heappop(heap)
+        if not negative:
+            break  # nothing left that could ever be accepted
+        chosen.append(path)
+        above[path] = -negative
+        depth = len(path)
+        if path[-1] + 1 < len(accuracy[depth - 1]):
+            heapq.heappush(heap, entry(above[path[:-1]], (*path[:-1], path[-1] + 1)))
+        if depth < len(accuracy) and accuracy[depth]:
+            heapq.heappush(heap, entry(-negative, (*path, 0)))
+    return Shape.of_paths(chosen)
+
+
+def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
+    """Expected tokens of a step with this shape: one, and each node's chance of acceptance."""
+    chances: list[float] = []
+    depths = depths_of(shape.parents)
+    for parent, rank, depth in zip(shape.parents, shape.ranks, depths, strict=True):
+        own = accuracy[depth - 1][rank] if depth <= len(accuracy) else 0.0
+        chances.append(own * (chances[parent] if parent >= 0 else 1.0))
+    return 1.0 + sum(chances)
