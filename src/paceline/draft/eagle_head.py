@@ -50,6 +50,7 @@ class EagleConfig:
     fc_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual starts behind hidden_norm
     has_embedding: bool = False  # an embedding of its own; otherwise the target's is used
+    has_lm_head: bool = True  # EAGLE-3: a head of its own; otherwise the target's is used
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -69,6 +70,13 @@ class EagleConfig:
                 f"a draft vocabulary of {self.draft_vocab_size} tokens exceeds the target's "
                 f"{self.vocab_size}"
             )
+        if self.version == 3 and not self.has_lm_head:
+            own = (self.draft_vocab_size, self.hidden_size)
+            if own != (self.vocab_size, self.target_hidden_size):
+                raise ConfigError(
+                    "an EAGLE-3 head without an lm_head drafts with the target's, so it needs the "
+                    "target's full vocabulary and width"
+                )
         if self.version == 1:
             if len(self.feature_layers) > 1 or self.hidden_size != self.target_hidden_size:
                 raise ConfigError(
@@ -184,7 +192,8 @@ class EagleHead(nn.Module):
     """Weights and forward of a head, for training and for drafting, in any dtype.
 
     ``draft_ids``: the target ids that the head can draft, ascending; None for all of them.
-    ``target_head`` maps ``[T, hidden]`` to logits ``[T, vocab]``: version 1 drafts with it.
+    ``target_head`` maps ``[T, hidden]`` to logits ``[T, vocab]``: version 1 drafts with it, and
+    version 3 where the checkpoint has no ``lm_head``.
     """
 
     target_head: Callable[[torch.Tensor], torch.Tensor] | None
@@ -209,7 +218,8 @@ class EagleHead(nn.Module):
             self.fc = nn.Linear(inputs, size, bias=config.fc_bias)
             self.midlayer = _Layer(config)
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            if config.has_lm_head:
+                self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             self._register_vocabulary(draft_ids)
         else:
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
@@ -271,9 +281,11 @@ class EagleHead(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, draft_vocab]``: about the token after the embedded one."""
         if self.config.version == 3:
-            return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+            hidden = self.norm(hidden)
+            if self.config.has_lm_head:
+                return self.lm_head(hidden)  # type: ignore[no-any-return]
         if self.target_head is None:
-            raise ConfigError("an EAGLE-1 head drafts with the target's head; give target_head")
+            raise ConfigError("this EAGLE head drafts with the target's head; give target_head")
         return self.target_head(hidden)
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
