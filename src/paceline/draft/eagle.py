@@ -1,0 +1,291 @@
+"""EAGLE drafters: a one-layer head continues the target's own features.
+
+EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: best-first trees over the same
+weights) and EAGLE-3 (2503.01840: three fused layers, its own vocabulary). The differences are in
+the head and in the policy; this loop serves all. The head has a paged cache of its own, whose row
+for position t holds the target's feature there and the token after it::
+
+    position            0    1    2   ...  n-2   n-1
+    committed token     x0   x1   x2        .    x_last      its feature is not known yet
+    row                (f0,x1) (f1,x2) ... (f_n-2, x_last) -> logits of the first drafted token
+    drafted rows       (h, y1) (h', y2) ...   h: the head's own output in the place of a feature
+
+Drafted rows are never kept: once a token is accepted its true feature takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.draws import draft
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows
+from paceline.core.sequence import Sequence as Request
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree
+from paceline.draft.eagle_head import EagleHead
+from paceline.draft.grow import Growing, grow
+from paceline.draft.policy import Policy
+from paceline.model.attention import paged_attention
+from paceline.model.blocks import OutOfBlocksError
+from paceline.model.cache import Feed, PagedCache
+from paceline.model.masks import FULL
+from paceline.model.pieces import AttentionStep
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+# Features kept of a sequence that does not draft; the oldest are then given up, which costs a
+# little acceptance and nothing else.
+_MOST_WAITING = 1024
+
+
+@dataclass
+class _State:
+    """What is known of one sequence.
+
+    The head's cache holds ``rows`` (the token of each row); features of the ``waiting`` positions,
+    the first of which is ``start``, are still to be fed. Positions before ``start`` that have no
+    row (a shared prefix whose features nobody saw) are simply missing from the head's context.
+    """
+
+    start: int
+    rows: list[int] = field(default_factory=list)
+    waiting: list[torch.Tensor] = field(default_factory=list)  # fused later, [n, k * hidden]
+    count: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first position whose feature is not known."""
+        return self.start + self.count
+
+    def add(self, position: int, features: torch.Tensor) -> None:
+        """Features of consecutive positions from ``position`` on; known ones are passed over."""
+        if position > self.end:  # unseen positions lie between
+            self.waiting, self.start, self.count = [], position, 0
+        known = self.end - position
+        if known < len(features):
+            self.waiting.append(features[known:])
+            self.count += len(features) - known
+        while self.count - len(self.waiting[0] if self.waiting else ()) >= _MOST_WAITING:
+            dropped = len(self.waiting.pop(0))
+            self.start += dropped
+            self.count -= dropped
+
+    def take(self) -> torch.Tensor:
+        """All waiting features, which are about to become rows."""
+        features = torch.cat(self.waiting) if len(self.waiting) > 1 else self.waiting[0]
+        self.start, self.count, self.waiting = self.end, 0, []
+        return features
+
+
+@dataclass
+class _Draft:
+    """A tree that grows, and the head's outputs at the newest rows fed for it, ``[rows, H]``."""
+
+    base: int
+    outputs: torch.Tensor | None = None
+    first: int = -1  # fed index of the first of these rows; -1 is the committed one
+
+
+class EagleDrafter:
+    """Drafts with an EAGLE head. ``embed`` maps the target's ids to embeddings ``[T, H]``."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        cache: PagedCache,
+        embed: Embed,
+        policy: Policy,
+        generator: torch.Generator | None,
+        name: str = "eagle3",
+    ) -> None:
+        self.name = name
+        self.head = head
+        self.cache = cache
+        self.features: tuple[int, ...] = head.config.feature_layers
+        self._embed = embed
+        self._policy = policy
+        self._generator = generator
+        self._states: dict[int, _State] = {}
+        self._drafts: dict[int, _Draft] = {}
+        self._empty = TokenTree.empty(cache.device)
+
+    def max_nodes(self, length: int) -> int:
+        return self._policy.max_nodes(length)
+
+    def passes(self, length: int) -> int:
+        return self._policy.depth(length)
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        feeds: list[Feed] = []
+        inputs: list[torch.Tensor] = []
+        growing: dict[int, Growing] = {}
+        for item in plan.slices:
+            feed = self._catch_up(item)
+            if feed is None:
+                continue
+            feeds.append(feed)
+            inputs.append(self._states[feed.seq_id].take())
+            if feed.wants_logits:
+                growing[feed.seq_id] = self._policy.start(item, self.cache.device)
+                self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
+        if feeds:
+            joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+            outputs = self._run(feeds, self.head.fuse(joined))
+            if growing:
+                self._hand_out(list(growing), outputs, [1] * len(growing))
+                grow(list(growing.values()), self._logits(outputs), self._level, self._generator)
+        trees = []
+        for item in plan.slices:
+            tree = growing.get(item.seq.seq_id)
+            trees.append(self._empty if tree is None else tree.finish()[0])
+        self._drafts.clear()
+        return trees
+
+    def _catch_up(self, item: Slice) -> Feed | None:
+        """Feed the rows whose features have come in; None if there is nothing to do."""
+        seq = item.seq
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            state = self._states[seq.seq_id] = _State(seq.cached)
+        if seq.seq_id not in self.cache:
+            self._admit(seq, state)
+        known = state.end == len(seq.tokens) - 1  # all but the last token's
+        drafts = item.decodes and item.draft_length > 0 and known
+        # A prompt is followed chunk by chunk; a plain step is caught up on later.
+        if not state.count or not (drafts or not item.decodes):
+            return None
+        context = len(state.rows)
+        end = context + state.count
+        try:
+            levels = self._policy.max_fed(item.draft_length) if drafts else 0
+            self.cache.reserve(seq.seq_id, end + levels)
+        except OutOfBlocksError:
+            self._drop(seq.seq_id)
+            return None
+        tokens = seq.tokens[state.start + 1 : state.end + 1]
+        state.rows += _row_keys(seq.tokens, state.start, tokens)
+        return Feed(seq.seq_id, context, tokens, wants_logits=drafts)
+
+    def _admit(self, seq: Request, state: _State) -> None:
+        """Start the cache of a sequence, from rows of an earlier one that began alike."""
+        keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
+        shared = self.cache.admit(seq.seq_id, keys)
+        state.rows = keys[:shared]
+        if shared > state.start:
+            known, position = state.waiting, state.start
+            state.start, state.waiting, state.count = shared, [], 0
+            for features in known:
+                state.add(max(position, shared), features[max(0, shared - position) :])
+                position += len(features)
+
+    def _run(self, feeds: Sequence[Feed], inputs: torch.Tensor) -> torch.Tensor:
+        """One pass of the head; its outputs ``[R, H]`` at the rows whose logits are wanted."""
+        batch = self.cache.pack(feeds)
+        step = AttentionStep.of(batch, self.cache, (FULL,))
+        attend = partial(paged_attention, step=step)
+        embeds = self._embed(batch.input_ids)
+        outputs: torch.Tensor = self.head(embeds, inputs, batch.positions, attend)
+        rows = batch.logit_rows
+        return outputs if rows is None else outputs.index_select(0, rows)
+
+    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self.head.expand(self.head.logits(outputs))
+
+    def _hand_out(self, ids: Sequence[int], outputs: torch.Tensor, counts: Sequence[int]) -> None:
+        for seq_id, part in zip(ids, torch.split(outputs, list(counts)), strict=True):
+            self._drafts[seq_id].outputs = part
+
+    def _level(self, trees: list[Growing]) -> torch.Tensor:
+        """Feed the newest nodes of some trees, each with its parent's output for a feature."""
+        feeds, inputs, ids, counts = [], [], [], []
+        for tree in trees:
+            seq_id = tree.item.seq.seq_id
+            own = self._drafts[seq_id]
+            assert own.outputs is not None
+            first_new = len(tree.fed_parents) - len(tree.fresh)
+            above = [parent - own.first for parent in tree.fed_parents[first_new:]]
+            same = above == list(range(len(own.outputs)))
+            inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
+            own.first = first_new
+            feeds.append(Feed(seq_id, own.base, (), tree.fed_parents, tree.fresh, first_new))
+            ids.append(seq_id)
+            counts.append(len(tree.fresh))
+        outputs = self._run(feeds, torch.cat(inputs) if len(inputs) > 1 else inputs[0])
+        self._hand_out(ids, outputs, counts)
+        return self._logits(outputs)
+
+    # -- observing ---------------------------------------------------------------------------
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """Note the features of what was committed; drafted rows are given back."""
+        joined = self._joined(out.features)
+        for commit in commits:
+            state = self._states.get(commit.seq_id)
+            if state is None:
+                state = self._states[commit.seq_id] = _State(commit.position)
+            state.add(commit.position, _committed(joined, commit))
+            if commit.seq_id in self.cache:
+                self.cache.commit(commit.seq_id, state.rows, len(state.rows))
+
+    def _joined(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        own = [features[layer] for layer in self.features]
+        return torch.cat(own, -1) if len(own) > 1 else own[0]
+
+    @torch.inference_mode()
+    def rehearse(self, batch_size: int) -> None:
+        """One pass: a row of each sequence, its logits and the choice."""
+        size = self.cache.block_size
+        blocks = min(4, self.cache.num_blocks)
+        batch_size = max(1, min(batch_size, self.cache.num_blocks // blocks))
+        context = blocks * size - 1
+        ids = range(-batch_size, 0)
+        seqs = tuple(Request(seq_id, [0], 1, SamplingParams()) for seq_id in ids)
+        for seq_id in ids:
+            self.cache.admit(seq_id, [0])
+            self.cache.reserve(seq_id, context + 1)
+        try:
+            hidden = torch.zeros(
+                batch_size, self.head.config.hidden_size, dtype=self.head.dtype
+            ).to(self.cache.device)
+            outputs = self._run([Feed(seq_id, context, (0,)) for seq_id in ids], hidden)
+            draft(self._logits(outputs), Rows(seqs, (0,) * batch_size), 1, self._generator)
+        finally:
+            for seq_id in ids:
+                self.cache.free(seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)
+        self.cache.free(seq_id)
+
+    def _drop(self, seq_id: int) -> None:
+        """Out of blocks: give up this sequence's context; it goes on with what comes in later."""
+        state = self._states[seq_id]
+        self.cache.free(seq_id)
+        self.cache.admit(seq_id, ())
+        self._states[seq_id] = _State(state.end)
+
+
+def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list[int]:
+    """What tells rows apart when prefixes are shared: each row's token, the first also by x0."""
+    keys = list(of_rows)
+    if start == 0 and keys:
+        keys[0] = (keys[0] * 1_000_003 + tokens[0] + 1) & 0x7FFFFFFF
+    return keys
+
+
+def _committed(joined: torch.Tensor, commit: Commit) -> torch.Tensor:
+    """Features ``[n, k * hidden]`` of the tokens fed and of the accepted nodes."""
+    first = commit.row
+    nodes = first + commit.fed
+    if commit.path == tuple(range(len(commit.path))):
+        return joined[first : nodes + len(commit.path)]
+    rows = [*range(first, nodes), *(nodes + node for node in commit.path)]
+    return joined[to_device(rows, joined.device)]
