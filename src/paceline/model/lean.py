@@ -127,6 +127,7 @@ class LeanModel:
     pass 15 to 25 % faster by 4 to 6 rows than by 1 or 2 (oneDNN 3.12, one core of Zen 4: 6144 x
     1152 in bf16 takes 770, 920, 650, 660, 680 and 910 microseconds for 1, 2, 4, 5, 6 and 8 rows);
     weights that stay in the processor's cache pass fastest by 1.
+    ``skipped``: layers that are left out; the others keep their numbers, so their cache as well.
     """
 
     embedding: torch.Tensor  # [vocab, width]
@@ -135,6 +136,7 @@ class LeanModel:
     head: Product
     rotary: Rotary
     least_rows: int = 1
+    skipped: frozenset[int] = frozenset()
 
     def __call__(self, batch: Batch, attend: Attend, features: Sequence[int] = ()) -> ModelOutput:
         """As CausalModel: logits of the wanted rows and the inputs of the layers in ``features``,
@@ -146,6 +148,8 @@ class LeanModel:
         for index, layer in enumerate(self.layers):
             if index in features:
                 kept[index] = stream.x.clone()
+            if index in self.skipped:
+                continue
             layer.run(index, stream, cos, sin, attend)
         last = len(self.layers)
         if last in features:

@@ -1,0 +1,172 @@
+"""Views of some layers: the logits of a model without the others, and not a weight more."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from random_models import COMMON, SPECS, VOCAB, tiny_pair
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.core.batch import Batch, Span
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.model.cache import PagedCache
+from paceline.model.pack import pack
+from paceline.model.probe import register
+from paceline.model.target import CausalModel
+from paceline.model.view import LayerView
+
+TOKENS = [(7 * i + 3) % VOCAB for i in range(13)]
+
+
+def logits_of(view: LayerView, tokens: list[int] = TOKENS) -> torch.Tensor:
+    """A prompt, then two tokens, through the paged cache: logits of all rows."""
+    model = view.model
+    cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
+    first = len(tokens) - 2
+    parts = []
+    for start, stop in ((0, first), (first, len(tokens))):
+        rows = torch.arange(start, stop)
+        span = Span(0, 0, start, stop - start)
+        batch = Batch(torch.tensor(tokens[start:stop]), rows, rows, (span,), ([0, 1, 2, 3],))
+        with torch.inference_mode():
+            parts.append(view(batch, cache).logits)
+    return torch.cat(parts)
+
+
+def with_layers_passing(reference: Any, model: CausalModel, skipped: set[int]) -> torch.Tensor:
+    """transformers' own logits when the skipped layers' outputs are replaced by their inputs."""
+    names = {id(module): name for name, module in model.hf.named_modules()}
+
+    def undo(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    hooks = [
+        reference.get_submodule(names[id(model.layer_module(n))]).register_forward_hook(
+            undo, with_kwargs=True
+        )
+        for n in skipped
+    ]
+    try:
+        with torch.inference_mode():
+            return reference(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape
+    assert (got - wanted).abs().max() < 1e-4 * max(1.0, float(wanted.abs().max()))
+
+
+def storages(module: torch.nn.Module) -> set[int]:
+    return {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_every_architecture_without_one_layer(name: str) -> None:
+    model, reference = tiny_pair(name)
+    whole = logits_of(LayerView(model, [0, 1]))
+    assert_close(whole, with_layers_passing(reference, model, set()))
+    for kept in (0, 1):
+        view = LayerView(model, [kept])
+        wanted = with_layers_passing(reference, model, {1 - kept})
+        assert_close(logits_of(view), wanted)
+        assert (wanted - whole).abs().max() > 1e-2  # it does make a difference
+        assert storages(view._short.hf) <= storages(model.hf)
+    assert_close(logits_of(LayerView(model, [0, 1])), whole)  # the model is as it was
+
+
+def six_layers(kind: str = "llama") -> Any:
+    """A random model of six layers."""
+    register()
+    config, module = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[kind]
+    torch.manual_seed(1)
+    return module(
+        config(**{**COMMON, "num_hidden_layers": 6, "attn_implementation": "paceline"})
+    ).eval()
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2, 3, 5), (5,), (1, 4)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_equals_the_model_with_the_other_layers_deleted(
+    kind: str, quick: bool, layers: tuple[int, ...]
+) -> None:
+    hf = six_layers(kind)
+    shorter = copy.deepcopy(hf)
+    shorter.model.layers = torch.nn.ModuleList(shorter.model.layers[n] for n in layers)
+    shorter.config.num_hidden_layers = len(layers)
+    shorter.set_attn_implementation("eager")
+    model = CausalModel(hf, kind)
+    if quick:
+        pack(model)
+        assert model.lean is not None
+    with torch.inference_mode():
+        wanted = shorter(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    assert_close(logits_of(LayerView(model, layers)), wanted)
+    assert_close(logits_of(LayerView(model, range(6)).of(layers)), wanted)
+
+
+def test_only_the_chosen_layers_touch_the_cache() -> None:
+    """Layer n of the view writes where layer n of the model would, and what it would, up to n."""
+    for quick in (True, False):
+        model = CausalModel(six_layers(), "six")
+        if quick:
+            pack(model)
+        caches = []
+        for layers in (range(6), (0, 1, 3)):
+            cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
+            rows = torch.arange(8)
+            batch = Batch(torch.tensor(TOKENS[:8]), rows, rows, (Span(0, 0, 0, 8),), ([0, 1],))
+            with torch.inference_mode():
+                LayerView(model, layers)(batch, cache)
+            caches.append(cache)
+        whole, part = caches
+        for layer in range(6):
+            for a, b in zip(whole.kv(layer), part.kv(layer), strict=True):
+                if layer in (0, 1):
+                    assert torch.allclose(a, b, atol=1e-5)
+                else:
+                    assert not torch.allclose(a, b, atol=1e-3)
+                assert b.any() == (layer in (0, 1, 3))
+
+
+def test_lean_views_share_all_weights() -> None:
+    model = pack(CausalModel(six_layers(), "six"))
+    lean = LayerView(model, [0, 5])._short.lean
+    assert lean is not None and model.lean is not None
+    assert lean.layers is model.lean.layers and lean.embedding is model.lean.embedding
+    assert lean.head is model.lean.head and not model.lean.skipped
+
+
+@pytest.mark.parametrize("layers", [(), (6,), (-1, 2)])
+def test_layers_that_do_not_exist_are_refused(layers: tuple[int, ...]) -> None:
+    model = CausalModel(six_layers(), "six")
+    with pytest.raises(ConfigError, match="six has layers 0 to 5"):
+        LayerView(model, layers)
+
+
+def test_a_forward_bound_to_the_original_is_refused() -> None:
+    """As libraries leave it that wrap ``forward``: the copy would run every layer."""
+    hf = six_layers()
+    hf.model.forward = MethodType(type(hf.model).forward, hf.model)
+    model = CausalModel(hf, "patched")
+    with pytest.raises(UnsupportedModelError, match="use another drafter"):
+        LayerView(model, [0, 1])
+
+
+def test_layers_with_a_second_stream_are_refused() -> None:
+    hf = six_layers()
+    hf.model.layers[2].register_forward_hook(lambda *call: (call[2], call[2].clone()))
+    hf.model.layers[3].register_forward_pre_hook(lambda _, args: (args[0][0], *args[1:]))
+    with pytest.raises(UnsupportedModelError, match="layer 2 does not return hidden states alone"):
+        LayerView(CausalModel(hf, "two streams"), [0, 1])
