@@ -252,9 +252,8 @@ class EagleDrafter:
             self.cache.admit(seq_id, [0])
             self.cache.reserve(seq_id, context + 1)
         try:
-            hidden = torch.zeros(
-                batch_size, self.head.config.hidden_size, dtype=self.head.dtype
-            ).to(self.cache.device)
+            like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
+            hidden = like.new_zeros(batch_size, self.head.config.hidden_size)
             outputs = self._run([Feed(seq_id, context, (0,)) for seq_id in ids], hidden)
             draft(self._logits(outputs), Rows(seqs, (0,) * batch_size), 1, self._generator)
         finally:
