@@ -111,6 +111,18 @@ class PagedCache:
         self._tables[seq_id] = table
         return len(table.blocks) * size
 
+    def borrow(self, seq_id: int, owner: int, length: int) -> None:
+        """Start a sequence on another's first ``length`` indices, a whole number of blocks.
+
+        They are there to be read; what is reserved next is its own. For trials within a step:
+        unlike shared prefixes, borrowed blocks may be unregistered.
+        """
+        assert seq_id not in self._tables and length % self.block_size == 0
+        blocks = self._tables[owner].blocks[: length // self.block_size]
+        for block in blocks:
+            self.pool.retain(block)
+        self._tables[seq_id] = _Table(blocks, [])
+
     def blocks_missing(self, seq_id: int, length: int) -> int:
         """Blocks to be allocated before ``length`` logical indices can be written."""
         have = len(self._tables[seq_id].blocks) if seq_id in self._tables else 0
