@@ -115,6 +115,19 @@ class CausalModel:
         logits: torch.Tensor = out.logits[0]
         return logits if rows is None or self._keeps_rows else logits.index_select(0, rows)
 
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., vocab]`` that the language-model head makes of final-norm outputs
+        ``[..., hidden]``, for drafters that share it."""
+        if self.lean is not None:
+            return self.lean.head(hidden)
+        logits: torch.Tensor = self.hf.get_output_embeddings()(hidden)
+        config = self.hf.config.get_text_config(decoder=True)
+        # What Cohere, Granite and Gemma 2 do to their logits afterwards.
+        logits = logits * (getattr(config, "logit_scale", None) or 1.0)
+        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     # -- features --------------------------------------------------------------------------
 
     def _check_feature(self, layer: int) -> None:

@@ -1,0 +1,124 @@
+"""Reading and writing checkpoints of heads: a config.json and one file of tensors.
+
+Heads have no class in ``transformers``; their folders look like those of models and come from the
+same places: a built-in name, a local folder, or the hub.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import ModelLoadError
+from paceline.model.names import resolve
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``config`` is config.json; ``tensors`` by their name in the file, on the CPU."""
+
+    name: str
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
+    """Read config.json and the first of ``files`` that is there.
+
+    ``kind`` names what is read in messages, as in "Medusa heads". Pickled files are read with
+    ``weights_only=True``: they can hold tensors, not code. Raises ModelLoadError.
+    """
+    path = resolve(name)
+    if path.startswith("~"):
+        path = str(Path(path).expanduser())
+    local = Path(path).is_dir()
+    if not local and (path.startswith((".", "/")) or path.count("/") != 1):
+        raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
+    found = _file(name, path, "config.json", local, kind)
+    if found is None:
+        raise ModelLoadError(
+            f"folder {name} has no config.json; {kind} need one beside the weights"
+        )
+    try:
+        config = json.loads(found.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(
+            f"{found} is not valid JSON ({_line(error)}); copy the file again"
+        ) from None
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{found} holds no JSON object; copy the file again")
+    for file in files:
+        weights = _file(name, path, file, local, kind)
+        if weights is not None:
+            return Checkpoint(name, config, _tensors(weights))
+    raise ModelLoadError(f"folder {name} has no {kind}: there is no {' or '.join(files)} in it")
+
+
+def write_checkpoint(
+    folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
+) -> None:
+    """Write ``file`` (safetensors) and config.json, each under another name first.
+
+    The config comes last: a folder that has one has its weights.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    partial = folder / f"{file}.partial"
+    save_file(plain, partial, metadata={"format": "pt"})
+    partial.replace(folder / file)
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
+
+
+def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | None:
+    """The file in a folder, or fetched from the hub; None if there is none."""
+    if local:
+        found = Path(path) / file
+        return found if found.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        fetched = cached_file(path, file, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{name} is neither a local folder nor {kind} on the hub that can be read "
+            f"({_line(error)}); check the spelling, or give the path of a downloaded folder"
+        ) from None
+    return None if fetched is None else Path(fetched)
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    from pickle import UnpicklingError
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ModelLoadError(
+            f"{file} cannot be read as weights ({_line(error)}); download or copy it again"
+        ) from None
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
+    ):
+        raise ModelLoadError(
+            f"{file} holds no table of tensors by name; it is another kind of file"
+        )
+    return loaded
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a message, without the full stop."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
