@@ -15,15 +15,25 @@ import torch
 
 from paceline.config import DraftSpec
 from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.eagle import EagleDrafter
+from paceline.draft.eagle_format import load_eagle
+from paceline.draft.medusa import MedusaDrafter, shapes_of
+from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
 from paceline.draft.policy import Policy
+from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
 from paceline.draft.shape import Shape
+from paceline.draft.swift import SkipSearch, skippable
+from paceline.draft.translated import StringDrafter
+from paceline.draft.vocab import Intersection, SharedVocabulary, Vocabulary
+from paceline.draft.vocab_match import Match, match_vocabularies
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.names import resolve
+from paceline.model.pack import pack_modules
 from paceline.model.target import CausalModel
-from paceline.model.vocabulary import check_same_vocabulary
+from paceline.model.view import LayerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -98,18 +108,72 @@ def _ngram(spec: DraftSpec, loading: Loading) -> Prepared:
 
 
 def _model(spec: DraftSpec, loading: Loading) -> Prepared:
-    spec.check_options(POLICY_OPTIONS)
+    spec.check_options((*POLICY_OPTIONS, "vocab"))
     policy = tree_policy(spec)
-    model = load_draft_model(spec, loading)
+    model, match = load_draft_model(spec, loading)
+    widths = loading.target.vocab_size, model.vocab_size
 
     def build(context: DraftContext) -> Drafter:
         cache = context.new_cache(model.cache_shapes, model.dtype)
-        vocab = context.target.vocab_size
-        return ModelDrafter(model, cache, vocab, context.generator, policy, spec.kind)
+        vocabulary: Vocabulary = SharedVocabulary(*widths)
+        if match is not None and match.method == "string":
+            vocabulary = SharedVocabulary(model.vocab_size, model.vocab_size)
+        elif match is not None:
+            ours, theirs, share = match.target, match.draft, match.share
+            vocabulary = Intersection(ours, theirs, match.pairs, widths, model.device, share)
+        drafter = ModelDrafter(model, cache, vocabulary, context.generator, policy, spec.kind)
+        if match is None or match.method != "string":
+            return drafter
+        return StringDrafter(drafter, match.target, match.draft, match.pairs, match.share)
 
     return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
 
 
+def _early_exit(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(("layers", *POLICY_OPTIONS))
+    policy, total = tree_policy(spec), loading.target.num_layers
+    layers = spec.integer("layers", max(1, round(total / 3)))
+    if not 0 < layers < total:
+        raise ConfigError(
+            f"draft 'early_exit': layers={layers}, but the target has {total}; "
+            "use at least 1 and fewer than all"
+        )
+    view = LayerView(loading.target, range(layers))
+    return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
+
+
+def _layer_skip(spec: DraftSpec, loading: Loading) -> Prepared:
+    """A fixed set with ``skip``, else one that is searched for (SWIFT)."""
+    spec.check_options(("skip", *SWIFT_OPTIONS, *POLICY_OPTIONS))
+    policy, total = tree_policy(spec), loading.target.num_layers
+    if "skip" in spec.options:
+        fixed = sorted(set(SWIFT_OPTIONS) & set(spec.options))
+        if fixed:
+            raise ConfigError(f"draft 'layer_skip': skip fixes the set; leave out {fixed[0]}")
+        skipped = parse_layers(spec.options["skip"], total)
+        view = LayerView(loading.target, [n for n in range(total) if n not in skipped])
+        return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
+    choice, tries = skippable(total), spec.integer("tries", 64)
+    window, interval = spec.integer("window", 32), spec.integer("interval", 8)
+    ratio = spec.number("ratio", 0.45)
+    if not choice:
+        raise ConfigError("draft 'layer_skip': the target has one layer, which it needs")
+    if not 0 < ratio < 1 or tries < 0 or window < 1 or interval < 1:
+        raise ConfigError(
+            "draft 'layer_skip': use a ratio between 0 and 1, tries >= 0, window and interval >= 1"
+        )
+    count = min(len(choice), max(1, round(ratio * total)))
+    whole = LayerView(loading.target, range(total))
+
+    def build(context: DraftContext) -> Drafter:
+        search = SkipSearch(choice, count, tries)
+        cache, generator = context.cache, context.generator
+        return SwiftDrafter(whole, cache, policy, generator, search, window, interval, spec.kind)
+
+    return Prepared(build)
+
+
+SWIFT_OPTIONS = ("ratio", "window", "interval", "tries")
 POLICY_OPTIONS = ("branching", "nodes", "width")
 
 
@@ -132,9 +196,54 @@ def tree_policy(spec: DraftSpec, nodes: int = 0) -> Policy:
     return Policy(nodes=nodes, width=width)
 
 
+def _medusa(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(("nodes", "tree"))
+    if not spec.argument:
+        raise ConfigError("draft 'medusa' needs heads: medusa:PATH")
+    target = loading.target
+    heads = load_medusa(spec.argument, target.hidden_size, target.vocab_size, target.num_layers).to(
+        device=target.device, dtype=target.dtype
+    )
+    config = heads.config
+    tree = spec.options.get("tree", "auto")
+    shapes = shapes_of(config.heads, spec.integer("nodes", 8), tree, config.accuracy)
+    return Prepared(lambda context: MedusaDrafter(heads, context.target, shapes, context.generator))
+
+
+def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(POLICY_OPTIONS)
+    # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
+    roomy = loading.target.device.type == "cuda"
+    policy = tree_policy(spec, 0 if spec.kind == "eagle" else (32 if roomy else 8))
+    if not spec.argument:
+        raise ConfigError(f"draft {spec.kind!r} needs a head: {spec.kind}:PATH")
+    target = loading.target
+    head = load_eagle(
+        spec.argument,
+        target,
+        version=3 if spec.kind == "eagle3" else 1,
+        target_head=target.hf.get_output_embeddings(),
+    )
+    head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+    embed = head.embed_tokens or target.hf.get_input_embeddings()
+    pack_modules(head)
+
+    def build(context: DraftContext) -> Drafter:
+        cache = context.new_cache([head.cache_shape], target.dtype)
+        return EagleDrafter(head, cache, embed, policy, context.generator, spec.kind)
+
+    return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
+
+
 # The first word of a draft spec -> how to prepare it.
 DRAFTERS: dict[str, Callable[[DraftSpec, Loading], Prepared]] = {
+    "eagle": _eagle,
+    "eagle2": _eagle,
+    "eagle3": _eagle,
     "none": _none,
+    "early_exit": _early_exit,
+    "layer_skip": _layer_skip,
+    "medusa": _medusa,
     "ngram": _ngram,
     "model": _model,
     "tree": _model,
@@ -146,8 +255,8 @@ def prepare(spec: DraftSpec, loading: Loading) -> Prepared:
     return DRAFTERS[spec.kind](spec, loading)
 
 
-def load_draft_model(spec: DraftSpec, loading: Loading) -> CausalModel:
-    """The draft model that a spec names, with its vocabulary compared to the target's.
+def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Match | None]:
+    """The draft model that a spec names, and how its vocabulary is used if it is another one.
 
     Raises ConfigError, VocabularyMismatchError, and what CausalModel.load raises.
     """
@@ -159,5 +268,5 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> CausalModel:
     own = tokenizer
     if not folder.is_dir() or (folder / "tokenizer.json").is_file():
         own = load_tokenizer(spec.argument)
-    check_same_vocabulary(tokenizer, own, target, draft)
-    return draft
+    wish = spec.options.get("vocab", "auto")
+    return draft, match_vocabularies(target, draft, tokenizer, own, wish)
