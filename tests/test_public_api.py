@@ -81,6 +81,7 @@ def test_llm_signature() -> None:
         "rule",
         "prefix_sharing",
         "seed",
+        "lossy",
     ]
     for method in ("generate", "stream", "chat", "close"):
         assert callable(getattr(paceline.LLM, method))
@@ -98,6 +99,7 @@ def test_completion_and_its_stats() -> None:
         "index",
         "draft_mask",
         "stats",
+        "lossy",
     ]
     assert [item.name for item in fields(CompletionStats)] == [
         "drafted_tokens",
@@ -108,6 +110,7 @@ def test_completion_and_its_stats() -> None:
         "target_steps",
         "decode_seconds",
         "tokens_per_second",
+        "lossy",
     ]
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.hybrid import Hybrid
+from paceline.draft.router import Router
+from paceline.draft.worth import Profile, StepTime
 from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
 from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
-from paceline.engine.costs import CostCurve, StepCosts, measure
+from paceline.engine.costs import measure
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.cache import Feed, PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
-from paceline.verify.rule import Verifier
+from paceline.verify.rule import RULES, Verifier
+from paceline.verify.typical import TypicalVerifier
 
-RULES = ("auto", "token", "block", "coupled")
 _PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
@@ -30,18 +35,29 @@ class EngineOptions:
     max_batch_size: int = 8
     kv_cache_memory: int | None = None  # bytes, target and draft together; None: cache_blocks
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
-    max_draft_length: int = 8  # of the adaptive length
+    max_draft_length: int = 8  # of the adaptive length; doubled where drafting takes no forward
     prefill_chunk: int = 512
     prefix_sharing: bool = True  # requests that begin alike share cache blocks
     rule: str = "auto"
+    lossy: bool = False  # typical acceptance: sampled text is no longer the target's own
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
             raise ConfigError(f"max_batch_size is {self.max_batch_size}; it must be at least 1")
         if self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
-        if self.rule not in RULES:
+        if self.rule == "typical" and not self.lossy:
+            raise ConfigError(
+                "rule is 'typical', which is not lossless: it changes what the model says; "
+                "ask for that with lossy=True (--lossy), or use auto"
+            )
+        if self.rule not in (*RULES, "typical"):
             raise ConfigError(f"rule is {self.rule!r}; use one of {', '.join(RULES)}")
+        if self.lossy and self.rule not in ("auto", "typical"):
+            raise ConfigError(
+                f"lossy asks for typical acceptance, but rule {self.rule!r} is lossless; "
+                "leave one of them out"
+            )
         if self.max_draft_length < 1:
             raise ConfigError(f"max_draft_length is {self.max_draft_length}; use at least 1")
         length = self.draft_length
@@ -99,10 +115,11 @@ def build_engine(
     drafter = prepared.build(DraftContext(target, cache, generator))
     controller: Controller
     if options.draft_length == "auto" and not isinstance(drafter, NoDrafter):
+        members = {prepared.names[0] if prepared.names else drafter.name: drafter}
+        if isinstance(drafter, Router):
+            members = drafter.members
         costs = measure_costs(target, cache, drafter, options)
-        controller = AdaptiveLength(
-            costs, options.max_draft_length, drafter.max_nodes, drafter.passes
-        )
+        controller = adaptive_length(members, costs, options, device)
     else:
         length = options.draft_length if isinstance(options.draft_length, int) else 0
         controller = FixedLength(length)
@@ -113,19 +130,45 @@ def build_engine(
         max_positions=target.max_positions,
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
-    verifier = Verifier(options.rule, generator)
+    verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
     return Engine(target, cache, drafter, verifier, scheduler, controller)
+
+
+@torch.inference_mode()
+def adaptive_length(
+    members: Mapping[str, Drafter],
+    costs: StepCosts,
+    options: EngineOptions,
+    device: torch.device,
+) -> AdaptiveLength:
+    """The controller of all drafters that requests may name; hybrids learn their costs here."""
+    steps = StepTime(costs)
+
+    def profile(member: Drafter) -> Profile:
+        seconds = measure(member.rehearse, sorted({1, costs.batch}), device)
+        return Profile.of(member, options.max_draft_length, seconds)
+
+    profiles: dict[str, Profile] = {}
+    bounds: dict[str, int] = {}
+    for name, member in members.items():
+        if isinstance(member, Hybrid):
+            own = [profile(part) for part in member.members]
+            member.calibrate(steps, own)
+            bounds[name] = max(part.longest for part in own)
+        else:
+            profiles[name] = profile(member)
+    return AdaptiveLength(steps, profiles, bounds, default=next(iter(members)))
 
 
 @torch.inference_mode()
 def measure_costs(
     target: CausalModel, cache: PagedCache, drafter: Drafter, options: EngineOptions
 ) -> StepCosts:
-    """Measure what steps cost on this machine; the cache is as before afterwards."""
+    """Measure what target steps cost on this machine; the cache is as before afterwards."""
     context = max(1, min(_PROBE_CONTEXT, target.max_positions // 2))
-    deepest = drafter.max_nodes(options.max_draft_length)
+    deepest = drafter.max_nodes(2 * options.max_draft_length)  # see Profile.of
     room = min(target.max_positions, cache.num_blocks * BLOCK_SIZE) - context - 1
-    nodes = sorted({n for n in (0, 1, 2, 4, 7, deepest) if n <= min(deepest, room)})
+    nodes = sorted({n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= min(deepest, room)})
     blocks_each = -(-(context + 1 + nodes[-1]) // BLOCK_SIZE)
     batch = max(1, min(options.max_batch_size, cache.num_blocks // blocks_each))
     ids = range(-batch, 0)
@@ -150,5 +193,4 @@ def measure_costs(
     finally:
         for seq_id in ids:
             cache.free(seq_id)
-    draft = measure(drafter.rehearse, sorted({1, batch}), target.device)
-    return StepCosts(one, full, batch, draft)
+    return StepCosts(one, full, batch)

@@ -16,6 +16,7 @@ class CompletionStats:
     position i, all earlier ones having been accepted, the share whose token was accepted.
     ``mean_accepted_length`` counts tokens per target step, the target's own included.
     ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
+    ``lossy`` figures come from an engine that was asked for typical acceptance.
     """
 
     drafted_tokens: int
@@ -26,9 +27,12 @@ class CompletionStats:
     target_steps: int
     decode_seconds: float
     tokens_per_second: float
+    lossy: bool = False
 
     @classmethod
-    def of(cls, counts: DraftCounts, generated: int, seconds: float) -> CompletionStats:
+    def of(
+        cls, counts: DraftCounts, generated: int, seconds: float, lossy: bool = False
+    ) -> CompletionStats:
         return cls(
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
@@ -41,6 +45,7 @@ class CompletionStats:
             target_steps=counts.target_steps,
             decode_seconds=seconds,
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,
+            lossy=lossy,
         )
 
 
@@ -50,6 +55,8 @@ class Completion:
 
     ``finish_reason`` is "stop" (end token or stop string) or "length". ``draft_mask[i]`` is true
     where token i was proposed by the draft. ``index`` counts the n completions of a prompt.
+    ``lossy`` is true if the engine was asked for typical acceptance: sampled text is then not
+    distributed as the target's own.
     """
 
     prompt: str | list[int]
@@ -60,6 +67,7 @@ class Completion:
     index: int
     draft_mask: list[bool]
     stats: CompletionStats
+    lossy: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class LLM:
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
+    ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
+    then NOT distributed as the target's own, and every completion says ``lossy``.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
@@ -56,6 +58,7 @@ class LLM:
         rule: str = "auto",
         prefix_sharing: bool = True,
         seed: int | None = None,
+        lossy: bool = False,
     ) -> None:
         options = EngineOptions(
             max_batch_size=max_batch_size,
@@ -63,6 +66,7 @@ class LLM:
             draft_length=draft_length,
             rule=rule,
             prefix_sharing=prefix_sharing,
+            lossy=lossy,
         )
         spec = DraftSpec.parse(draft, tuple(DRAFTERS))
         self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
@@ -71,6 +75,7 @@ class LLM:
         prepared = prepare(spec, Loading(self.target, self.tokenizer, dtype))
         self.engine: Engine = build_engine(self.target, prepared, options, self._generator)
         self._coupled = options.rule == "coupled"
+        self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id
         self._eos = self.target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
@@ -203,7 +208,9 @@ class LLM:
                 params=self._params_of_sample(params, index),
                 stop_ids=stops,
             )
-            requests.append(Request(seq, prompt, number, index, self.tokenizer, streams))
+            requests.append(
+                Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy)
+            )
         return requests
 
     def _params_of_sample(self, params: SamplingParams, index: int) -> SamplingParams:

@@ -25,6 +25,7 @@ class Request:
         index: int,
         tokenizer: PreTrainedTokenizerFast,
         streams: bool,
+        lossy: bool = False,
     ) -> None:
         self.seq = seq
         self.prompt = prompt
@@ -34,6 +35,7 @@ class Request:
         self.events: deque[StreamEvent] = deque()
         self._tokenizer = tokenizer
         self._streams = streams
+        self._lossy = lossy
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Text is decoded token by token only for those who need it while decoding.
@@ -78,6 +80,7 @@ class Request:
             finish_reason=reason,
             index=self.index,
             draft_mask=self._draft_mask,
-            stats=CompletionStats.of(seq.counts, seq.generated, seq.seconds),
+            stats=CompletionStats.of(seq.counts, seq.generated, seq.seconds, self._lossy),
+            lossy=self._lossy,
         )
         return rest

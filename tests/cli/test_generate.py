@@ -13,7 +13,7 @@ from paceline.cli.main import app
 from paceline.cli.output import STATS
 from tiny_models import TinyPair
 
-FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "stats"}
+FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "lossy", "stats"}
 
 
 def run(*arguments: str, input: str | None = None) -> Result:

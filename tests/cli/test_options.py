@@ -98,6 +98,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "kv_cache_memory": 1 << 20,
                 "draft_length": 3,
                 "rule": "block",
+                "lossy": False,
             },
         )
     ]

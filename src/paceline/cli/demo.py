@@ -251,6 +251,8 @@ def demo(
     """Decode four prompts plainly and speculatively, and compare text and speed."""
     if engine.resolved_draft is None:
         raise typer.BadParameter(f"the demo needs a draft; try --draft {DEFAULT_DRAFT} or ngram")
+    if engine.lossy:
+        raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
     from paceline import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens)

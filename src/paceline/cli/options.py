@@ -160,6 +160,14 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
+    lossy: Annotated[
+        bool,
+        typer.Option(
+            "--lossy",
+            help="Typical acceptance: faster sampling that is NOT the model's own distribution.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
     dtype: Annotated[
         str,
         typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_MODEL),
@@ -208,6 +216,7 @@ class ModelOptions:
             kv_cache_memory=memory,
             draft_length=length,
             rule=self.rule,
+            lossy=self.lossy,
         )
 
 

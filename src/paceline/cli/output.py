@@ -26,6 +26,7 @@ STATS = (
     "target_steps",
     "decode_seconds",
     "tokens_per_second",
+    "lossy",
 )
 _WINDOW = 8  # tokens of context that decide how the next one is spelt (spaces, UTF-8 pieces)
 
@@ -46,6 +47,7 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
         "logprobs": completion.logprobs,
         "finish_reason": completion.finish_reason,
         "index": completion.index,
+        "lossy": completion.lossy,
         "stats": {name: getattr(completion.stats, name) for name in STATS},
     }
 
@@ -72,6 +74,8 @@ def summary(completion: Completion) -> str:
     if stats.drafted_tokens:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
+    if completion.lossy:
+        parts.append("LOSSY: not the model's own distribution")
     return " · ".join(parts)
 
 

@@ -51,8 +51,9 @@ def method_of(check: Check, rule: str = "auto") -> Method:
 
 
 @dataclass(frozen=True)
-class _Decisions:
-    """``choices`` int64 [R]: the token that each row yields; ``accepted`` bool [N] or None."""
+class Decisions:
+    """``choices`` int64 [R]: the token that each row yields; ``accepted`` [N] or None: which
+    nodes are, as booleans or (a rule of its own) integers."""
 
     choices: torch.Tensor
     accepted: torch.Tensor | None = None
@@ -66,6 +67,8 @@ class Verifier:
     lives on the device of the logits; None is torch's default one. Raises ConfigError on another
     rule.
     """
+
+    lossy = False
 
     def __init__(self, rule: str = "auto", generator: torch.Generator | None = None) -> None:
         if rule not in RULES:
@@ -87,22 +90,22 @@ class Verifier:
         if not wanted and not needs_laws(seqs):
             # Exact in float32, where a CPU finds the maximum several times faster than in bf16.
             choices = logits.to(torch.float32).argmax(dim=-1)
-            return self._verdicts(checks, _Decisions(choices), None)
+            return self._verdicts(checks, Decisions(choices), None)
         rows = Rows.of(checks)
         scores = adjusted(logits, rows)
         if all(seq.params.greedy for seq in seqs):
-            decisions = _Decisions(scores.argmax(dim=-1))
+            decisions = Decisions(scores.argmax(dim=-1))
         else:
             decisions = self._decide(scores, rows, checks)
         return self._verdicts(checks, decisions, scores if wanted else None)
 
     # -- deciding, on the device --------------------------------------------------------------
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> _Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> Decisions:
         laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
         coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
         if len(coupled) == len(rows):
-            return _Decisions(coupled_choice(laws, rows))
+            return Decisions(coupled_choice(laws, rows))
         outcome = self._outcome(laws, checks)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
@@ -112,8 +115,8 @@ class Verifier:
             index = to_device(coupled, scores.device)
             choices[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
         if outcome is None:
-            return _Decisions(choices)
-        return _Decisions(choices, uniforms[len(rows) :] < outcome.accept)
+            return Decisions(choices)
+        return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
 
     def _uniforms(self, count: int, device: torch.device) -> torch.Tensor:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
@@ -145,7 +148,7 @@ class Verifier:
     # -- the one transfer, and the walk -------------------------------------------------------
 
     def _verdicts(
-        self, checks: Seq[Check], decisions: _Decisions, scores: torch.Tensor | None
+        self, checks: Seq[Check], decisions: Decisions, scores: torch.Tensor | None
     ) -> list[Verdict]:
         parts = [check.tree.tokens for check in checks if len(check.tree)]
         nodes = sum(map(len, parts))

@@ -1,0 +1,101 @@
+"""Typical acceptance, which is NOT lossless: drafts hold if the target finds them plausible.
+
+Cai et al. 2024 (Medusa, arXiv 2401.10774), section 3.3.1: a drafted token x is accepted when
+
+    p(x) > min(epsilon, delta * exp(-H(p)))
+
+with p the target's law and H its entropy: where the target is unsure, more will do. Of the
+accepted paths the longest wins, of equally long ones the likeliest; the token after it is drawn
+from p. The text is not distributed as the target's own. It is for those who ask for it by name
+(``lossy=True``), and whatever it produces says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from paceline.core.batch import Check
+from paceline.core.draws import choose
+from paceline.core.sampling import Rows, laws_of_scores
+from paceline.verify.layout import Shapes, layout_of
+from paceline.verify.rule import Decisions, Verifier
+from paceline.verify.walk import matching
+
+# The paper's: delta is the square root of epsilon.
+EPSILON, DELTA = 0.09, 0.3
+_PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
+
+
+def surprise(
+    p: torch.Tensor,
+    tokens: torch.Tensor,
+    shapes: Shapes,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+) -> torch.Tensor:
+    """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
+
+    Laws p [R, V] and nodes are laid out as in ``layout.py``.
+    """
+    above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
+    chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    entropy = torch.special.entr(above).sum(dim=-1)
+    threshold = (delta * torch.exp(-entropy)).clamp_(max=epsilon)
+    cost = (-chance.clamp(min=1e-38).log() * _PER_NAT).round().to(torch.int64)
+    return torch.where(chance > threshold, cost, -1)
+
+
+def longest(parents: tuple[int, ...], surprises: Seq[int]) -> tuple[int, ...]:
+    """The longest path of accepted nodes; the least surprising one of equals."""
+    best: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+    paths: list[tuple[int, tuple[int, ...]] | None] = []
+    for node, parent in enumerate(parents):
+        before = paths[parent] if parent >= 0 else (0, ())
+        if before is None or surprises[node] < 0:
+            paths.append(None)
+            continue
+        cost, path = before[0] + surprises[node], (*before[1], node)
+        paths.append((cost, path))
+        best = max(best, (len(path), -cost, path), key=lambda entry: entry[:2])
+    return best[2]
+
+
+class TypicalVerifier(Verifier):
+    """Judges sampled requests by typical acceptance; greedy ones exactly, as always.
+
+    Seeded requests draw the token that ends a step with their own noise, so a seed still repeats
+    a text; but the text depends on the drafter.
+    """
+
+    lossy = True
+
+    def __init__(
+        self,
+        generator: torch.Generator | None = None,
+        epsilon: float = EPSILON,
+        delta: float = DELTA,
+    ) -> None:
+        super().__init__("auto", generator)
+        self._epsilon, self._delta = epsilon, delta
+
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> Decisions:
+        laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
+        choices = choose(laws, rows, self.generator)
+        drafted = [check.tree.tokens for check in checks if len(check.tree)]
+        if not drafted:
+            return Decisions(choices)
+        # A drafted id beyond the target's logits is as improbable as any can be.
+        tokens = torch.cat(drafted)
+        known = tokens < laws.shape[1]
+        shapes = tuple(check.tree.parents for check in checks)
+        found = surprise(laws, tokens * known, shapes, self._epsilon, self._delta)
+        return Decisions(choices, torch.where(known, found, -1))
+
+    def _path(
+        self, check: Check, tokens: list[int], choices: list[int], accepted: list[int]
+    ) -> tuple[int, ...]:
+        if check.seq.params.greedy:
+            return matching(check.tree.parents, tokens, choices)
+        return longest(check.tree.parents, accepted)

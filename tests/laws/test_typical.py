@@ -1,0 +1,62 @@
+"""Typical acceptance is lossy, and the law check sees it."""
+
+import pytest
+import torch
+from harness import (
+    SamplingParams,
+    Setting,
+    distance,
+    joint_law,
+    law_table,
+    plain_law,
+    point_tree,
+    sampled_chain,
+    sampled_tree,
+    strings,
+)
+
+from paceline.core.batch import Check
+from paceline.core.tree import TokenTree
+from paceline.verify.typical import TypicalVerifier
+
+PLAIN = SamplingParams(temperature=1.0)
+
+
+def typical_law(setting, drafter, depth):
+    """Emissions of one step: the paths are certain, the last token follows the target's law."""
+
+    def step(context):
+        vocab = setting.vocab
+        emitted = torch.zeros(len(strings(vocab, depth + 1)), dtype=torch.float64)
+        table = law_table(setting.target, setting, context, depth)
+        paths = strings(vocab, depth)
+        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+            for index, weight in enumerate(drafts.weights.tolist()):
+                ids = drafts.row_strings[index]
+                logits = setting.target([(*context, *paths[i]) for i in ids.tolist()])
+                q = None if drafts.q is None else drafts.q[index]
+                tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
+                check = Check(setting.request(context), 0, tree)
+                (verdict,) = TypicalVerifier()(logits, [check])
+                end = verdict.path[-1] + 1 if verdict.path else 0
+                string = int(ids[end])
+                for token in range(vocab):
+                    emitted[1 + vocab * string + token] += weight * float(table[string, token])
+        return emitted
+
+    return step
+
+
+@pytest.mark.parametrize("drafter", [sampled_chain(2), sampled_tree((2, 1)), point_tree((2, 1))])
+def test_the_law_check_catches_it(drafter):
+    setting = Setting.random(3, PLAIN)
+    law = joint_law(setting, typical_law(setting, drafter, 2), 2)
+    assert float(law.sum()) == pytest.approx(1.0, abs=1e-6)  # a law, but another one
+    assert distance(law, plain_law(setting, 2)) > 0.02
+
+
+def test_without_drafts_it_is_plain_decoding():
+    setting = Setting.random(3, PLAIN)
+    empty = point_tree(())
+    law = joint_law(setting, typical_law(setting, empty, 0), 2)
+    assert distance(law, plain_law(setting, 2)) < 1e-6
