@@ -8,11 +8,14 @@ by memory. An inflated pair has the cost of a real model and the acceptance of a
     RMSNorm        mean(x'^2) = h/H mean(x^2), so weight' = weight sqrt(h/H), eps' = eps h/H;
                    exact in bf16 too where H/h is a power of four (256 -> 1024, 192 -> 768)
     heads, neurons new ones have random weights; their columns in o_proj and down_proj are zero
-    layers         new ones have o_proj = down_proj = 0 and go at the end
+    layers         new ones have o_proj = down_proj = 0 and go between the old ones, evenly: the
+                   first half of the layers is half of the model, for those who leave early
     the rest       small random normals, exact in bf16, so that nothing can be skipped or compressed
 
     python benchmarks/inflate.py MODEL --preset target           # about 400M, into the cache folder
     python benchmarks/inflate.py MODEL --hidden 1152 --layers 24 --ffn 3072 --out DIR
+
+Heads that read a model's hidden states are inflated by inflate_heads.py.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from torch import Tensor
 
 from checkpoint import Reader, ShardWriter, has_weights
 
-FORMAT = 1  # part of the fingerprint: raise it when the files written here change
+FORMAT = 2  # part of the fingerprint: raise it when the files written here change
 MARKER = "inflated.json"
 NOISE = 0.02  # standard deviation of the new weights
 
@@ -110,6 +113,19 @@ def wider(small: Shape, sizes: Sizes) -> Shape:
     return big
 
 
+def places(old: int, new: int) -> list[int]:
+    """Where each of ``old`` layers is among ``new`` ones; those in between do nothing."""
+    return [index * new // old for index in range(old)]
+
+
+def noise(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small normals, exact in bf16, which depend on the seed and the tensor's name only."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    draw = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, NOISE, generator=generator)
+    return draw.to(dtype)
+
+
 def is_exact(small: Shape, big: Shape) -> bool:
     """Whether sqrt(h/H) is a power of two, so that bf16 norms are rescaled without rounding."""
     return math.log(big.hidden / small.hidden, 4).is_integer()
@@ -122,11 +138,7 @@ class Inflater:
         self.reader, self.small, self.big, self.tied, self.seed = reader, small, big, tied, seed
 
     def noise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Small normals, exact in bf16, which depend on the seed and the tensor's name only."""
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        draw = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, NOISE, generator=generator)
-        return draw.to(dtype)
+        return noise(self.seed, name, shape, dtype)
 
     def embed(self, name: str) -> Tensor:
         """Rows [vocab, H]: the source's, padded with zeros."""
@@ -179,16 +191,22 @@ class Inflater:
             "mlp.up_proj": big.ffn,
         }
         writers = {"self_attn.o_proj": q_rows, "mlp.down_proj": big.ffn}
-        old = index < self.small.layers
+        where = places(self.small.layers, big.layers)
+        old = where.index(index) if index in where else None
+
+        def names(part: str) -> tuple[str, str | None]:
+            source = None if old is None else f"model.layers.{old}.{part}.weight"
+            return f"model.layers.{index}.{part}.weight", source
+
         for part, rows in readers.items():
-            name = f"model.layers.{index}.{part}.weight"
-            yield name, self.reading(name, rows, name if old else None)
+            name, source = names(part)
+            yield name, self.reading(name, rows, source)
         for part, columns in writers.items():
-            name = f"model.layers.{index}.{part}.weight"
-            yield name, self.writing(columns, name if old else None)
+            name, source = names(part)
+            yield name, self.writing(columns, source)
         for part in ("input_layernorm", "post_attention_layernorm"):
-            name = f"model.layers.{index}.{part}.weight"
-            yield name, self.norm(name, name if old else None)
+            name, source = names(part)
+            yield name, self.norm(name, source)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the inflated checkpoint, one at a time."""
@@ -201,9 +219,9 @@ class Inflater:
             yield "lm_head.weight", self.reading("lm_head.weight", head.shape[0], "lm_head.weight")
 
 
-def fingerprint(source: Path, sizes: Sizes, seed: int) -> str:
-    """A hash of everything the written checkpoint depends on: source files, sizes, seed, format."""
-    digest = hashlib.sha256(json.dumps([FORMAT, asdict(sizes), seed]).encode())
+def fingerprint(source: Path, *settings: Any) -> str:
+    """A hash of everything the written checkpoint depends on: source files, settings, format."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *settings]).encode())
     for path in sorted(p for p in source.iterdir() if p.is_file() and p.suffix != ".md"):
         digest.update(path.name.encode())
         with path.open("rb") as file:
@@ -249,9 +267,25 @@ def inflate(
     config = json.loads((source / "config.json").read_text())
     small = read_shape(config)
     big = wider(small, sizes)
-    mark = fingerprint(source, sizes, seed)
+    mark = fingerprint(source, asdict(sizes), seed)
     name = f"{source.name}-{big.layers}x{big.hidden}-{mark[:12]}"
     folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
+
+    def write(partial: Path) -> None:
+        tied = bool(config.get("tie_word_embeddings", False))
+        count = _write_weights(
+            Inflater(Reader(source), small, big, tied, seed), partial, name, quiet
+        )
+        _write_sidecars(source, config, partial, (small, big), count, mark)
+
+    return write_once(folder, mark, write)
+
+
+def write_once(folder: Path, mark: str, write: Callable[[Path], None]) -> Path:
+    """Let ``write`` fill ``folder``, unless what is there bears the same mark.
+
+    It is written beside it and renamed when complete: what is there is whole.
+    """
     if (folder / MARKER).is_file():
         if json.loads((folder / MARKER).read_text()).get("fingerprint") == mark:
             return folder
@@ -260,14 +294,10 @@ def inflate(
         raise InflateError(
             f"{folder} is not empty and was not written by this script; name another"
         )
-    # Written beside it and renamed when complete: what is there is whole.
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
-        tied = bool(config.get("tie_word_embeddings", False))
-        inflater = Inflater(Reader(source), small, big, tied, seed)
-        count = _write_weights(inflater, partial, name, quiet)
-        _write_sidecars(source, config, partial, (small, big), count, mark)
+        write(partial)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

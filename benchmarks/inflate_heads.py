@@ -1,0 +1,213 @@
+"""Write Medusa or EAGLE heads for an inflated target that draft the same tokens as the small ones.
+
+An inflated target's features are the small one's with zeros behind them (see inflate.py). Heads
+are padded to read them, at the cost of heads for a model of that size:
+
+    inputs         every matrix that reads features gets random columns for the zeros, block by
+                   block: [f1, f2, f3] becomes [f1, 0, f2, 0, f3, 0]
+    hidden state   as in the target: what would write into the padding is zero, norms are rescaled
+    layer ids      those of the same layers among the inflated target's
+
+    python benchmarks/inflate_heads.py paceline/tiny-eagle3 --model paceline/tiny --preset target
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from inflate import (
+    MARKER,
+    PRESETS,
+    InflateError,
+    Shape,
+    Sizes,
+    cache_folder,
+    fingerprint,
+    noise,
+    places,
+    read_shape,
+    resolve,
+    wider,
+    write_once,
+)
+from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.eagle_head import EagleConfig, EagleHead
+from paceline.draft.medusa_format import load_medusa, save_medusa
+from paceline.draft.medusa_head import MedusaHeads
+from paceline.errors import PacelineError
+
+_MEDUSA = "medusa_lm_head.safetensors"
+_READERS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
+_WRITERS = ("o_proj.weight", "down_proj.weight")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Pads tensors of one head from a width of ``old`` to ``new``."""
+
+    old: int
+    new: int
+    seed: int
+
+    def reading(self, name: str, weight: Tensor, rows: int) -> Tensor:
+        """``[r, k * old]`` as ``[rows, k * new]``, block by block; all that is new is random."""
+        blocks = weight.shape[1] // self.old
+        padded = noise(self.seed, name, (rows, blocks * self.new), weight.dtype)
+        for block in range(blocks):
+            at, source = block * self.new, block * self.old
+            padded[: len(weight), at : at + self.old] = weight[:, source : source + self.old]
+        return padded
+
+    def fusing(self, name: str, weight: Tensor) -> Tensor:
+        """A matrix that reads the hidden state and writes it: ``[old, k * old]``."""
+        padded = self.reading(name, weight, self.new)
+        padded[self.old :] = 0
+        return padded
+
+    def zeros(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What writes the hidden state, an embedding or a bias: all that is new is zero."""
+        padded = weight.new_zeros(shape)
+        padded[tuple(slice(size) for size in weight.shape)] = weight
+        return padded
+
+    def norm(self, name: str, weight: Tensor) -> Tensor:
+        """An RMS norm over the wider state; exact in bf16 where new / old is a power of four."""
+        padded = 1.0 + noise(self.seed, name, (self.new,), weight.dtype)
+        padded[: self.old] = (weight.double() * math.sqrt(self.old / self.new)).to(weight.dtype)
+        return padded
+
+
+def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape, seed: int) -> MedusaHeads:
+    """Medusa heads for the wider final hidden state."""
+    padding = Padding(target.hidden, big.hidden, seed)
+    padded = MedusaHeads(replace(heads.config, hidden_size=big.hidden))
+    tensors = {}
+    for name, weight in heads.state_dict().items():
+        if name.endswith("linear.weight"):
+            weight = padding.fusing(name, weight)
+        elif name.endswith("linear.bias"):
+            weight = padding.zeros(weight, (big.hidden,))
+        elif name.endswith(".weight"):
+            weight = padding.reading(name, weight, len(weight))
+        tensors[name] = weight
+    padded.load_state_dict(tensors)
+    return padded.to(next(heads.parameters()).dtype)
+
+
+def pad_eagle(head: EagleHead, target: Shape, big: Shape, seed: int) -> EagleHead:
+    """An EAGLE head whose layer is as wide as the bigger target's."""
+    config = head.config
+    if config.hidden_size != target.hidden:
+        raise InflateError(
+            f"the head is {config.hidden_size} wide and its target {target.hidden}; only heads of "
+            "the target's width can be inflated"
+        )
+    ffn = max(config.ffn_size, config.ffn_size * big.ffn // target.ffn)
+    own = Shape(target.hidden, 1, config.ffn_size, config.heads, config.kv_heads, config.head_dim)
+    layer = wider(own, Sizes(big.hidden, 1, ffn))
+    wide = _wider_config(config, target, big, layer)
+    known = None if config.version == 1 else (head.d2t + torch.arange(len(head.d2t))).tolist()
+    padded = EagleHead(wide, known)
+    padding = Padding(target.hidden, big.hidden, seed)
+    shapes = {name: tuple(weight.shape) for name, weight in padded.state_dict().items()}
+    tensors = {
+        name: _pad_eagle_tensor(padding, name, weight, shapes[name])
+        for name, weight in head.state_dict().items()
+    }
+    padded.load_state_dict(tensors)
+    return padded.to(head.dtype)
+
+
+def _wider_config(config: EagleConfig, target: Shape, big: Shape, layer: Shape) -> EagleConfig:
+    where = [*places(target.layers, big.layers), big.layers]  # the last is the final norm's output
+    return replace(
+        config,
+        hidden_size=big.hidden,
+        target_hidden_size=big.hidden,
+        target_layers=big.layers,
+        feature_layers=tuple(where[index] for index in config.feature_layers),
+        heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        ffn_size=layer.ffn,
+        rms_norm_eps=config.rms_norm_eps * target.hidden / big.hidden,
+    )
+
+
+def _pad_eagle_tensor(
+    padding: Padding, name: str, weight: Tensor, shape: tuple[int, ...]
+) -> Tensor:
+    if name in ("d2t", "t2d"):
+        return weight
+    if name == "fc.weight":
+        return padding.fusing(name, weight)
+    if name == "lm_head.weight" or name.endswith(_READERS):
+        return padding.reading(name, weight, shape[0])
+    if name.endswith("norm.weight"):
+        return padding.norm(name, weight)
+    assert name == "embed_tokens.weight" or name.endswith((".bias", *_WRITERS)), name
+    return padding.zeros(weight, shape)
+
+
+def inflate_heads(
+    heads: str | Path,
+    model: str | Path,
+    sizes: Sizes,
+    out: str | Path | None = None,
+    *,
+    seed: int = 0,
+) -> Path:
+    """Write heads of ``model`` for ``inflate(model, sizes)``, or reuse them; return their folder.
+
+    Raises InflateError and, for heads that do not belong to the model, ModelLoadError.
+    """
+    source = resolve(str(heads))
+    config = json.loads((resolve(str(model)) / "config.json").read_text())
+    target = read_shape(config)
+    big = wider(target, sizes)
+    mark = fingerprint(source, asdict(target), asdict(sizes), seed)
+    name = f"{source.name}-{big.layers}x{big.hidden}-{mark[:12]}"
+    folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
+
+    def write(partial: Path) -> None:
+        vocab = config["vocab_size"]
+        if (source / _MEDUSA).is_file():
+            medusa = load_medusa(str(source), target.hidden, vocab, target.layers)
+            save_medusa(pad_medusa(medusa, target, big, seed), partial, big.layers)
+        else:
+            eagle = load_eagle(str(source), TargetShape(target.hidden, vocab, target.layers))
+            save_eagle(pad_eagle(eagle, target, big, seed), partial)
+        (partial / "README.md").write_text(
+            f"# {source.name}, inflated\n\nThe same heads for a target padded to {big.layers} "
+            f"layers x {big.hidden}. For measuring speed only; figures from them are to be "
+            "labelled as inflated.\n"
+        )
+        (partial / MARKER).write_text(json.dumps({"fingerprint": mark}) + "\n")
+
+    return write_once(folder, mark, write)
+
+
+def main() -> None:
+    """Inflate as the command line says and print the folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("heads", help="folder of Medusa or EAGLE heads, or a built-in name")
+    parser.add_argument("--model", required=True, help="the target that the heads are for")
+    parser.add_argument("--preset", choices=sorted(PRESETS), required=True, help="as the target's")
+    parser.add_argument("--seed", type=int, default=0, help="of the random padding")
+    parser.add_argument("--out", help="folder to write; default: the cache folder")
+    args = parser.parse_args(sys.argv[1:])
+    try:
+        print(inflate_heads(args.heads, args.model, PRESETS[args.preset], args.out, seed=args.seed))
+    except (InflateError, PacelineError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
