@@ -6,8 +6,8 @@ built after. A new drafter is one file in ``draft/`` and one line in ``DRAFTERS`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,13 @@ from paceline.config import DraftSpec
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.eagle import EagleDrafter
 from paceline.draft.eagle_format import load_eagle
+from paceline.draft.hybrid import Hybrid
 from paceline.draft.medusa import MedusaDrafter, shapes_of
 from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
 from paceline.draft.policy import Policy
+from paceline.draft.router import Router
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
 from paceline.draft.shape import Shape
 from paceline.draft.swift import SkipSearch, skippable
@@ -66,10 +68,14 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token."""
+    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token.
+
+    ``names`` are those by which requests may choose it, or one of several; the first is the default.
+    """
 
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
+    names: tuple[str, ...] = ()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -235,12 +241,21 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
     return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
 
 
+def _hybrid(spec: DraftSpec, loading: Loading) -> Prepared:
+    members = [prepare(member, loading) for member in spec.members(tuple(DRAFTERS))]
+    return Prepared(
+        lambda context: Hybrid([m.build(context) for m in members], context.target.device),
+        sum(member.cache_bytes for member in members),
+    )
+
+
 # The first word of a draft spec -> how to prepare it.
 DRAFTERS: dict[str, Callable[[DraftSpec, Loading], Prepared]] = {
     "eagle": _eagle,
     "eagle2": _eagle,
     "eagle3": _eagle,
     "none": _none,
+    "hybrid": _hybrid,
     "early_exit": _early_exit,
     "layer_skip": _layer_skip,
     "medusa": _medusa,
@@ -252,7 +267,30 @@ DRAFTERS: dict[str, Callable[[DraftSpec, Loading], Prepared]] = {
 
 def prepare(spec: DraftSpec, loading: Loading) -> Prepared:
     """Load what a drafter needs. Raises what its file, its weights or its options give cause to."""
-    return DRAFTERS[spec.kind](spec, loading)
+    return replace(DRAFTERS[spec.kind](spec, loading), names=(spec.kind,))
+
+
+def prepare_all(drafts: str | Sequence[str] | None, loading: Loading) -> Prepared:
+    """Prepare one spec, or several of which every request may choose one (draft/router.py).
+
+    They are called by their kinds; a second of one kind is KIND-2. Raises what ``prepare`` does.
+    """
+    texts = [drafts] if drafts is None or isinstance(drafts, str) else list(drafts)
+    specs = [DraftSpec.parse(text, tuple(DRAFTERS)) for text in texts] or [DraftSpec("none")]
+    if len(specs) == 1:
+        return prepare(specs[0], loading)
+    parts: dict[str, Prepared] = {}
+    for spec in specs:
+        number = 1 + sum(name.partition("-")[0] == spec.kind for name in parts)
+        name = spec.kind if number == 1 else f"{spec.kind}-{number}"
+        parts[name] = prepare(spec, loading)
+
+    def build(context: DraftContext) -> Drafter:
+        members = {name: part.build(context) for name, part in parts.items()}
+        return Router(members, context.target.device)
+
+    total = sum(part.cache_bytes for part in parts.values())
+    return Prepared(build, total, tuple(parts))
 
 
 def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Match | None]:

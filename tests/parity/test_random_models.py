@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from engine_models import write_pair
+from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
+from random_heads import write_eagle
 
 PROMPTS: list[str | list[int]] = [
     "Once upon a time there was",
@@ -30,8 +32,12 @@ DRAFTERS = {
     "ngram, output": "ngram:source=output",
     "tree": "tree:{draft},branching=3x2x1",
     "bush": "tree:{draft},branching=4",
+    "medusa": "medusa:{medusa},nodes=12",
     "best first": "tree:{draft},nodes=6,width=3",
     "best first, wide": "tree:{draft},nodes=20,width=5",
+    "eagle": "eagle:{eagle},branching=4x2",
+    "eagle2": "eagle2:{eagle},nodes=16",
+    "eagle3": "eagle3:{eagle3},nodes=20,width=6",
 }
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
@@ -56,8 +62,15 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    target, draft = write_pair(Path(tmp_path_factory.mktemp("parity")))
-    return {"target": target, "draft": draft}
+    root = Path(tmp_path_factory.mktemp("parity"))
+    target, draft = write_pair(root)
+    return {
+        "target": target,
+        "draft": draft,
+        "medusa": write_medusa(root / "medusa", target, heads=4, layers=2, shared=True),
+        "eagle": write_eagle(root, target, 1),
+        "eagle3": write_eagle(root, target, 3),
+    }
 
 
 @pytest.fixture(scope="module")
