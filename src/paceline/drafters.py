@@ -22,6 +22,7 @@ from paceline.draft.medusa import MedusaDrafter, shapes_of
 from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.policy import Policy
 from paceline.draft.router import Router
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
@@ -111,6 +112,28 @@ def _ngram(spec: DraftSpec, loading: Loading) -> Prepared:
     }
     source = spec.options.get("source", "both")
     return Prepared(lambda context: NGramDrafter(context.target.device, **numbers, source=source))
+
+
+def _suffix(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(
+        ("max_depth", "factor", "offset", "min_prob", "nodes", "max_tokens", "global")
+    )
+    default = SuffixOptions()
+    shared = spec.options.get("global", "on")
+    if shared not in ("on", "off"):
+        raise ConfigError(f"draft 'suffix': global={shared!r} is neither on nor off")
+    max_tokens = spec.integer("max_tokens", default.max_tokens)
+    options = SuffixOptions(
+        max_depth=spec.integer("max_depth", default.max_depth),
+        factor=spec.number("factor", default.factor),
+        offset=spec.number("offset", default.offset),
+        min_prob=spec.number("min_prob", default.min_prob),
+        nodes=spec.integer("nodes", 0) if "nodes" in spec.options else None,
+        max_tokens=max_tokens if shared == "on" else 0,
+    )
+    target = loading.target
+    drafter = SuffixDrafter(target.device, target.vocab_size, options, spec.argument)
+    return Prepared(lambda context: drafter)
 
 
 def _model(spec: DraftSpec, loading: Loading) -> Prepared:
@@ -260,6 +283,7 @@ DRAFTERS: dict[str, Callable[[DraftSpec, Loading], Prepared]] = {
     "layer_skip": _layer_skip,
     "medusa": _medusa,
     "ngram": _ngram,
+    "suffix": _suffix,
     "model": _model,
     "tree": _model,
 }

@@ -36,6 +36,7 @@ def test_the_latest_longest_match_is_continued() -> None:
     tree = propose(drafter, request([1, 2, 7, 8, 9, 1, 2, 4, 5, 6, 3, 2, 4, 1, 2]))
     assert tree.tokens.tolist() == [4, 5, 6]
     assert tree.parents == (-1, 0, 1)
+    assert drafter.confidence(0) == 2
 
 
 def test_a_loop_goes_on() -> None:

@@ -29,7 +29,7 @@ DRAFTERS = {
     "itself": "model:{target}",
     "ngram": "ngram:min=1,max=3,length=6,candidates=1",
     "ngram tree": "ngram:min=1,candidates=4",
-    "ngram, output": "ngram:source=output",
+    "suffix": "suffix",
     "tree": "tree:{draft},branching=3x2x1",
     "bush": "tree:{draft},branching=4",
     "medusa": "medusa:{medusa},nodes=12",

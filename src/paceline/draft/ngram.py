@@ -44,15 +44,15 @@ class NGramIndex:
                         del ends[0]
         self._indexed = max(self._indexed, len(tokens))
 
-    def matches(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Positions behind earlier occurrences of the suffix, longest match first, then latest."""
+    def matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where the suffix occurred: (position behind it, length), longest first, then latest."""
         seen: set[int] = set()
         for length in self._lengths:
             if length < len(tokens):
                 for end in reversed(self._ends.get(tuple(tokens[-length:]), ())):
                     if end not in seen:
                         seen.add(end)
-                        yield end
+                        yield end, length
 
 
 class NGramDrafter:
@@ -91,6 +91,7 @@ class NGramDrafter:
         self._candidates = candidates
         self._source = source
         self._indices: dict[int, NGramIndex] = {}
+        self._matched: dict[int, int] = {}
 
     def max_nodes(self, length: int) -> int:
         levels = min(length, self._length)
@@ -113,7 +114,9 @@ class NGramDrafter:
             index = self._indices[seq.seq_id] = NGramIndex(*self._bounds)
         index.extend(seq.tokens, self._allowed(seq))
         levels = min(length, self._length)
-        found = (_continuation(seq.tokens, end, levels) for end in index.matches(seq.tokens))
+        matches = list(index.matches(seq.tokens))
+        self._matched[seq.seq_id] = matches[0][1] if matches else 0
+        found = (_continuation(seq.tokens, end, levels) for end, _ in matches)
         tokens, parents = merge(found, self.max_nodes(length), _BRANCH)
         return TokenTree(to_device(tokens, self._device), parents)
 
@@ -123,6 +126,10 @@ class NGramDrafter:
         last = seq.prompt_length if self._source == "prompt" else len(seq.tokens)
         return range(first, last)
 
+    def confidence(self, seq_id: int) -> int:
+        """Tokens that the last draft's best match had, 0 for none (draft/hybrid.py asks)."""
+        return self._matched.get(seq_id, 0)
+
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass  # the index catches up from the sequence's own tokens at the next lookup
 
@@ -131,6 +138,7 @@ class NGramDrafter:
 
     def forget(self, seq_id: int) -> None:
         self._indices.pop(seq_id, None)
+        self._matched.pop(seq_id, None)
 
 
 def _continuation(tokens: Sequence[int], start: int, length: int) -> list[int]:

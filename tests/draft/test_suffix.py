@@ -1,0 +1,236 @@
+"""Suffix decoding: what enters the global tree, what it drafts, and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
+from paceline.core.tree import TokenTree, depths_of
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
+from paceline.errors import ConfigError, DataError, PacelineError, VocabularyMismatchError
+
+VOCAB = 50
+OUT = ModelOutput(torch.empty(0, VOCAB))
+
+
+def request(prompt: list[int], seq_id: int = 0) -> Request:
+    seq = Request(seq_id, list(prompt), len(prompt), SamplingParams(max_tokens=99))
+    seq.cached = len(prompt) - 1
+    return seq
+
+
+def propose(drafter: SuffixDrafter, seq: Request, length: int = 8) -> TokenTree:
+    return drafter.propose(Plan((Slice(seq, seq.num_pending, length),)))[0]
+
+
+def run(
+    drafter: SuffixDrafter, prompt: list[int], output: list[int], reason: str | None = "length"
+) -> None:
+    """A request that decodes ``output`` and ends; without a reason it is cancelled."""
+    seq = request(prompt)
+    propose(drafter, seq)
+    for number, token in enumerate(output, 1):
+        seq.tokens.append(token)
+        last = number == len(output)
+        drafter.observe([Commit(0, (token,), finish_reason=reason if last else None)], OUT)
+    drafter.forget(0)
+
+
+def test_a_repeated_request_is_drafted_from_its_first_token_on() -> None:
+    drafter = SuffixDrafter("cpu", VOCAB)
+    run(drafter, [1, 2, 3], [4, 5, 6, 7])
+    tree = propose(drafter, request([1, 2, 3]))
+    assert tree.tokens.tolist() == [4, 5, 6, 7]
+    assert tree.parents == (-1, 0, 1, 2)
+
+
+def test_the_own_text_is_matched_too() -> None:
+    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0))
+    assert propose(drafter, request([1, 2, 3, 4, 1, 2])).tokens.tolist() == [3, 4, 1, 2, 3, 4]
+    assert drafter.stored_tokens == 0
+
+
+def test_the_draft_grows_with_the_match() -> None:
+    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(factor=2.0, offset=0.0))
+    run(drafter, [1], list(range(2, 20)))
+    sizes = [len(propose(drafter, request(list(range(40, 44)) + list(range(9 - m, 9)), m)))
+             for m in (1, 2, 3)]  # fmt: skip
+    assert sizes == [2, 4, 6]
+    assert [drafter.confidence(m) for m in (1, 2, 3, 4)] == [1, 2, 2, 0]
+
+
+def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:
+    drafter = SuffixDrafter("cpu", VOCAB)
+    run(drafter, [1, 2, 3], [4, 5], reason=None)
+    assert drafter.stored_tokens == 0
+    off = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0))
+    run(off, [1, 2, 3], [4, 5])
+    assert off.stored_tokens == 0
+    assert len(propose(off, request([1, 2, 3]))) == 0
+
+
+def test_a_preempted_request_enters_once() -> None:
+    drafter = SuffixDrafter("cpu", VOCAB)
+    seq = request([1, 2, 3])
+    propose(drafter, seq)
+    seq.tokens += [4, 5]
+    drafter.observe([Commit(0, (4, 5))], OUT)
+    drafter.forget(0)
+    seq.cached = 0
+    drafter.propose(Plan((Slice(seq, 2),)))  # prefilled again, in chunks
+    seq.cached = 4
+    propose(drafter, seq)
+    seq.tokens.append(6)
+    drafter.observe([Commit(0, (6,), finish_reason="stop")], OUT)
+    assert drafter.stored_tokens == 6
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_the_oldest_outputs_give_way(outputs: list[list[int]]) -> None:
+    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=40))
+    for output in outputs:
+        run(drafter, [7], output)
+        assert drafter.stored_tokens <= 40
+    kept = 0
+    for output in reversed(outputs):  # as many of the latest as fit
+        if kept + len(output) + 1 > 40:
+            break
+        kept += len(output) + 1
+    assert drafter.stored_tokens == kept
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from([None, 1, 6, 40]),
+    st.sampled_from([0.05, 0.1, 0.3, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_trees_keep_to_their_bounds(
+    text: list[int], length: int, nodes: int | None, min_prob: float
+) -> None:
+    options = SuffixOptions(nodes=nodes, min_prob=min_prob, offset=30.0)
+    drafter = SuffixDrafter("cpu", VOCAB, options)
+    run(drafter, [9], text)
+    tree = propose(drafter, request(text[:-1]), length)
+    assert len(tree) <= drafter.max_nodes(length)
+    assert max(depths_of(tree.parents), default=0) <= length
+    assert drafter.max_nodes(0) == 0
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    file = tmp_path / "seen.suffix"
+    first = SuffixDrafter("cpu", VOCAB, file=file)
+    run(first, [1, 2, 3], [4, 5, 6, 7])
+    run(first, [9], [49, 0])
+    assert first.save() == file
+    again = SuffixDrafter("cpu", VOCAB, file=file)
+    assert again.stored_tokens == first.stored_tokens == 10
+    for prompt in ([1, 2, 3], [9], [5]):
+        a, b = (propose(drafter, request(prompt)) for drafter in (first, again))
+        assert a.tokens.tolist() == b.tokens.tolist() != []
+    again.load(file)
+    assert again.stored_tokens == 20, "load adds"
+    small = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=5), file)
+    assert small.stored_tokens == 3, "the newest text that fits"
+    assert [path.name for path in tmp_path.iterdir()] == ["seen.suffix"]
+
+
+def test_an_empty_tree_can_be_saved(tmp_path: Path) -> None:
+    drafter = SuffixDrafter("cpu", VOCAB)
+    drafter.save(tmp_path / "empty")
+    drafter.load(tmp_path / "empty")
+    assert drafter.stored_tokens == 0
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "seen.suffix"
+    drafter = SuffixDrafter("cpu", VOCAB, file=file)
+    drafter.save()
+    before = file.read_bytes()
+    run(drafter, [1], [2, 3])
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(DataError, match="No space left"):
+        drafter.save()
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_saving_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere to save"):
+        SuffixDrafter("cpu", VOCAB).save()
+    with pytest.raises(DataError, match="cannot save"):
+        SuffixDrafter("cpu", VOCAB).save(tmp_path / "missing" / "file")
+
+
+HEAD = b'{"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "words"),
+    [
+        (b"", DataError, "not a saved suffix tree"),
+        (b"{}\n", DataError, "not a saved suffix tree"),
+        (b"\x89PNG\r\n\x1a\n", DataError, "not a saved suffix tree"),
+        (HEAD.replace(b'"version": 1', b'"version": 2'), DataError, "version 2"),
+        (HEAD.replace(b"50", b"51"), VocabularyMismatchError, "51 tokens, this one has 50"),
+        (HEAD + b"\x01\x00\x00\x00\xff\xff\xff", DataError, "cut short"),
+        (HEAD.replace(b'"tokens": 2', b'"tokens": "2"'), DataError, "cut short"),
+        (HEAD + b"\x01\x00\x00\x00\x02\x00\x00\x00", DataError, "no such tokens"),
+        (HEAD + b"\x33\x00\x00\x00\xff\xff\xff\xff", DataError, "no such tokens"),
+        (HEAD + b"\xfe\xff\xff\xff\xff\xff\xff\xff", DataError, "no such tokens"),
+    ],
+)
+def test_other_files_are_refused(
+    tmp_path: Path, content: bytes, error: type[PacelineError], words: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(error, match=words) as caught:
+        SuffixDrafter("cpu", VOCAB, file=file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        SuffixDrafter("cpu", VOCAB, file=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_depth": 0},
+        {"factor": -1.0},
+        {"factor": float("nan")},
+        {"factor": 0.5, "offset": 0.0},
+        {"offset": float("inf")},
+        {"min_prob": 0.0},
+        {"min_prob": 1.5},
+        {"min_prob": float("nan")},
+        {"nodes": 0},
+        {"max_tokens": -1},
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="suffix: "):
+        SuffixOptions(**options)
+
+
+def test_a_file_without_a_global_tree_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="switched off"):
+        SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0), tmp_path / "file")
