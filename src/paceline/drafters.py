@@ -22,11 +22,11 @@ from paceline.draft.medusa import MedusaDrafter, shapes_of
 from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.policy import Policy
 from paceline.draft.router import Router
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
 from paceline.draft.shape import Shape
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.swift import SkipSearch, skippable
 from paceline.draft.translated import StringDrafter
 from paceline.draft.vocab import Intersection, SharedVocabulary, Vocabulary
