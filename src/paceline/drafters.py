@@ -71,7 +71,7 @@ class DraftContext:
 class Prepared:
     """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token.
 
-    ``names`` are those by which requests may choose it, or one of several; the first is the default.
+    ``names`` are those by which requests choose it, or one of several; the first is the default.
     """
 
     build: Callable[[DraftContext], Drafter]

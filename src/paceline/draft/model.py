@@ -10,18 +10,17 @@ draft model has a paged cache of its own. One forward drafts one level for the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.draws import draft
-from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree
 from paceline.draft.grow import Growing, grow
 from paceline.draft.policy import Policy
+from paceline.draft.rehearsal import rehearse_level
+from paceline.draft.vocab import Vocabulary
 from paceline.model.blocks import OutOfBlocksError
 from paceline.model.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
@@ -31,18 +30,21 @@ from paceline.model.target import CausalModel
 class _State:
     """What the draft's cache holds of one sequence.
 
-    ``cached`` committed tokens, then the nodes that were fed behind ``base``: node i of the last
-    proposal is at index ``base + slots[i]``, or was never fed where that is -1.
+    ``tokens``: the first ``read`` tokens of the sequence in the draft's vocabulary. ``cached`` of
+    them, then the nodes that were fed behind ``base``: node i of the last proposal is at index
+    ``base + slots[i]``, or was never fed where that is -1.
     """
 
     seq: Request
+    tokens: list[int] = field(default_factory=list)
+    read: int = 0
     cached: int = 0
     base: int = 0
     slots: tuple[int, ...] = ()
 
 
 class ModelDrafter:
-    """Drafts with a model that shares the target's vocabulary."""
+    """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
 
     features: tuple[int, ...] = ()
 
@@ -50,7 +52,7 @@ class ModelDrafter:
         self,
         model: CausalModel,
         cache: PagedCache,
-        target_vocab: int,
+        vocabulary: Vocabulary,
         generator: torch.Generator | None,
         policy: Policy,
         name: str = "model",
@@ -58,11 +60,16 @@ class ModelDrafter:
         self.name = name
         self.model = model
         self.cache = cache
-        self._width = min(target_vocab, model.vocab_size)  # ids that both models know
+        self._vocabulary = vocabulary
         self._generator = generator
         self._policy = policy
         self._states: dict[int, _State] = {}
         self._empty = TokenTree.empty(model.device)
+
+    @property
+    def vocabulary(self) -> str:
+        """How the draft's vocabulary relates to the target's, in words."""
+        return self._vocabulary.description
 
     def max_nodes(self, length: int) -> int:
         return self._policy.max_nodes(length)
@@ -93,7 +100,8 @@ class ModelDrafter:
         return trees
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        return self.model(self.cache.pack(feeds), self.cache).logits[:, : self._width]
+        out = self.model(self.cache.pack(feeds), self.cache)
+        return self._vocabulary.logits(out.logits)
 
     def _level(self, trees: list[Growing]) -> torch.Tensor:
         """Feed the newest nodes of some trees."""
@@ -101,9 +109,8 @@ class ModelDrafter:
         for tree in trees:
             seq_id = tree.item.seq.seq_id
             base, parents = self._states[seq_id].base, tree.fed_parents
-            feeds.append(
-                Feed(seq_id, base, (), parents, tree.fresh, len(parents) - len(tree.fresh))
-            )
+            fresh = self._vocabulary.nodes(tree.fresh)
+            feeds.append(Feed(seq_id, base, (), parents, fresh, len(parents) - len(fresh)))
         return self._logits(feeds)
 
     def _finish(self, tree: Growing) -> TokenTree:
@@ -116,18 +123,26 @@ class ModelDrafter:
         state = self._states.get(seq.seq_id)
         if state is None:
             state = self._states[seq.seq_id] = _State(seq)
+        self._read(state)
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
-        beyond = len(seq.tokens) + item.draft_length >= self.model.max_positions
+        beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
         # A prompt chunk is prefilled along with the target's; a plain step is caught up on later.
         return state if (drafts or not item.decodes) and not beyond else None
 
+    def _read(self, state: _State) -> None:
+        tokens = state.seq.tokens
+        state.tokens += self._vocabulary.context(tokens[state.read :])
+        state.read = len(tokens)
+
     def _catch_up(self, item: Slice, state: _State) -> Feed | None:
         """Feed the committed tokens that the draft has not seen; None if it has no cache for it."""
-        seq = item.seq
-        end = len(seq.tokens) if item.decodes else seq.cached + item.feed
+        seq, tokens = item.seq, state.tokens
+        # The draft may take more or fewer tokens for a prompt than the target does.
+        fed = len(seq.tokens) if item.decodes else seq.cached + item.feed
+        end = len(tokens) * fed // len(seq.tokens)
         nodes = self._policy.max_fed(item.draft_length) if item.decodes else 0
         if seq.seq_id not in self.cache:
-            state.cached = self.cache.admit(seq.seq_id, seq.tokens)
+            state.cached = self.cache.admit(seq.seq_id, tokens)
         if state.cached >= end:
             return None  # a prompt chunk that came out of the draft's own prefix cache
         try:
@@ -135,10 +150,7 @@ class ModelDrafter:
         except OutOfBlocksError:
             self._drop(state)
             return None
-        pending = [
-            min(token, self.model.vocab_size - 1) for token in seq.tokens[state.cached : end]
-        ]
-        feed = Feed(seq.seq_id, state.cached, pending, wants_logits=item.decodes)
+        feed = Feed(seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes)
         state.cached = state.base = end
         state.slots = ()
         return feed
@@ -162,26 +174,27 @@ class ModelDrafter:
         for state, count in kept:
             state.cached += count
             state.slots = ()
-            self.cache.commit(state.seq.seq_id, state.seq.tokens, state.cached)
+            self._read(state)
+            self.cache.commit(state.seq.seq_id, state.tokens, state.cached)
+
+    def keep(self, seq_id: int, length: int) -> None:
+        """Forget what was read of a sequence beyond ``length`` tokens, and all nodes.
+
+        In place of ``observe`` for a sequence whose last tokens may change.
+        """
+        state = self._states.get(seq_id)
+        if state is None:
+            return
+        del state.tokens[length:]
+        state.read = len(state.tokens)
+        state.cached, state.slots = min(state.cached, length), ()
+        if seq_id in self.cache:
+            self.cache.commit(seq_id, state.tokens, state.cached)
 
     def rehearse(self, batch_size: int) -> None:
         """One level: a forward over one token of each sequence, and its choice."""
-        size = self.cache.block_size
-        blocks = min(4, self.cache.num_blocks, self.model.max_positions // size)
-        batch_size = max(1, min(batch_size, self.cache.num_blocks // max(1, blocks)))
-        context = max(1, blocks * size) - 1
-        ids = range(-batch_size, 0)
-        seqs = tuple(Request(seq_id, [0], 1, SamplingParams()) for seq_id in ids)
-        for seq_id in ids:
-            self.cache.admit(seq_id, [0])
-            self.cache.reserve(seq_id, context + 1)
-        try:
-            batch = self.cache.pack([Feed(seq_id, context, (0,)) for seq_id in ids])
-            logits = self.model(batch, self.cache).logits
-            draft(logits[:, : self._width], Rows(seqs, (0,) * batch_size), 1, self._generator)
-        finally:
-            for seq_id in ids:
-                self.cache.free(seq_id)
+        most = self.model.max_positions
+        rehearse_level(self._logits, self.cache, batch_size, most, self._generator)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

@@ -12,29 +12,28 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 
-def check_same_vocabulary(
-    tokenizer: PreTrainedTokenizerFast,
-    draft_tokenizer: PreTrainedTokenizerFast,
-    target: CausalModel,
-    draft: CausalModel,
-) -> None:
-    """Raise VocabularyMismatchError, showing the first differing entries, unless ids agree.
+def differences(
+    tokenizer: PreTrainedTokenizerFast, draft_tokenizer: PreTrainedTokenizerFast
+) -> str:
+    """In how many entries the vocabularies differ, and the first of them; "" if they agree.
 
     Logits may be padded to different widths: only ids that stand for tokens are compared.
     """
     ours = {index: token for token, index in tokenizer.get_vocab().items()}
     theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     differing = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
-    if differing:
-        shown = "; ".join(
-            f"id {i}: target {ours.get(i)!r}, draft {theirs.get(i)!r}" for i in differing[:3]
-        )
+    if not differing:
+        return ""
+    shown = "; ".join(
+        f"id {i}: target {ours.get(i)!r}, draft {theirs.get(i)!r}" for i in differing[:3]
+    )
+    return f"{len(differing)} of {len(ours)} vocabulary entries ({shown})"
+
+
+def check_embeddings(draft: CausalModel, tokens: int) -> None:
+    """Raise VocabularyMismatchError if the draft lacks embeddings for the ``tokens`` it shares."""
+    if draft.vocab_size < tokens:
         raise VocabularyMismatchError(
-            f"draft {draft.name} and target {target.name} differ in {len(differing)} of "
-            f"{len(ours)} vocabulary entries ({shown}); use a draft of the same family"
-        )
-    if draft.vocab_size < len(ours):
-        raise VocabularyMismatchError(
-            f"draft {draft.name} has only {draft.vocab_size} embeddings for {len(ours)} tokens; "
+            f"draft {draft.name} has only {draft.vocab_size} embeddings for {tokens} tokens; "
             "use a draft of the same family"
         )

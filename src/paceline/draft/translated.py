@@ -1,0 +1,120 @@
+"""String-level drafts: a draft model writes in its own vocabulary, the target reads the text.
+
+Timor et al. 2025 (arXiv 2502.05202), "string-level exact match". Any two tokenizers will do that
+give a text back as it was. The draft's choices are its likeliest ones, for sampled requests too:
+without common ids there is no q that the verifier could use, and then the likeliest token is the
+best guess (POINT). Text is a matter of the host: one more synchronisation each time it drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree, children_of
+from paceline.draft.model import ModelDrafter
+from paceline.draft.retokenise import Retokeniser
+from paceline.draft.trie import merge
+from paceline.draft.vocab import TokenTexts
+
+
+class _Shadow:
+    """A sequence as the draft model sees it: its own tokens, and no sampling."""
+
+    def __init__(self, seq: Request, text: Retokeniser) -> None:
+        self.seq = seq
+        self.text = text
+        self.request = Request(seq.seq_id, [], 0, SamplingParams())
+
+    def slice_of(self, item: Slice) -> Slice:
+        """The draft's part in the step: as much of a prompt as the target is fed of its own."""
+        self.text.extend(self.seq.tokens)
+        tokens = self.request.tokens = self.text.context()
+        if item.decodes:
+            return Slice(self.request, len(tokens), 0 if self.text.waits else item.draft_length)
+        share = len(tokens) * (item.seq.cached + item.feed) // len(item.seq.tokens)
+        return Slice(self.request, min(share, len(tokens) - 1))
+
+
+class StringDrafter:
+    """Lets ``inner`` draft for shadows of the sequences and translates its trees by their text.
+
+    A tree's paths are re-tokenised one by one; those that begin alike share nodes again.
+    """
+
+    features: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        inner: ModelDrafter,
+        target: TokenTexts,
+        draft: TokenTexts,
+        pairs: Mapping[int, int],
+        share: float,
+    ) -> None:
+        """``inner`` drafts in the draft's own ids. ``pairs``, ``share``: the intersection."""
+        self.name = inner.name
+        self.vocabulary = f"string-level match, shared tokens {100 * share:.0f} % of text"
+        self.cache = inner.cache
+        self._inner = inner
+        self._texts = target, draft
+        self._pairs = pairs
+        self._shadows: dict[int, _Shadow] = {}
+        self._empty = TokenTree.empty(inner.model.device)
+
+    def max_nodes(self, length: int) -> int:
+        return self._inner.max_nodes(length)
+
+    def passes(self, length: int) -> int:
+        return self._inner.passes(length)
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)
+        drafts = self._inner.propose(Plan(slices))
+        parts = [draft.tokens for draft in drafts if len(draft)]
+        values = torch.cat(parts).tolist() if parts else []
+        trees = []
+        for item, draft in zip(plan.slices, drafts, strict=True):
+            own, values = values[: len(draft)], values[len(draft) :]
+            trees.append(self._translated(item, draft, own) if len(draft) else self._empty)
+        return trees
+
+    def _shadow(self, seq: Request) -> _Shadow:
+        shadow = self._shadows.get(seq.seq_id)
+        if shadow is None:
+            text = Retokeniser(*self._texts, self._pairs)
+            shadow = self._shadows[seq.seq_id] = _Shadow(seq, text)
+        return shadow
+
+    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        text = self._shadows[item.seq.seq_id].text
+        paths = (text.proposal(path)[: item.draft_length] for path in _paths(draft.parents, tokens))
+        found, parents = merge(paths, self.max_nodes(item.draft_length))
+        return TokenTree(to_device(found, draft.tokens.device), parents)
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """The draft keeps what cannot change any more; its drafts it reads again as text."""
+        for commit in commits:
+            shadow = self._shadows.get(commit.seq_id)
+            if shadow is not None:
+                self._inner.keep(commit.seq_id, len(shadow.text.settled))
+
+    def rehearse(self, batch_size: int) -> None:
+        self._inner.rehearse(batch_size)
+
+    def forget(self, seq_id: int) -> None:
+        self._shadows.pop(seq_id, None)
+        self._inner.forget(seq_id)
+
+
+def _paths(parents: tuple[int, ...], tokens: Sequence[int]) -> list[list[int]]:
+    """The tokens from the root to each leaf."""
+    paths: list[list[int]] = []
+    for parent, token in zip(parents, tokens, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else ()), token])
+    return [path for path, below in zip(paths, children_of(parents)[1:], strict=True) if not below]

@@ -1,0 +1,271 @@
+"""Drafts with a vocabulary of their own: which tokens the two share, and how ids are translated.
+
+Timor et al. 2025 (arXiv 2502.05202). Two tokens are the same if they stand for the same bytes.
+Where that covers nearly all text, the draft proposes from the intersection alone (their algorithm
+"token-level intersection"): its logits are brought into the target's ids before anything is drawn,
+so q is exact and renormalised over the intersection, and everything after it works as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.core.transfer import to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BLANK = "\u2581"  # a space in the tokens of SentencePiece
+
+
+class Vocabulary(Protocol):
+    """How a draft model reads the target's tokens, and how its logits become the target's."""
+
+    @property
+    def description(self) -> str: ...
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        """Committed target tokens as draft tokens, at least one each, whatever comes before."""
+        ...
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[R, draft vocabulary]`` to ``[R, ids of the target]``, -inf where it has no opinion."""
+        ...
+
+    def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Drafted target ids, int64, as the draft ids to feed; ``context`` of each, one to one."""
+        ...
+
+
+class SharedVocabulary:
+    """Same ids, same tokens; either side may have more rows of logits than tokens (padding)."""
+
+    description = "the target's own"
+
+    def __init__(self, target_vocab: int, draft_vocab: int) -> None:
+        self._width = min(target_vocab, draft_vocab)
+        self._last = draft_vocab - 1
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        return [min(token, self._last) for token in tokens]
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, : self._width]
+
+    def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+class TokenTexts:
+    """The bytes behind every id of a tokenizer, and encoding in the middle of a text.
+
+    ``strings[id]``: bytes of an ordinary token; ``special[id]``: the name of a special one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        kinds = _decoder_kinds(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self.strings: dict[int, bytes] = {}
+        self.special: dict[int, str] = {}
+        for token, index in tokenizer.get_vocab().items():
+            if index not in added:
+                self.strings[index] = _bytes_of(token, kinds)
+            elif added[index].special:
+                self.special[index] = token
+            else:
+                self.strings[index] = token.encode()
+
+    @cached_property
+    def ids(self) -> dict[bytes, int]:
+        """One id for each string. Single bytes kept for unknown characters come last."""
+        names: dict[int, str] = self._names
+        order = sorted(self.strings, key=lambda i: (_BYTE_TOKEN.fullmatch(names[i]) is None, -i))
+        return {self.strings[index]: index for index in order if self.strings[index]}
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {index: token for token, index in self.tokenizer.get_vocab().items()}
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self.ids), default=0)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text without the special tokens around it."""
+        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def spelt(self, ids: Sequence[int]) -> bytes:
+        """What ids stand for, special tokens by their names."""
+        return b"".join(
+            self.strings[i] if i in self.strings else self.special.get(i, "").encode() for i in ids
+        )
+
+    def after(self, lead: str, text: str) -> list[int] | None:
+        """Ids of ``text`` where it follows ``lead``; None if a token spans the border."""
+        ids = self.encode(lead + text)
+        # Some tokenizers put a space before the first word.
+        surplus = len(self.spelt(ids)) - len((lead + text).encode())
+        border = len(lead.encode()) + max(0, surplus) if lead else 0
+        position = 0
+        for place, index in enumerate(ids):
+            if position == border:
+                return ids[place:]
+            position += len(self.spelt((index,)))
+        return [] if position == border else None
+
+    def reads_back(self, text: str) -> bool:
+        """Whether an encoded text can be had back: nothing unknown, lower-cased or rewritten."""
+        return self.spelt(self.encode(text)).removeprefix(b" ") == text.encode()
+
+    def spell(self, string: bytes) -> list[int]:
+        """``string`` in the longest tokens there are, from its beginning; skips unknown bytes."""
+        result: list[int] = []
+        start = 0
+        while start < len(string):
+            for end in range(min(len(string), start + self.longest), start, -1):
+                index = self.ids.get(string[start:end])
+                if index is not None:
+                    result.append(index)
+                    break
+            else:
+                end = start + 1
+            start = end
+        return result
+
+
+def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
+    """Target id -> draft id of every token that both have.
+
+    Ordinary tokens by their bytes, special ones by their names; begin and end of text by their
+    role, whatever they are called.
+    """
+    pairs = {target.ids[s]: index for s, index in draft.ids.items() if s in target.ids}
+    names = {name: index for index, name in draft.special.items()}
+    pairs.update({i: names[name] for i, name in target.special.items() if name in names})
+    for role in ("bos_token_id", "eos_token_id"):
+        ours, theirs = getattr(target.tokenizer, role), getattr(draft.tokenizer, role)
+        if isinstance(ours, int) and isinstance(theirs, int) and theirs not in pairs.values():
+            pairs.setdefault(ours, theirs)
+    return pairs
+
+
+def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str) -> float:
+    """Share of the tokens of a text that both vocabularies have.
+
+    Of the two ways to write the text, the target's and the draft's, the one with less in common
+    counts: what the target writes should be in the draft's reach, and what the draft would write
+    should not be lost.
+    """
+
+    def share(ids: Sequence[int], common: set[int]) -> float:
+        return sum(index in common for index in ids) / max(1, len(ids))
+
+    return min(
+        share(target.encode(sample), set(pairs)),
+        share(draft.encode(sample), set(pairs.values())),
+    )
+
+
+class Intersection:
+    """Token-level intersection: the draft speaks only of tokens that both vocabularies have.
+
+    Committed tokens outside of it are spelt in the draft's tokens, each by itself: what the draft
+    has read never changes, and a piece of a character is as good as any other string.
+    """
+
+    def __init__(
+        self,
+        target: TokenTexts,
+        draft: TokenTexts,
+        pairs: Mapping[int, int],
+        widths: tuple[int, int],
+        device: torch.device,
+        share: float,
+    ) -> None:
+        """``widths``: rows of logits of target and draft; ``share``: the measured overlap."""
+        self.description = f"token-level intersection, {100 * share:.0f} % of text"
+        target_width, draft_width = widths
+        self._pairs = {
+            ours: theirs
+            for ours, theirs in pairs.items()
+            if ours < target_width and theirs < draft_width
+        }
+        self._target, self._draft = target, draft
+        self._draft_width = draft_width
+        source = [self._pairs.get(token, 0) for token in range(target_width)]
+        outside = [token not in self._pairs for token in range(target_width)]
+        self._source = to_device(source, device)
+        self._outside = to_device(outside, device, torch.bool)
+        self._spelt: dict[int, list[int]] = {}
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        result: list[int] = []
+        for token in tokens:
+            shared = self._pairs.get(token)
+            result += self._spelling(token) if shared is None else (shared,)
+        return result
+
+    def _spelling(self, token: int) -> list[int]:
+        known = self._spelt.get(token)
+        if known is None:
+            pieces = self._draft.spell(self._target.spelt((token,)))
+            known = [index for index in pieces if index < self._draft_width] or [0]
+            self._spelt[token] = known
+        return known
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_select(1, self._source).masked_fill_(self._outside, -torch.inf)
+
+    def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._source[tokens]
+
+
+# -- what a token of a tokenizer.json stands for ---------------------------------------------------
+
+
+def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
+    """Names of the decoder's steps; "Metaspace" also where it is written as a replacement."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    if decoder is None:
+        return frozenset()
+    steps: list[Any] = [json.loads(decoder.__getstate__())]
+    kinds: set[str] = set()
+    while steps:
+        step = steps.pop()
+        steps += step.get("decoders", [])
+        replaces = step["type"] == "Replace" and step["pattern"].get("String") == _BLANK
+        kinds.add("Metaspace" if replaces else step["type"])
+    return frozenset(kinds)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes (GPT-2, Radford et al. 2019)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {chr(byte): byte for byte in shown}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _bytes_of(token: str, kinds: frozenset[str]) -> bytes:
+    if "ByteLevel" in kinds:
+        if all(letter in _ALPHABET for letter in token):
+            return bytes(_ALPHABET[letter] for letter in token)
+        return token.encode()
+    byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
+    if byte is not None:
+        return bytes.fromhex(byte[1])
+    if "WordPiece" in kinds:
+        return token[2:].encode() if token.startswith("##") else b" " + token.encode()
+    return token.replace(_BLANK, " ").encode() if "Metaspace" in kinds else token.encode()
