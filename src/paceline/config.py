@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
@@ -10,8 +11,8 @@ from paceline.errors import ConfigError
 @dataclass(frozen=True)
 class DraftSpec:
     """``KIND[:ARGUMENT][,KEY=VALUE...]``, for example ``ngram:min=2,max=4`` or
-    ``tree:path/to/draft,branching=2x2x1``. Anything whose first word is not a known kind is a
-    model path: ``DraftSpec("model", path)``."""
+    ``tree:path/to/draft,branching=2x2x1``; a hybrid's argument is ``SPEC+SPEC...``. Anything whose
+    first word is not a known kind is a model path: ``DraftSpec("model", path)``."""
 
     kind: str
     argument: str | None = None
@@ -25,6 +26,8 @@ class DraftSpec:
         head, _, rest = text.partition(":")
         if head not in kinds:
             return cls("model", text)
+        if head == "hybrid":
+            return cls(head, rest)
         argument: str | None = None
         options: dict[str, str] = {}
         for position, part in enumerate(part for part in rest.split(",") if part):
@@ -36,6 +39,24 @@ class DraftSpec:
             else:
                 raise ConfigError(f"draft {text!r}: {part!r} is not KEY=VALUE")
         return cls(head, argument, options)
+
+    def members(self, kinds: tuple[str, ...]) -> list[DraftSpec]:
+        """The specs that a hybrid's argument joins with ``+``. Raises ConfigError.
+
+        A ``+`` parts members only before a known kind, so that paths may contain it.
+        """
+        usable = [kind for kind in kinds if kind not in ("none", "hybrid")]
+        first = "|".join(map(re.escape, usable))
+        parts = re.split(rf"\+(?=(?:{first})(?:[:+]|$))", self.argument or "")
+        found = [DraftSpec.parse(part, kinds) for part in parts]
+        for part, spec in zip(parts, found, strict=True):
+            if part.partition(":")[0] not in usable:
+                raise ConfigError(
+                    f"draft 'hybrid': member {part!r} begins with no known kind; join members "
+                    f"with +, as in hybrid:ngram+model:PATH (kinds: {', '.join(usable)})"
+                )
+            assert spec.kind in usable
+        return found
 
     def check_options(self, known: tuple[str, ...]) -> None:
         unknown = sorted(set(self.options) - set(known))

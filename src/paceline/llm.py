@@ -12,10 +12,9 @@ import torch
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.completion import Completion, StreamEvent
-from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as EngineSequence
-from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
+from paceline.drafters import Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PromptError
 from paceline.model.target import CausalModel
 from paceline.request import Request
@@ -34,7 +33,9 @@ class LLM:
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
     ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
-    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``.
+    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``. Of a
+    list of them every request may choose one by its name in ``drafters`` (its kind), see
+    ``SamplingParams.drafter``; the first is the default.
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
@@ -48,7 +49,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        draft: str | None = None,
+        draft: str | Sequence[str] | None = None,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -68,11 +69,11 @@ class LLM:
             prefix_sharing=prefix_sharing,
             lossy=lossy,
         )
-        spec = DraftSpec.parse(draft, tuple(DRAFTERS))
         self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
         self._generator = seeded_generator(self.target.device, seed)
-        prepared = prepare(spec, Loading(self.target, self.tokenizer, dtype))
+        prepared = prepare_all(draft, Loading(self.target, self.tokenizer, dtype))
+        self.drafters = prepared.names
         self.engine: Engine = build_engine(self.target, prepared, options, self._generator)
         self._coupled = options.rule == "coupled"
         self._lossy = options.lossy
@@ -195,6 +196,11 @@ class LLM:
             raise ConfigError(
                 f"token id {bad[0]} in logit_bias or stop_token_ids is not in the vocabulary "
                 f"(0 to {self._width - 1})"
+            )
+        if params.drafter not in (None, "none", *self.drafters):
+            raise ConfigError(
+                f"drafter {params.drafter!r} is not loaded; use one of "
+                f"{', '.join(dict.fromkeys((*self.drafters, 'none')))}, or load it with draft=[...]"
             )
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:

@@ -7,19 +7,30 @@ import pytest
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.engine.controller import AcceptanceEstimate, AdaptiveLength, FixedLength
-from paceline.engine.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve, StepCosts
+from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime, best
+from paceline.engine.controller import AdaptiveLength, FixedLength
 
 
 def seq(seq_id: int = 0) -> Sequence:
     return Sequence(seq_id, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
 
 
-def costs(draft: float = 0.1, slope: float = 0.0) -> StepCosts:
+def costs(slope: float = 0.0) -> StepCosts:
     """One target step costs 1, plus ``slope`` for each further token."""
     one = CostCurve((1, 101), (1.0, 1.0 + 100 * slope))
     full = CostCurve((1, 101), (1.0 + 7 * slope, 1.0 + (8 * 101 - 1) * slope))
-    return StepCosts(one, full, 8, CostCurve((1, 8), (draft, draft)))
+    return StepCosts(one, full, 8)
+
+
+def profile(draft: float, longest: int = 8) -> Profile:
+    """Chains; a level costs ``draft``, and nothing takes a pass if that is 0."""
+    lengths = tuple(range(longest + 1))
+    return Profile(lengths, lengths if draft else (0,) * len(lengths), CostCurve((1,), (draft,)))
+
+
+def adaptive(draft: float = 0.1, slope: float = 0.0, longest: int = 8) -> AdaptiveLength:
+    return AdaptiveLength(StepTime(costs(slope)), {"fake": profile(draft, longest)})
 
 
 def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -> list[int]:
@@ -38,7 +49,7 @@ def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -
             credit -= 1.0
             kept += 1
         reached = kept + (kept < length)
-        commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached)
+        commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, fed=1)
         control.observe([commit], 1.0)
     return chosen
 
@@ -52,31 +63,31 @@ def test_expected_tokens_follow_the_formula() -> None:
 
 
 def test_good_drafts_become_long_and_bad_ones_stop() -> None:
-    assert drive(AdaptiveLength(costs(), 8, lambda n: n), 0.95, 60)[-1] >= 6
-    assert drive(AdaptiveLength(costs(), 8, lambda n: n), 0.0, 60)[-1] == 0
+    assert drive(adaptive(), 0.95, 60)[-1] >= 6
+    assert drive(adaptive(), 0.0, 60)[-1] == 0
 
 
 def test_costly_verification_shortens_drafts() -> None:
-    cheap = drive(AdaptiveLength(costs(slope=0.0), 8, lambda n: n), 0.7, 80)[-1]
-    dear = drive(AdaptiveLength(costs(slope=0.4), 8, lambda n: n), 0.7, 80)[-1]
+    cheap = drive(adaptive(slope=0.0), 0.7, 80)[-1]
+    dear = drive(adaptive(slope=0.4), 0.7, 80)[-1]
     assert dear < cheap
 
 
 def test_a_useless_draft_costs_less_than_three_per_cent() -> None:
     """After the first hundred steps, with a draft level at a tenth of a target step."""
-    chosen = drive(AdaptiveLength(costs(), 8, lambda n: n), 0.0, 1100)[100:]
+    chosen = drive(adaptive(), 0.0, 1100)[100:]
     assert sum(0.1 * length for length in chosen) / len(chosen) < 0.03
     assert any(chosen), "it must go on probing"
 
 
 def test_recovery_after_a_bad_stretch() -> None:
-    control = AdaptiveLength(costs(), 8, lambda n: n)
+    control = adaptive()
     drive(control, 0.0, 40)
     assert drive(control, 0.95, 400)[-1] >= 3
 
 
 def test_sequences_of_a_batch_get_their_own_lengths() -> None:
-    control = AdaptiveLength(costs(draft=0.02, slope=0.1), 8, lambda n: n)
+    control = adaptive(draft=0.02, slope=0.1)
     good, bad = seq(1), seq(2)
     for _ in range(80):
         lengths = control.lengths([good, bad])
@@ -85,7 +96,7 @@ def test_sequences_of_a_batch_get_their_own_lengths() -> None:
             kept = length if right else 0
             reached = kept + (kept < length)
             path = tuple(range(kept))
-            commits.append(Commit(request.seq_id, (1,) * (kept + 1), path, length, reached))
+            commits.append(Commit(request.seq_id, (1,) * (kept + 1), path, length, reached, fed=1))
         control.observe(commits, 1.0)
     lengths = control.lengths([good, bad])
     assert lengths[0] > lengths[1]

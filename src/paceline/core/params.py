@@ -22,6 +22,7 @@ class SamplingParams:
     ``repetition_penalty`` sees prompt and output; presence and frequency penalties see the
     output only. With a ``seed`` the sampled text does not depend on drafter, batch or machine
     load (coupled rule). ``logprobs`` asks for that many alternatives beside the chosen token's.
+    ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
 
     Raises ConfigError, a ValueError, on a value out of range.
     """
@@ -42,6 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -88,6 +90,10 @@ class SamplingParams:
         _require(
             self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
             f"seed is {self.seed!r}; it must be a whole number from 0 to 2**63 - 1",
+        )
+        _require(
+            self.drafter is None or isinstance(self.drafter, str),
+            f'drafter is {self.drafter!r}; give the name of a loaded one, or "none"',
         )
         _require(all(self.stop), "a stop string is empty; leave it out")
 

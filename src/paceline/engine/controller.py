@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import Sequence as Request
-from paceline.engine.costs import StepCosts
+from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best
 
 
 class Controller(Protocol):
@@ -39,157 +38,142 @@ class FixedLength:
         pass
 
 
-@dataclass
-class AcceptanceEstimate:
-    """Chance that position i is accepted given that all before it were, from decayed counts.
+class _Fill:
+    """Nodes that a drafter proposes, as a share of the most it might: n-grams are often short."""
 
-    Starts from ``prior`` (what other sequences showed) with the weight of a few observations.
-    """
+    def __init__(self) -> None:
+        self.share = 1.0
 
-    prior: Sequence[float]
-    decay: float
-    weight: float = 3.0
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reached = [0.0] * len(self.prior)
-        self.accepted = [0.0] * len(self.prior)
-
-    def record(self, reached: int, accepted: int) -> None:
-        for position in range(min(reached, len(self.prior))):
-            self.reached[position] = self.decay * self.reached[position] + 1.0
-            self.accepted[position] = self.decay * self.accepted[position] + (position < accepted)
-
-    def rates(self) -> list[float]:
-        return [
-            (self.weight * prior + accepted) / (self.weight + reached)
-            for prior, reached, accepted in zip(
-                self.prior, self.reached, self.accepted, strict=True
-            )
-        ]
-
-    def expected_tokens(self) -> list[float]:
-        """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ..."""
-        expected, chance = [1.0], 1.0
-        for rate in self.rates():
-            chance *= rate
-            expected.append(expected[-1] + chance)
-        return expected
-
-
-@dataclass
-class _Probe:
-    """When a sequence that does not draft tries again: ever more seldom while it is in vain."""
-
-    wait: int = 16
-    idle: int = 0
+    def record(self, nodes: int, most: int) -> None:
+        self.share += 0.05 * (min(1.0, nodes / most) - self.share)
 
 
 class AdaptiveLength:
-    """Per sequence, from observed acceptance and the costs measured at start-up.
+    """Per sequence and drafter, from observed acceptance and the costs measured at start-up.
 
-    Maximises (expected tokens of the batch) / (draft levels + target step + overhead). The length
+    Maximises (expected tokens of the batch) / (drafting + target step + overhead). The length
     depends on the past only, never on the tokens being drafted, so it cannot bias the output.
+
+    ``profiles`` by the names that requests use; those that name none have the ``default``.
+    Drafters in ``bounds`` decide for themselves and get their longest length.
     """
 
-    MAX_WAIT = 512  # steps between probes: a probe of one level costs well under one per cent
+    # Steps between probes. A probe costs a pass of the drafter or, where that is free, only a few
+    # nodes; and what is looked up may turn good at any time.
+    MAX_WAIT = 512.0
+    MAX_WAIT_FREE = 32.0
 
     def __init__(
         self,
-        costs: StepCosts,
-        max_length: int,
-        max_nodes: Callable[[int], int],
-        passes: Callable[[int], int] = lambda length: length,
+        steps: StepTime,
+        profiles: Mapping[str, Profile],
+        bounds: Mapping[str, int] | None = None,
+        default: str = "",
     ) -> None:
-        self._costs = costs
-        self._max_length = max_length
-        self._nodes = [max_nodes(length) for length in range(max_length + 1)]
-        self._passes = [passes(length) for length in range(max_length + 1)]
-        self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards, corrected as we go
-        self._expected_seconds = 0.0
-        self._all = AcceptanceEstimate([0.7] * max_length, decay=0.99, weight=5.0)
-        self._each: dict[int, AcceptanceEstimate] = {}
-        self._probes: dict[int, _Probe] = {}
+        self._steps = steps
+        self._profiles = dict(profiles)
+        self._bounds = dict(bounds or {})
+        self._default = default or next(iter(profiles))
+        depth = max((profile.longest for profile in self._profiles.values()), default=0)
+        self._acceptance = Acceptance(depth)
+        self._fill = {name: _Fill() for name in self._profiles}
+        self._probes: dict[int, Probe] = {}
+        self._wished: dict[int, tuple[str, int]] = {}
 
     def lengths(self, seqs: Sequence[Request]) -> list[int]:
-        if not seqs:
-            return []
-        prefilling = any(seq.num_pending > 1 for seq in seqs)
-        gains = [self._estimate(seq.seq_id).expected_tokens() for seq in seqs]
-        lengths = self._best(gains)
-        lengths = [self._probe(seq, length) for seq, length in zip(seqs, lengths, strict=True)]
-        # A step that prefills is no measure of the overhead.
-        self._expected_seconds = 0.0 if prefilling else self._seconds(lengths)
-        return lengths
+        names = [seq.params.drafter or self._default for seq in seqs]
+        wishes = [self._bounds.get(name, 0) for name in names]
+        own = [place for place, name in enumerate(names) if name in self._profiles]
+        tables = {name: self._seconds(name, len(seqs)) for name in {names[place] for place in own}}
+        gains = [self._gains(seqs[place].seq_id, names[place]) for place in own]
+        chosen = self._settle(len(seqs), [names[place] for place in own], tables, gains)
+        for place, length, gain in zip(own, chosen, gains, strict=True):
+            seq, name = seqs[place], names[place]
+            wishes[place] = self._probe(seq, name, length, gain, tables[name])
+            self._wished[seq.seq_id] = (name, min(wishes[place], seq.room - 1))
+        counted = [(names[place], wishes[place]) for place in own]
+        self._steps.drafting += self._drafting(counted)
+        return wishes
 
-    def _estimate(self, seq_id: int) -> AcceptanceEstimate:
-        if seq_id not in self._each:
-            self._each[seq_id] = AcceptanceEstimate(self._all.rates(), decay=0.95)
-        return self._each[seq_id]
+    def _gains(self, seq_id: int, name: str) -> list[float]:
+        return self._acceptance.of(seq_id, name).expected_tokens()
 
-    def _seconds(self, lengths: Sequence[int]) -> float:
-        """Predicted time of a step without the overhead."""
-        tokens = sum(1 + self._nodes[length] for length in lengths)
-        seconds = self._costs.target(len(lengths), tokens / len(lengths))
-        passes = [self._passes[length] for length in lengths]
-        for number in range(max(passes)):
-            seconds += self._costs.draft(sum(own > number for own in passes))
-        return seconds
-
-    def _rate(self, gains: Sequence[Sequence[float]], lengths: Sequence[int]) -> float:
-        tokens = sum(gain[length] for gain, length in zip(gains, lengths, strict=True))
-        return tokens / (self._seconds(lengths) + self._overhead)
-
-    def _best(self, gains: Sequence[Sequence[float]]) -> list[int]:
-        batch = len(gains)
-        best = max(
-            ([length] * batch for length in range(self._max_length + 1)),
-            key=lambda lengths: self._rate(gains, lengths),
-        )
-        if batch == 1:
-            return best
-        # Then each sequence on its own: a level must earn its share of the step at the best rate.
-        rate = self._rate(gains, best)
-        top = max(best)
-        pass_cost = self._costs.draft(batch) / batch
-        deepest = self._nodes[-1]
-        extra = self._costs.target(batch, 1 + deepest) - self._costs.target(batch, 1)
-        token_cost = extra / (batch * max(1, deepest))
-        own = [
-            max(
-                range(top + 1),
-                key=lambda g: (
-                    gain[g] - rate * (self._passes[g] * pass_cost + self._nodes[g] * token_cost)
-                ),
-            )
-            for gain in gains
+    def _seconds(self, name: str, batch: int) -> list[float]:
+        """A sequence's part of the step, by draft length."""
+        profile, fill = self._profiles[name], self._fill[name].share
+        return [
+            self._steps.share(batch, nodes * fill, profile.drafting(length, batch))
+            for length, nodes in enumerate(profile.nodes)
         ]
-        return own if self._rate(gains, own) > rate else best
 
-    def _probe(self, seq: Request, length: int) -> int:
-        probe = self._probes.setdefault(seq.seq_id, _Probe())
+    def _settle(
+        self,
+        batch: int,
+        names: Sequence[str],
+        tables: Mapping[str, Sequence[float]],
+        gains: Sequence[Sequence[float]],
+    ) -> list[int]:
+        # A drafter's own table may be shorter than the deepest one's.
+        options = [gain[: len(tables[name])] for gain, name in zip(gains, names, strict=True)]
+        chosen = best(options, [tables[name] for name in names])
+        if batch == 1 or not any(chosen):
+            return chosen
+        # A pass costs nearly as much for one sequence as for all: it must pay for those that draft.
+        wishes = list(zip(names, chosen, strict=True))
+        tokens = sum(gain[length] for gain, length in zip(gains, chosen, strict=True))
+        nodes = sum(self._profiles[name].nodes[length] for name, length in wishes)
+        step = self._steps.verify(batch, nodes / batch) + self._drafting(wishes)
+        plain = self._steps.verify(batch, 0.0)
+        overhead = self._steps.overhead
+        worth = tokens / (step + overhead) > len(chosen) / (plain + overhead)
+        return chosen if worth else [0] * len(chosen)
+
+    def _drafting(self, wishes: Sequence[tuple[str, int]]) -> float:
+        """Seconds of all passes: each over the sequences that are not done yet."""
+        total = 0.0
+        for name in {name for name, _ in wishes}:
+            profile = self._profiles[name]
+            passes = [profile.passes[length] for own, length in wishes if own == name]
+            for number in range(max(passes)):
+                total += profile.seconds(sum(count > number for count in passes))
+        return total
+
+    def _probe(
+        self,
+        seq: Request,
+        name: str,
+        length: int,
+        gains: Sequence[float],
+        seconds: Sequence[float],
+    ) -> int:
+        probe = self._probes.setdefault(seq.seq_id, Probe())
         if length > 0:
-            probe.idle = 0
-            probe.wait = 16
+            probe.used()
             return length
-        probe.idle += 1
-        if probe.idle < probe.wait:
+        if not probe.due():
             return 0
-        probe.idle = 0
-        probe.wait = min(2 * probe.wait, self.MAX_WAIT)
-        return 1
+        return max(range(1, len(seconds)), key=lambda g: gains[g] / seconds[g])
 
     def observe(self, commits: Sequence[Commit], seconds: float) -> None:
+        decoding = 0
         for commit in commits:
-            if commit.reached:
-                self._all.record(commit.reached, len(commit.path))
-                self._estimate(commit.seq_id).record(commit.reached, len(commit.path))
-        if self._expected_seconds:
-            # Bounded, so that one hiccup of the machine does not change the policy.
-            surplus = min(max(0.0, seconds - self._expected_seconds), self._expected_seconds)
-            self._overhead += 0.05 * (surplus - self._overhead)
+            decoding += bool(commit.tokens)
+            name, length = self._wished.pop(commit.seq_id, ("", 0))
+            if not commit.drafted or not length:
+                continue  # no proposal: nothing was tried, and nothing was paid
+            profile = self._profiles[name]
+            self._fill[name].record(commit.drafted, profile.nodes[length])
+            levels = length if commit.finish_reason is None else commit.reached
+            self._acceptance.record(commit.seq_id, name, levels, len(commit.path))
+            probe = self._probes[commit.seq_id]
+            if probe.idle >= probe.wait:
+                probe.tried(self.MAX_WAIT_FREE if profile.free else self.MAX_WAIT)
+        # A step that prefills is no measure of the overhead.
+        measure = decoding == len(commits) and all(commit.fed == 1 for commit in commits)
+        nodes = sum(commit.drafted for commit in commits)
+        self._steps.end(len(commits), nodes, seconds if measure else None)
 
     def forget(self, seq_id: int) -> None:
-        self._each.pop(seq_id, None)
+        self._acceptance.forget(seq_id)
         self._probes.pop(seq_id, None)
+        self._wished.pop(seq_id, None)

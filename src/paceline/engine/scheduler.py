@@ -106,6 +106,8 @@ class Scheduler:
 
     def _draft_limit(self, seq: Request, wish: int) -> int:
         """The last token of the budget and of the context is the target's own: never draft it."""
+        if seq.params.drafter == "none":
+            return 0
         context_left = self.config.max_positions - len(seq.tokens)
         return max(0, min(wish, seq.room - 1, context_left - 1))
 

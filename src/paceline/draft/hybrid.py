@@ -1,0 +1,332 @@
+"""Several drafters for one sequence: each step the one drafts whose draft is worth most.
+
+Members come in two kinds. Looking something up takes no forward, so those members propose first
+and are judged by what they found: its size, and how sure they are of it. The others are judged
+before they run, by how their earlier drafts fared::
+
+    free members propose --.
+                           +--> tokens expected / seconds --> the best, or no draft
+    the others' estimates -'
+
+Losslessness: which member drafts depends on the text so far, on earlier steps, and on proposals
+that were chosen without chance (POINT). A tree that was sampled is never looked at before it is
+kept: dropping it for what was drawn would bias the output. Members that sample take forwards, so
+the choice falls before they draw; should a free member's tree be sampled all the same, it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import Sequence as Request
+from paceline.core.tree import Draw, TokenTree, children_of
+from paceline.draft.base import Drafter
+from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best
+
+_MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
+
+
+@runtime_checkable
+class Confident(Protocol):
+    """A drafter that says how sure it is, so that acceptance can be learnt for each case."""
+
+    def confidence(self, seq_id: int) -> int:
+        """A small number for its last proposal, such as the length of the match."""
+        ...
+
+
+class _Pick(NamedTuple):
+    """Who drafts for a sequence in this step, and how many levels."""
+
+    member: int
+    length: int
+
+
+class _Option(NamedTuple):
+    """One way to spend a step on a sequence."""
+
+    pick: _Pick | None
+    gain: float
+    seconds: float
+
+
+class _Trial:
+    """A proposal followed along the text, whoever drafts: how far it would have been right.
+
+    So a free member is known without being used. The next trial starts when this one has ended,
+    as the next draft would.
+    """
+
+    def __init__(self, kind: tuple[int, int], tree: TokenTree) -> None:
+        self.kind = kind
+        self.levels = max(tree.depths)
+        self.accepted = 0
+        self._tree = tree
+        self._tokens: list[int] | None = None
+        self._node = -1
+
+    def ended(self, tokens: Sequence[int]) -> bool:
+        """Go on with committed tokens; whether they have left the tree."""
+        if self._tokens is None:
+            self._tokens = self._tree.tokens.tolist()
+        children = children_of(self._tree.parents)
+        for token in tokens:
+            below = [c for c in children[self._node + 1] if self._tokens[c] == token]
+            if not below:
+                return True
+            self._node = below[0]
+            self.accepted += 1
+        return not children[self._node + 1]
+
+
+@dataclass
+class _State:
+    """What is remembered of a sequence: this step's pick, probes and trials by member."""
+
+    picked: _Pick | None = None
+    probes: dict[int, Probe] = field(default_factory=dict)
+    trials: dict[int, _Trial] = field(default_factory=dict)
+
+
+class Hybrid:
+    """The first of ``members`` whose draft is worth most for its measured cost, step by step.
+
+    The order decides between equals. ``calibrate`` gives it the costs; until then, and with a
+    fixed draft length, the first member drafts that has anything to propose.
+    """
+
+    name = "hybrid"
+    MAX_WAIT = 512.0  # steps between probes of a member that is not used
+
+    def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
+        self.members = tuple(members)
+        self.features = tuple(sorted({layer for m in members for layer in m.features}))
+        self._free = tuple(not member.passes(1) for member in members)
+        self._empty = TokenTree.empty(device)
+        self._steps: StepTime | None = None
+        self._profiles: tuple[Profile, ...] = ()
+        self._acceptance = Acceptance(0)
+        self._states: dict[int, _State] = {}
+
+    def calibrate(self, steps: StepTime, profiles: Sequence[Profile]) -> None:
+        """Learn what steps and the members' drafts cost; ``profiles`` in their order."""
+        self._steps, self._profiles = steps, tuple(profiles)
+        self._acceptance = Acceptance(max(profile.longest for profile in profiles))
+
+    def max_nodes(self, length: int) -> int:
+        return max(member.max_nodes(length) for member in self.members)
+
+    def passes(self, length: int) -> int:
+        return max(member.passes(length) for member in self.members)
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        shown = {
+            index: member.propose(self._bounded(plan, index))
+            for index, member in enumerate(self.members)
+            if self._free[index]
+        }
+        found = [
+            {index: trees[place] for index, trees in shown.items() if len(trees[place])}
+            for place in range(len(plan.slices))
+        ]
+        picks = self._settle(plan, found)
+        for item, proposals, pick in zip(plan.slices, found, picks, strict=True):
+            self._remember(item.seq.seq_id, proposals, pick)
+        return self._draft(plan, found, picks)
+
+    def _bounded(self, plan: Plan, index: int) -> Plan:
+        """The plan with the lengths that one member may draft."""
+        if not self._profiles:
+            return plan
+        longest = self._profiles[index].longest
+        return _with_lengths(plan, [min(item.draft_length, longest) for item in plan.slices])
+
+    def _draft(
+        self, plan: Plan, found: Sequence[dict[int, TokenTree]], picks: Sequence[_Pick | None]
+    ) -> list[TokenTree]:
+        """The picked trees. A proposal that was not picked, or not to its end, is withdrawn."""
+        trees = [self._empty] * len(plan.slices)
+        for index, member in enumerate(self.members):
+            lengths = [pick.length if pick and pick.member == index else 0 for pick in picks]
+            places = list(range(len(picks)))
+            if self._free[index]:
+                proposals = [own.get(index, self._empty) for own in found]
+                kept = [length == _levels(t) for length, t in zip(lengths, proposals, strict=True)]
+                trees = [
+                    tree if keep and len(tree) else before
+                    for tree, keep, before in zip(proposals, kept, trees, strict=True)
+                ]
+                places = [place for place in places if not kept[place]]
+                if not places:
+                    continue
+            part = Plan(tuple(plan.slices[place] for place in places))
+            part = _with_lengths(part, [lengths[place] for place in places])
+            for place, tree in zip(places, member.propose(part), strict=True):
+                if lengths[place]:
+                    trees[place] = tree
+        return trees
+
+    # -- who drafts --------------------------------------------------------------------------
+
+    def _settle(self, plan: Plan, found: Sequence[dict[int, TokenTree]]) -> list[_Pick | None]:
+        asked = [
+            place for place, item in enumerate(plan.slices) if item.decodes and item.draft_length
+        ]
+        picks: list[_Pick | None] = [None] * len(plan.slices)
+        if self._steps is None:
+            for place in asked:
+                picks[place] = self._first(plan.slices[place], found[place])
+            return picks
+        batch = len(plan.slices)
+        options = [self._options(plan.slices[p], found[p], batch, self._steps) for p in asked]
+        chosen = best(
+            [[option.gain for option in own] for own in options],
+            [[option.seconds for option in own] for own in options],
+        )
+        for place, own, number in zip(asked, options, chosen, strict=True):
+            picks[place] = self._probed(plan.slices[place].seq, own, own[number])
+        self._steps.drafting += self._drafting(picks)
+        return picks
+
+    def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
+        """Without costs the order decides."""
+        for index, free in enumerate(self._free):
+            if index in found:
+                return _Pick(index, _levels(found[index]))
+            if not free:
+                return _Pick(index, item.draft_length)
+        return None
+
+    def _options(
+        self, item: Slice, found: dict[int, TokenTree], batch: int, steps: StepTime
+    ) -> list[_Option]:
+        """No draft, and every member's drafts of every length."""
+        options = [_Option(None, 1.0, steps.share(batch, 0, 0.0))]
+        for index, profile in enumerate(self._profiles):
+            levels, nodes = min(item.draft_length, profile.longest), profile.nodes
+            if profile.free:
+                if index not in found:
+                    continue
+                levels, nodes = _levels(found[index]), _nodes_by_depth(found[index])
+            kind = self._kind(index, item.seq.seq_id)
+            expected = self._acceptance.of(item.seq.seq_id, kind).expected_tokens()
+            own = []
+            for length in range(1, levels + 1):
+                seconds = steps.share(batch, nodes[length], profile.drafting(length, batch))
+                own.append(
+                    _Option(_Pick(index, length), expected[length], _MARGIN**index * seconds)
+                )
+            if profile.free and found[index].draw is not Draw.POINT:
+                return own[-1:]  # sampled: it must stay, and all of it
+            options += own
+        return options
+
+    def _kind(self, index: int, seq_id: int) -> tuple[int, int]:
+        """What acceptance is learnt for: a member, and how sure it is."""
+        member = self.members[index]
+        return index, member.confidence(seq_id) if isinstance(member, Confident) else 0
+
+    def _probed(self, seq: Request, options: Sequence[_Option], chosen: _Option) -> _Pick | None:
+        """The choice, or a member that takes forwards and has long not been used."""
+        state = self._state(seq.seq_id)
+        rate = chosen.gain / chosen.seconds
+        for index, free in enumerate(self._free):
+            if free:
+                continue  # known from its trials
+            probe = state.probes.setdefault(index, Probe())
+            if chosen.pick and chosen.pick.member == index:
+                probe.used()
+                continue
+            own = [o for o in options if o.pick and o.pick.member == index]
+            if not own:
+                continue
+            likeliest = max(own, key=lambda option: option.gain / option.seconds)
+            # Where the draft at hand is much better, a probe is dear: such steps count for less.
+            if probe.due(min(1.0, likeliest.gain / likeliest.seconds / rate)):
+                probe.tried(self.MAX_WAIT)
+                return likeliest.pick
+        return chosen.pick
+
+    def _drafting(self, picks: Sequence[_Pick | None]) -> float:
+        """Seconds of the members' passes in this step."""
+        total = 0.0
+        for index, profile in enumerate(self._profiles):
+            lengths = [pick.length for pick in picks if pick and pick.member == index]
+            if lengths:
+                total += profile.drafting(max(lengths), len(lengths))
+        return total
+
+    # -- observing ---------------------------------------------------------------------------
+
+    def _state(self, seq_id: int) -> _State:
+        return self._states.setdefault(seq_id, _State())
+
+    def _remember(self, seq_id: int, found: dict[int, TokenTree], pick: _Pick | None) -> None:
+        if self._steps is None:
+            return
+        state = self._state(seq_id)
+        state.picked = pick
+        for index, tree in found.items():
+            trial = state.trials.get(index)
+            if trial is not None:
+                if not pick or pick.member != index:
+                    continue
+                # It drafts now, so that trial ends here: right as far as the text went.
+                self._acceptance.record(seq_id, trial.kind, trial.accepted, trial.accepted)
+            state.trials[index] = _Trial(self._kind(index, seq_id), tree)
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        for member in self.members:
+            member.observe(commits, out)
+        for commit in commits:
+            state = self._states.get(commit.seq_id)
+            if state is not None and commit.tokens:
+                self._learn(state, commit)
+
+    def _learn(self, state: _State, commit: Commit) -> None:
+        seq_id, pick = commit.seq_id, state.picked
+        for index, trial in list(state.trials.items()):
+            if trial.ended(commit.tokens):
+                self._acceptance.record(seq_id, trial.kind, trial.levels, trial.accepted)
+                del state.trials[index]
+        if pick and not self._free[pick.member] and commit.drafted:
+            levels = pick.length if commit.finish_reason is None else commit.reached
+            self._acceptance.record(seq_id, (pick.member, 0), levels, len(commit.path))
+        state.picked = None
+
+    def rehearse(self, batch_size: int) -> None:
+        for member in self.members:
+            member.rehearse(batch_size)
+
+    def forget(self, seq_id: int) -> None:
+        for member in self.members:
+            member.forget(seq_id)
+        self._acceptance.forget(seq_id)
+        self._states.pop(seq_id, None)
+
+
+def _with_lengths(plan: Plan, lengths: Sequence[int]) -> Plan:
+    if all(item.draft_length == n for item, n in zip(plan.slices, lengths, strict=True)):
+        return plan
+    return Plan(
+        tuple(replace(item, draft_length=n) for item, n in zip(plan.slices, lengths, strict=True))
+    )
+
+
+def _levels(tree: TokenTree) -> int:
+    return max(tree.depths, default=0)
+
+
+def _nodes_by_depth(tree: TokenTree) -> tuple[int, ...]:
+    """Nodes down to each depth; entry 0 is none."""
+    depths = tree.depths
+    each = [depths.count(depth) for depth in range(1, _levels(tree) + 1)]
+    return (0, *accumulate(each))

@@ -1,0 +1,217 @@
+"""What a draft is worth: the tokens it is expected to add, for the seconds it takes.
+
+Both are learnt where they are needed: acceptance from what the target made of earlier drafts, the
+seconds from measurements at start-up. The draft length of every drafter and the choice between
+drafters follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.core.costs import CostCurve, StepCosts
+from paceline.draft.base import Drafter
+
+
+class AcceptanceEstimate:
+    """Chance that level i of a draft is accepted given that all before it were.
+
+    From decayed counts, together with a few observations' ``weight`` of a prior: fixed rates, or
+    what another estimate (of all sequences) says by now.
+    """
+
+    def __init__(
+        self, prior: Sequence[float] | AcceptanceEstimate, decay: float, weight: float = 3.0
+    ) -> None:
+        self._prior = prior
+        self._decay, self._weight = decay, weight
+        self.depth: int = prior.depth if isinstance(prior, AcceptanceEstimate) else len(prior)
+        self._reached = [0.0] * self.depth
+        self._accepted = [0.0] * self.depth
+        self._records = 0
+        self._expected: tuple[int, list[float]] = (-1, [])
+
+    def record(self, reached: int, accepted: int) -> None:
+        """Of ``reached`` levels that were tried the first ``accepted`` were right."""
+        self._records += 1
+        for level in range(min(reached, self.depth)):
+            self._reached[level] = self._decay * self._reached[level] + 1.0
+            self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
+
+    @property
+    def _age(self) -> int:
+        """Changes whenever the rates do."""
+        prior = self._prior
+        return self._records + (prior._age if isinstance(prior, AcceptanceEstimate) else 0)
+
+    def rates(self) -> list[float]:
+        prior, weight = self._prior, self._weight
+        known = prior.rates() if isinstance(prior, AcceptanceEstimate) else prior
+        counts = zip(known, self._reached, self._accepted, strict=True)
+        return [(weight * rate + won) / (weight + tried) for rate, tried, won in counts]
+
+    def expected_tokens(self) -> list[float]:
+        """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ..."""
+        age = self._age
+        if self._expected[0] != age:
+            expected, chance = [1.0], 1.0
+            for rate in self.rates():
+                chance *= rate
+                expected.append(expected[-1] + chance)
+            self._expected = (age, expected)
+        return self._expected[1]
+
+
+class Acceptance:
+    """Estimates for each sequence and kind of draft, for up to ``depth`` levels.
+
+    A kind is a drafter, or a drafter and how sure it was. A sequence starts from what all
+    sequences showed for that kind.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._all: dict[Hashable, AcceptanceEstimate] = {}
+        self._each: dict[int, dict[Hashable, AcceptanceEstimate]] = {}
+
+    def of(self, seq_id: int, kind: Hashable) -> AcceptanceEstimate:
+        own = self._each.setdefault(seq_id, {})
+        if kind not in own:
+            own[kind] = AcceptanceEstimate(self._of_all(kind), decay=0.95)
+        return own[kind]
+
+    def _of_all(self, kind: Hashable) -> AcceptanceEstimate:
+        if kind not in self._all:
+            # Hopeful, so that a drafter is tried; a few drafts in vain correct it.
+            self._all[kind] = AcceptanceEstimate([0.7] * self._depth, decay=0.99, weight=5.0)
+        return self._all[kind]
+
+    def record(self, seq_id: int, kind: Hashable, levels: int, accepted: int) -> None:
+        """A draft of ``levels`` levels of which the target took ``accepted``.
+
+        A path that ended before the draft's last level did not reach it either: whatever the
+        reason, that level gained nothing.
+        """
+        reached = min(accepted + 1, levels)
+        self._of_all(kind).record(reached, accepted)
+        self.of(seq_id, kind).record(reached, accepted)
+
+    def forget(self, seq_id: int) -> None:
+        self._each.pop(seq_id, None)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
+
+    ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
+    of sequences.
+    """
+
+    nodes: tuple[int, ...]
+    passes: tuple[int, ...]
+    seconds: CostCurve
+
+    @classmethod
+    def of(cls, drafter: Drafter, longest: int, seconds: CostCurve) -> Profile:
+        """Of drafts of up to ``longest`` levels; twice as many where a level takes no pass."""
+        longest *= 1 if drafter.passes(1) else 2
+        lengths = range(longest + 1)
+        nodes = tuple(drafter.max_nodes(length) for length in lengths)
+        passes = tuple(drafter.passes(length) for length in lengths)
+        return cls(nodes, passes, seconds)
+
+    @property
+    def longest(self) -> int:
+        return len(self.nodes) - 1
+
+    @cached_property
+    def free(self) -> bool:
+        """Whether proposing takes no forward, so that one may look before deciding."""
+        return not any(self.passes)
+
+    def drafting(self, length: int, batch: int) -> float:
+        """Seconds in which ``batch`` sequences are drafted for."""
+        return self.passes[length] * self.seconds(batch) if batch else 0.0
+
+
+class StepTime:
+    """Predicts the seconds of a step: measured forwards, and an overhead corrected as we go."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._known: dict[tuple[int, float], float] = {}
+        self.overhead = 0.1 * costs.target(1, 1)  # time outside the forwards
+        self.drafting = 0.0  # seconds of the passes in the step under way
+
+    def verify(self, batch: int, nodes: float) -> float:
+        """A target forward over ``batch`` sequences with ``nodes`` draft nodes each."""
+        key = (batch, round(nodes, 1))
+        if key not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known[key] = self._costs.target(batch, 1 + nodes)
+        return self._known[key]
+
+    def share(self, batch: int, nodes: float, drafting: float) -> float:
+        """A sequence's part of a step in which all sequences do the same."""
+        return (self.verify(batch, nodes) + drafting + self.overhead) / batch
+
+    def end(self, batch: int, nodes: int, seconds: float | None) -> None:
+        """A step is over: ``nodes`` were verified for ``batch`` sequences.
+
+        ``seconds`` is None if the step is no measure (it prefilled, too).
+        """
+        if seconds is not None and batch:
+            expected = self.verify(batch, nodes / batch) + self.drafting
+            # Bounded, so that one hiccup of the machine does not change the policy.
+            surplus = min(max(0.0, seconds - expected), expected)
+            self.overhead += 0.05 * (surplus - self.overhead)
+        self.drafting = 0.0
+
+
+def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> list[int]:
+    """The option of each sequence with which the batch gains most tokens a second.
+
+    ``gains[i][k]`` are the expected tokens, ``seconds[i][k]`` the part of the step of option k of
+    sequence i. A ratio of sums is maximised by Dinkelbach's iteration (1967): at the rate reached
+    so far, every option must be worth its time.
+    """
+    chosen = [
+        max(range(len(own)), key=lambda k: own[k] / times[k])
+        for own, times in zip(gains, seconds, strict=True)
+    ]
+    for _ in range(4 if len(chosen) > 1 else 0):
+        tokens = sum(own[k] for own, k in zip(gains, chosen, strict=True))
+        rate = tokens / sum(times[k] for times, k in zip(seconds, chosen, strict=True))
+        before = chosen
+        chosen = [
+            max(range(len(own)), key=lambda k: own[k] - rate * times[k])
+            for own, times in zip(gains, seconds, strict=True)
+        ]
+        if chosen == before:
+            break
+    return chosen
+
+
+@dataclass
+class Probe:
+    """When a drafter that is not used tries again: ever more seldom while it is in vain."""
+
+    wait: float = 16.0
+    idle: float = 0.0
+
+    def used(self) -> None:
+        """It drafted because that was best."""
+        self.wait, self.idle = 16.0, 0.0
+
+    def due(self, step: float = 1.0) -> bool:
+        """It does not draft; ``step`` is what this step counts. Whether to try all the same."""
+        self.idle += step
+        return self.idle >= self.wait
+
+    def tried(self, most: float) -> None:
+        """It did. The next wait is twice as long, up to ``most`` steps."""
+        self.wait, self.idle = min(2 * self.wait, most), 0.0
