@@ -31,8 +31,9 @@ from paceline.draft.swift import SkipSearch, skippable
 from paceline.draft.translated import StringDrafter
 from paceline.draft.vocab import Intersection, SharedVocabulary, Vocabulary
 from paceline.draft.vocab_match import Match, match_vocabularies
-from paceline.errors import ConfigError, ModelLoadError
+from paceline.errors import ConfigError
 from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
+from paceline.model.loading import load_tokenizer as load_tokenizer
 from paceline.model.names import resolve
 from paceline.model.pack import pack_modules
 from paceline.model.target import CausalModel
@@ -77,25 +78,6 @@ class Prepared:
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
     names: tuple[str, ...] = ()
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(
-            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
-        ) from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(
-            f"the tokenizer of {name} is not a fast one (tokenizer.json); "
-            "convert it with transformers' convert_slow_tokenizer and save it there"
-        )
-    return tokenizer
 
 
 def _none(spec: DraftSpec, loading: Loading) -> Prepared:

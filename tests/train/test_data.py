@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
 from paceline.train.data import Mixture, Source, encode, read_records, render
+from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
 
 RECORDS = [
@@ -112,3 +115,38 @@ def test_batches_are_windows_in_the_given_shares() -> None:
 def test_a_stream_shorter_than_a_window_is_an_error() -> None:
     with pytest.raises(DataError, match="only 9 tokens"):
         Mixture([np.arange(9, dtype=np.uint16)], [1], seed=0).batch(0, 1, 8)
+
+
+def foreign_tokenizer() -> PreTrainedTokenizerFast:
+    """Another model's: no end-of-text token, turns written by its own template."""
+    tokenizer = train_tokenizer(["hello world [Q] [A] </s>"], 300)
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(
+            tokenizer.backend_tokenizer.to_str().replace("<|user|>", "<s>")
+        ),
+        bos_token="<s>",
+    )
+    plain.chat_template = (
+        "<s>{% for message in messages %}{% if loop.first and message['role'] == 'assistant' %}"
+        "{{ raise_exception('the user must begin') }}{% endif %}"
+        "[{{ message['role'][0] | upper }}]{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    return plain
+
+
+def test_conversations_are_written_in_the_models_own_format(tmp_path: Path) -> None:
+    tokenizer = foreign_tokenizer()
+    file = tmp_path / "chat.jsonl"
+    texts = ["User: hello\n\nAssistant: world", "hello", "Assistant: hello"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    stream = tokenizer.decode(encode(file, tokenizer).tolist())
+    assert stream == "<s>[U]hello[A]world<s>hello<s>Assistant: hello"
+
+
+def test_foreign_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> None:
+    tokenizer = foreign_tokenizer()
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"text": "User: hello\n\nAssistant: world"}) + "\n")
+    (opening,) = openings([Source(file, 1.0)], tokenizer, 1, seed=0)
+    assert tokenizer.decode(opening.token_ids) == "<s>[U]hello[A]"

@@ -8,12 +8,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.names import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _DTYPES = {
     "float32": torch.float32,
@@ -27,8 +30,16 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def load_module(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
-    """A transformers module in eval mode that calls our attention function."""
+def load_module(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    attention: str | None = None,
+) -> Any:
+    """A transformers module in eval mode that calls our attention function.
+
+    ``attention`` names another one of transformers' instead, for use outside the engine.
+    """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     path = resolve(name)
@@ -42,8 +53,27 @@ def load_module(name: str, dtype: str | torch.dtype, device: str | torch.device)
     with _quiet():
         config = _config(name, path)
         check_architecture(config)
-        module = _weights(name, path, config, number, ATTENTION)
+        module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(
+            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelLoadError(
+            f"the tokenizer of {name} is not a fast one (tokenizer.json); "
+            "convert it with transformers' convert_slow_tokenizer and save it there"
+        )
+    return tokenizer
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from paceline.errors import DataError
 from paceline.train.tokenizer import END_OF_TEXT, END_OF_TURN, ROLE_TOKENS
@@ -85,18 +86,58 @@ def render(text: str) -> str:
     return "".join(f"{ROLE_TOKENS[role.lower()]}{content}{END_OF_TURN}" for role, content in turns)
 
 
+def turns_of(text: str) -> list[dict[str, str]]:
+    """The messages of a conversation, as chat templates take them; [] for other text."""
+    if not text.startswith(("User: ", "Assistant: ")):
+        return []
+    pieces = _TURN.split(text)
+    turns = zip(pieces[1::2], pieces[2::2], strict=True)
+    return [{"role": role.lower(), "content": content} for role, content in turns]
+
+
+def has_our_roles(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether conversations are written with the tokens of ``render``."""
+    return set(ROLE_TOKENS.values()) <= set(tokenizer.get_vocab())
+
+
+def render_for(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """``render`` for any model: in its own chat format, plain where it has none."""
+    if has_our_roles(tokenizer):
+        return render(text)
+    turns = turns_of(text)
+    if not turns or not tokenizer.chat_template:
+        return text
+    try:
+        written = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except TemplateError:  # a template may refuse, say, an opening by the assistant
+        return text
+    return written.removeprefix(tokenizer.bos_token or "")
+
+
+def separator_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The id that stands before every document: the end-of-text token of our tokenizers, else
+    the model's first token; None if it has neither that nor an end token."""
+    own = tokenizer.get_vocab().get(END_OF_TEXT) if has_our_roles(tokenizer) else None
+    for candidate in (own, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return None
+
+
 def encode(
     path: Path, tokenizer: PreTrainedTokenizerFast, exclude_licenses: Sequence[str] = ()
 ) -> np.ndarray:
     """All documents of a file as one stream of ids [n], each preceded by the separator."""
-    separator = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    separator = separator_of(tokenizer)
+    before = [] if separator is None else [separator]
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     backend = tokenizer.backend_tokenizer
     parts: list[np.ndarray] = []
-    texts = [render(record["text"]) for record in read_records(path, exclude_licenses)]
+    records = read_records(path, exclude_licenses)
+    texts = [render_for(record["text"], tokenizer) for record in records]
     for start in range(0, len(texts), 512):
         batch = backend.encode_batch(texts[start : start + 512], add_special_tokens=False)
-        parts.extend(np.array([separator, *item.ids], dtype=dtype) for item in batch)
+        parts.extend(np.array([*before, *item.ids], dtype=dtype) for item in batch)
     if not parts:
         raise DataError(
             f"{path} has no usable records (after leaving out {list(exclude_licenses)})"

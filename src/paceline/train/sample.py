@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from paceline.errors import DataError
-from paceline.train.data import Source, read_records, render
+from paceline.train.data import Source, has_our_roles, read_records, render_for, turns_of
 from paceline.train.tokenizer import ROLE_TOKENS
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def _opening_ids(
     shortest: int,
     longest: int,
 ) -> list[int] | None:
-    rendered = render(text)
+    if not has_our_roles(tokenizer) and turns_of(text) and tokenizer.chat_template:
+        return _foreign_opening(turns_of(text), tokenizer, rng, 2 * longest)
+    rendered = render_for(text, tokenizer)
     ids = tokenizer.encode(rendered)
     if rendered != text:
         answer = tokenizer.convert_tokens_to_ids(ROLE_TOKENS["assistant"])
@@ -83,6 +86,28 @@ def _opening_ids(
         return ids[: int(rng.choice(turns)) + 1] if turns else None
     length = int(rng.integers(shortest, longest + 1))
     return ids[:length] if len(ids) > length else None
+
+
+def _foreign_opening(
+    turns: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    rng: np.random.Generator,
+    longest: int,
+) -> list[int] | None:
+    """As above, for a model whose chat template writes the turns."""
+    found = []
+    for place, turn in enumerate(turns):
+        if turn["role"] == "assistant" and place:
+            try:
+                text = tokenizer.apply_chat_template(
+                    turns[:place], tokenize=False, add_generation_prompt=True
+                )
+            except TemplateError:  # the template refuses this order of roles
+                return None
+            ids = tokenizer.encode(str(text), add_special_tokens=False)
+            if len(ids) <= longest:
+                found.append(ids)
+    return found[int(rng.integers(len(found)))] if found else None
 
 
 def continuations(
