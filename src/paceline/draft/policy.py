@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from paceline.core.batch import Slice
 from paceline.core.draws import is_free
 from paceline.draft.grow import BestFirstTree, Growing, StaticTree
-from paceline.draft.shape import Shape
+from paceline.draft.shape import Shape, best_shape
 
 _CHAIN = Shape.branching((1,) * 64)
 
@@ -19,9 +20,10 @@ class Policy:
     """The trees of one drafter, at most as deep as the draft length.
 
     By default a chain. ``shape``: this static tree. ``nodes``: best-first trees of that many
-    nodes, expanding ``width`` nodes a level. Requests that are sampled without a seed then get
-    ``shape`` (or a chain) all the same: drawing from q is accepted more often than choosing the
-    likeliest.
+    nodes, expanding ``width`` nodes a level. Requests that are sampled without a seed then get a
+    static tree of as many nodes, drawn from q: that is accepted more often than the likeliest
+    tokens, and than a chain (embedded pair, temperature 1, four levels: 3.03 tokens a step with 8
+    nodes, 2.69 with a chain).
     """
 
     shape: Shape = _CHAIN
@@ -34,19 +36,28 @@ class Policy:
 
     def max_nodes(self, length: int) -> int:
         """Most nodes of a tree."""
-        static = len(self.shape.cut(length))
-        return max(static, min(self.nodes, self._candidates(length))) if self.nodes else static
+        if not self.nodes:
+            return len(self.shape.cut(length))
+        candidates = self.width * (1 + self.width * (length - 1)) if length else 0
+        return max(len(sampled_shape(self.nodes, length)), min(self.nodes, candidates))
 
     def max_fed(self, length: int) -> int:
         """Most nodes that are fed to the drafter while a tree grows."""
-        static = len(self.shape.cut(max(0, length - 1)))
-        return max(static, self.width * max(0, length - 1)) if self.nodes else static
-
-    def _candidates(self, length: int) -> int:
-        return self.width * (1 + self.width * (length - 1)) if length else 0
+        if not self.nodes:
+            return len(self.shape.cut(max(0, length - 1)))
+        return max(self.nodes, self.width * max(0, length - 1))
 
     def start(self, item: Slice, device: torch.device) -> Growing:
         """An empty tree for a sequence with a draft length above 0."""
-        if self.nodes and not is_free(item.seq.params):
-            return BestFirstTree(item, item.draft_length, self.width, self.nodes, device)
-        return StaticTree(item, self.shape.cut(item.draft_length), device)
+        length = item.draft_length
+        if not self.nodes:
+            return StaticTree(item, self.shape.cut(length), device)
+        if is_free(item.seq.params):
+            return StaticTree(item, sampled_shape(self.nodes, length), device)
+        return BestFirstTree(item, length, self.width, self.nodes, device)
+
+
+@lru_cache(maxsize=256)
+def sampled_shape(nodes: int, length: int) -> Shape:
+    """The static tree for drafts that are drawn: best where each level is accepted like this."""
+    return best_shape([(0.6, 0.18, 0.08)] * length, nodes)
