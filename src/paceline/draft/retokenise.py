@@ -66,7 +66,11 @@ class Retokeniser:
 
     def _special(self, token: int) -> list[int]:
         shared = self._pairs.get(token)
-        return self._draft.encode(self._target.special[token]) if shared is None else [shared]
+        if shared is not None:
+            return [shared]
+        if token == self._target.tokenizer.bos_token_id:
+            return []  # a draft without such a token never saw one
+        return self._draft.encode(self._target.special[token])
 
     def _settle(self, end: int) -> None:
         text, self._tail = self._tail[:end], self._tail[end:]

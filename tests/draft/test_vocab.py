@@ -1,0 +1,368 @@
+"""Drafts with another vocabulary: what is shared, how text is carried over, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_models import random_llama, write_pair
+from paceline import ConfigError, VocabularyMismatchError
+from paceline.core.params import SamplingParams
+from paceline.draft.retokenise import Retokeniser
+from paceline.draft.vocab import Intersection, SharedVocabulary, TokenTexts, overlap, shared_ids
+from paceline.draft.vocab_match import SAMPLE
+from paceline.llm import LLM
+from paceline.train.tokenizer import train_tokenizer
+from tiny_models import SENTENCES
+
+PROMPTS: list[str | list[int]] = [
+    "The quick brown fox jumps over",
+    "What is 12 + 30? Früh, 你好",
+    [5],
+]
+OTHER_TEXT = ["Ein kleines Modell rät die Wörter, das große prüft sie alle auf einmal." * 3]
+
+
+def shuffled(tokenizer: Any) -> Any:
+    """The same tokenizer with other ids for its ordinary tokens."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {item["content"] for item in state["added_tokens"]}
+    words = [word for word in state["model"]["vocab"] if word not in special]
+    ids = [state["model"]["vocab"][word] for word in words]
+    state["model"]["vocab"].update(zip(reversed(words), ids, strict=True))
+    ends = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **ends)
+
+
+def word_tokenizer() -> Any:
+    """Whole lower-case words and nothing else: text does not come back."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["[UNK]", "ein", "wort", "once"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def blank_tokenizer() -> Any:
+    """SentencePiece style: spaces belong to words, bytes for what is unknown."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"OncepTh", "\u2581O"]
+    backend = Tokenizer(
+        models.BPE(
+            {word: index for index, word in enumerate(words)},
+            [("\u2581", "O")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def write_translation(folder: Path, target: str, tokenizer: Any) -> str:
+    """The target itself with another tokenizer: rows of shared tokens moved, others random."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = AutoModelForCausalLM.from_pretrained(target)
+    model = random_llama(9, 2, 0.0, len(tokenizer))
+    model.load_state_dict(
+        {k: v for k, v in source.state_dict().items() if "embed" not in k and "lm_head" not in k},
+        strict=False,
+    )
+    pairs = shared_ids(TokenTexts(AutoTokenizer.from_pretrained(target)), TokenTexts(tokenizer))
+    ours, theirs = (torch.tensor(list(ids), dtype=torch.int64) for ids in (pairs, pairs.values()))
+    with torch.no_grad():
+        for part in ("get_input_embeddings", "get_output_embeddings"):
+            getattr(model, part)().weight[theirs] = getattr(source, part)().weight[ours]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = Path(tmp_path_factory.mktemp("vocab"))
+    target, _ = write_pair(root)
+    near = shuffled(train_tokenizer(SENTENCES, 310))  # ten merges fewer, and other ids
+    return {
+        "target": target,
+        "near": write_translation(root / "near", target, near),
+        "far": write_translation(root / "far", target, train_tokenizer(OTHER_TEXT, 340)),
+        "words": write_translation(root / "words", target, word_tokenizer()),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, str]) -> LLM:
+    return LLM(folders["target"], dtype="float32")
+
+
+REQUESTS = {
+    "greedy": SamplingParams(max_tokens=20, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=20, temperature=0.8, seed=4, top_p=0.95, ignore_eos=True),
+    "penalised": SamplingParams(
+        max_tokens=20, temperature=0.9, seed=5, repetition_penalty=1.3, logit_bias={9: 2.0}
+    ),
+}
+SPECS = {
+    "intersection": ("model:{near}", "token-level intersection"),
+    "intersection, tree": ("tree:{near},branching=3x2", "token-level intersection"),
+    "intersection, best first": ("tree:{near},nodes=8,width=3", "token-level intersection"),
+    "intersection, little shared": ("model:{far},vocab=intersection", "token-level intersection"),
+    "string": ("model:{near},vocab=string", "string-level match"),
+    "string, tree": ("tree:{near},nodes=8,width=3,vocab=string", "string-level match"),
+    "string, little shared": ("model:{far}", "string-level match"),
+}
+
+
+@pytest.mark.parametrize("length", [3, "auto"])
+@pytest.mark.parametrize("name", list(SPECS))
+def test_same_tokens_as_plain_decoding(
+    folders: dict[str, str], plain: LLM, name: str, length: int | str
+) -> None:
+    spec, description = SPECS[name]
+    spec = spec.format(**folders)
+    llm = LLM(folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=2)
+    assert description in llm.engine.drafter.vocabulary
+    accepted = 0
+    for request, params in REQUESTS.items():
+        expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
+        got = llm.generate(PROMPTS, params)
+        assert [c.token_ids for c in got] == expected, request
+        accepted += sum(c.stats.accepted_tokens for c in got)
+    # The adaptive length may find that drafting does not pay here.
+    assert accepted > 0 or "little" in name or length == "auto"
+    for cache in (llm.engine.cache, llm.engine.drafter.cache):
+        cache.check()
+        assert cache.pool.available == cache.num_blocks
+    llm.close()
+
+
+@pytest.mark.parametrize("spec", ["model:{near}", "model:{near},vocab=string"])
+def test_preemption_and_small_chunks_change_nothing(
+    folders: dict[str, str], plain: LLM, spec: str
+) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
+    per_token = 2 * 2 * (2 * 2 * 8) * 4
+    tight = LLM(
+        folders["target"],
+        spec.format(**folders),
+        dtype="float32",
+        draft_length=3,
+        kv_cache_memory=128 * per_token,
+    )
+    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
+        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
+    )
+    assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
+    assert tight.engine.scheduler.preemptions > 0
+
+
+def test_unseeded_intersection_follows_the_law(folders: dict[str, str]) -> None:
+    """First two tokens of many runs, plain and drafted: a two-sample chi-square."""
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
+    counts: list[dict[tuple[int, ...], int]] = []
+    for spec in (None, f"tree:{folders['near']},branching=2x1"):
+        llm = LLM(
+            folders["target"], spec, dtype="float32", draft_length=2, max_batch_size=200, seed=3
+        )
+        found: dict[tuple[int, ...], int] = {}
+        for completion in llm.generate("The quick brown fox", params):
+            pair = tuple(completion.token_ids)
+            found[pair] = found.get(pair, 0) + 1
+        counts.append(found)
+    pairs = counts[0].keys() | counts[1].keys()
+    a, b = ([one.get(pair, 0) for pair in pairs] for one in counts)
+    statistic = sum((x - y) ** 2 / (x + y) for x, y in zip(a, b, strict=True))
+    assert len(pairs) <= 9
+    assert statistic < 27.9  # 8 degrees of freedom: the 0.05 % point
+
+
+# -- the pieces -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, TokenTexts]:
+    return {
+        "ours": TokenTexts(train_tokenizer(SENTENCES, 320)),
+        "near": TokenTexts(shuffled(train_tokenizer(SENTENCES, 310))),
+        "far": TokenTexts(train_tokenizer(OTHER_TEXT, 340)),
+        "blank": TokenTexts(blank_tokenizer()),
+        "words": TokenTexts(word_tokenizer()),
+    }
+
+
+def intersection(ours: TokenTexts, theirs: TokenTexts) -> Intersection:
+    widths = len(ours.tokenizer), len(theirs.tokenizer) + 3  # padded logits
+    return Intersection(ours, theirs, shared_ids(ours, theirs), widths, torch.device("cpu"), 1.0)
+
+
+def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> None:
+    ours, near = texts["ours"], texts["near"]
+    pairs = shared_ids(ours, near)
+    assert len(pairs) == len(near.tokenizer) == 310
+    assert all(ours.spelt([a]) == near.spelt([b]) for a, b in pairs.items())
+    assert sum(a != b for a, b in pairs.items()) > 290
+    assert overlap(ours, near, pairs, SAMPLE) > 0.9
+    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.9
+    assert overlap(ours, ours, shared_ids(ours, ours), SAMPLE) == 1.0
+
+
+def test_logits_of_the_intersection(texts: dict[str, TokenTexts]) -> None:
+    ours, near = texts["ours"], texts["near"]
+    vocabulary, pairs = intersection(ours, near), shared_ids(ours, near)
+    logits = torch.randn(4, len(near.tokenizer) + 3)
+    moved = vocabulary.logits(logits)
+    assert moved.shape == (4, len(ours.tokenizer))
+    for token in range(len(ours.tokenizer)):
+        expected = logits[:, pairs[token]] if token in pairs else torch.full((4,), -torch.inf)
+        assert torch.equal(moved[:, token], expected)
+    q = torch.softmax(moved, -1)
+    assert torch.allclose(q.sum(-1), torch.ones(4)) and bool((q[:, 310:] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["near", "far", "blank", "words"])
+def test_every_token_has_a_spelling(texts: dict[str, TokenTexts], name: str) -> None:
+    """Also a single byte of a character: context and nodes agree, and the bytes are the same."""
+    ours, theirs = texts["ours"], texts[name]
+    vocabulary = intersection(ours, theirs)
+    for token in range(len(ours.tokenizer)):
+        spelling = vocabulary.context([token])
+        assert spelling
+        if token in shared_ids(ours, theirs):
+            assert vocabulary.nodes(torch.tensor([token])).tolist() == spelling
+        elif name != "words":
+            assert theirs.spelt(spelling) == ours.spelt([token])
+
+
+def test_a_shared_vocabulary_is_left_alone() -> None:
+    same = SharedVocabulary(5, 8)
+    assert same.context([1, 4]) == [1, 4]
+    assert same.logits(torch.zeros(2, 8)).shape == (2, 5)
+
+
+TEXTS = [
+    "Once upon a time, there was a little dog.",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(2, 3))",
+    "Früh am Morgen 你好 🦊 fox",
+    "no-borders-at-all-" * 30,
+    " the  end ",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["near", "far", "blank"])
+def test_text_is_carried_over_token_by_token(
+    texts: dict[str, TokenTexts], name: str, text: str
+) -> None:
+    """However it arrives, the draft reads the same text, and what has settled stays."""
+    ours, theirs = texts["ours"], texts[name]
+    tokens = ours.tokenizer.encode(text)
+    begin = b"" if name == "blank" else b"<|endoftext|>"
+    step = Retokeniser(ours, theirs, shared_ids(ours, theirs))
+    settled: list[int] = []
+    for end in range(2, len(tokens) + 1):
+        step.extend(tokens[:end])
+        assert step.settled[: len(settled)] == settled
+        settled = list(step.settled)
+        if not step.waits:
+            read = theirs.spelt(step.context()).removeprefix(begin).decode()
+            assert read.removeprefix(" ") == ours.spelt(tokens[1:end]).decode().removeprefix(" ")
+    assert name == "blank" or len(step.context()) - len(step.settled) < 256
+
+
+def test_special_tokens_keep_their_role(texts: dict[str, TokenTexts]) -> None:
+    ours, near = texts["ours"], texts["near"]
+    text = Retokeniser(ours, near, shared_ids(ours, near))
+    chat = ours.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "The fox"}], add_generation_prompt=True, return_dict=False
+    )
+    text.extend(chat)
+    assert near.spelt(text.context()) == b"<|endoftext|><|user|>The fox<|end|><|assistant|>"
+    assert sum(index in near.special for index in text.context()) == 4
+    drafted = [*near.encode("Yes"), near.tokenizer.eos_token_id, *near.encode(" more")]
+    assert text.proposal(drafted) == [*ours.encode("Yes"), ours.tokenizer.eos_token_id]
+
+
+def test_proposals_are_the_targets_own_tokens(texts: dict[str, TokenTexts]) -> None:
+    ours, far = texts["ours"], texts["far"]
+    text = Retokeniser(ours, far, shared_ids(ours, far))
+    text.extend(ours.encode("The quick brown"))
+    expected = ours.encode("The quick brown fox jumps")[len(ours.encode("The quick brown")) :]
+    assert text.proposal(far.encode(" fox jumps")) == expected
+    euro = far.encode("€")
+    assert len(euro) == 3
+    assert text.proposal([*far.encode(" fox"), *euro[:2]]) == ours.encode(" fox")
+    assert text.proposal(euro[1:]) == []
+
+
+def test_half_a_character_is_waited_for(texts: dict[str, TokenTexts]) -> None:
+    ours, far = texts["ours"], texts["far"]
+    text = Retokeniser(ours, far, shared_ids(ours, far))
+
+    def read() -> str:
+        return far.spelt(text.context()).decode().removeprefix("<|endoftext|>")
+
+    tokens = ours.encode("a 你")
+    text.extend(tokens[:-1])
+    assert text.waits and read() == "a "
+    text.extend(tokens)
+    assert not text.waits and read() == "a 你"
+    text.extend([*tokens, tokens[-1], *ours.encode("b")])  # a stray byte
+    assert read() == "a 你\ufffdb"
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_loses_text_is_refused(folders: dict[str, str]) -> None:
+    with pytest.raises(VocabularyMismatchError, match=r"id \d+: target '.+', draft") as caught:
+        LLM(folders["target"], folders["words"], dtype="float32")
+    message = str(caught.value)
+    assert "does not give text back" in message and "same family" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("vocab=string", VocabularyMismatchError),
+        ("vocab=intersection", VocabularyMismatchError),
+        ("vocab=same", ConfigError),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    folders: dict[str, str], option: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        LLM(folders["target"], f"model:{folders['words']},{option}", dtype="float32")
+
+
+def test_the_choice_can_be_overruled(folders: dict[str, str]) -> None:
+    def vocabulary(spec: str) -> str:
+        drafter: Any = LLM(
+            folders["target"], spec.format(**folders), dtype="float32"
+        ).engine.drafter
+        return str(drafter.vocabulary)
+
+    choose: Callable[[str], str] = vocabulary
+    assert choose("model:{target}") == "the target's own"
+    assert "100 % of text" in choose("model:{target},vocab=intersection")
+    assert "string" in choose("model:{target},vocab=string")
