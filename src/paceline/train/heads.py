@@ -1,0 +1,393 @@
+"""What the training of every kind of head has in common: a frozen target that is looked at.
+
+The target's hidden states and logits are computed batch by batch and used at once; they are
+stored only on request (``cache_windows``). Batches depend only on (seed, step), so an interrupted
+run continues exactly.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, DataError
+from paceline.model.loading import load_module, load_tokenizer, resolve_device, resolve_dtype
+from paceline.train.acceptance import Acceptance, match_matrix, total, walk
+from paceline.train.data import Mixture, Source, encode
+from paceline.train.feature_cache import FeatureCache
+from paceline.train.heldout import WrittenText, written_texts
+from paceline.train.lm import learning_rate_scale
+from paceline.train.observed import Observed as Observed
+from paceline.train.optim import MasterOptimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What determines a run, for all kinds of heads. Sizes in tokens, rates per step."""
+
+    target: str
+    data: tuple[str, ...]  # FILE or FILE=WEIGHT
+    valid: tuple[str, ...] = ()
+    exclude_licenses: tuple[str, ...] = ("CC-BY-SA",)
+    seq_len: int = 256
+    long_every: int = 10  # every n-th batch has windows of max_positions; 0 is never
+    max_positions: int = 1024  # or as long as the target and the shortest data file allow
+    batch_tokens: int = 4096
+    micro_tokens: int = 2048
+    steps: int = 2000
+    warmup: int = 50
+    lr: float = 0.005
+    adam_lr: float = 0.003
+    weight_decay: float = 0.05
+    argmax_weight: float = 0.3  # share of the loss against the target's likeliest token
+    seed: int = 0
+    draft_length: int = 4  # held-out acceptance is measured for drafts of this length
+    held_out: int = 8  # openings of each validation file
+    held_out_tokens: int = 96
+    cache_windows: int = 0  # draw from so many windows, whose features are kept on disk
+    dtype: str = "bfloat16"  # of target and head; the optimizer's own weights are float32
+
+    @classmethod
+    def check_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """``values`` as keyword arguments of the class. Raises ConfigError on unknown names."""
+        names = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - names)
+        if unknown:
+            raise ConfigError(f"unknown training options {unknown}; known are {sorted(names)}")
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+class Optimizer(Protocol):
+    """What a trainer asks of its optimizer; ``MasterOptimizer`` is one."""
+
+    def step(self, scale: float) -> float: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class HeadProgress:
+    """What the training reports after every step; acceptance (by file) only when measured."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+
+
+class HeadTrainer(ABC):
+    """One resumable run. The folder ``out`` holds checkpoint.pt, token streams and, in the end,
+    the head in ``out/head``.
+
+    A kind of head says what it reads (``feature_layers``, ``lookahead``), how it is made, its
+    loss and its drafts. Raises PacelineError, before anything is written, for a target, data or
+    options that cannot be used.
+    """
+
+    def __init__(
+        self, config: HeadConfig, out: Path, device: str = "auto", compiled: bool = False
+    ) -> None:
+        self.config = config
+        self.out = out
+        self.device = resolve_device(device)
+        if not 0 <= config.argmax_weight <= 1:
+            raise ConfigError("argmax_weight is a share: use a number from 0 to 1")
+        self.sources = [Source.parse(spec) for spec in config.data]
+        self.valid_sources = [Source.parse(spec) for spec in config.valid]
+        saved = self._read_checkpoint()
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(config.target)
+        dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
+        self.target: PreTrainedModel = load_module(config.target, dtype, self.device, "sdpa")
+        self.target.requires_grad_(False)
+        self.shape = self.target.config.get_text_config(decoder=True)
+        self.check_shape()
+        streams = [self._stream(source) for source in self.sources]
+        self.rows, self.long_rows = self._window_rows(streams)
+        self._keep(streams)
+        weights = [source.weight for source in self.sources]
+        self.mixture = Mixture(streams, weights, config.seed)
+        torch.manual_seed(config.seed)
+        self.head = self.new_head().to(self.device, dtype)
+        self._target_forward: Callable[..., Any] = self.target
+        self._loss: Callable[[Observed], torch.Tensor] = self.loss
+        if compiled:
+            # Two shapes (short and long windows), each compiled once; CPU needs a C++ compiler.
+            self._target_forward = torch.compile(self.target, dynamic=False)
+            self._loss = torch.compile(self.loss, dynamic=False)
+        self.optimizer = self.new_optimizer()
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.history = saved["step"], saved["history"]
+        self._held_out: list[tuple[WrittenText, Observed]] | None = None
+        self._cache = self._feature_cache()
+
+    # -- what a kind of head says --------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def lookahead(self) -> int:
+        """Tokens after a window's last row that the loss needs."""
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs are read; num_layers is the final norm's output."""
+
+    @abstractmethod
+    def new_head(self) -> nn.Module:
+        """A head with its first weights."""
+
+    @abstractmethod
+    def loss(self, seen: Observed) -> torch.Tensor:
+        """Mean loss over the windows' rows; the last ``lookahead`` tokens have no row."""
+
+    @abstractmethod
+    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.
+
+        Row t drafts from the features up to t and the text's token t + 1; column j is about
+        token t + 2 + j, the text's own tokens standing in for the draft's earlier ones.
+        """
+
+    @abstractmethod
+    def write_head(self, folder: Path) -> None:
+        """Write configuration and weights of the head in their public layout."""
+
+    def check_shape(self) -> None:
+        """Raise ConfigError if the options do not fit the target; before data is read."""
+        wrong = [n for n in self.feature_layers if not 0 <= n <= self.num_layers]
+        if wrong:
+            raise ConfigError(
+                f"feature layers {wrong} do not exist: the target has layers 0 to "
+                f"{self.num_layers - 1}, and {self.num_layers} means the final norm's output"
+            )
+
+    def new_optimizer(self) -> Optimizer:
+        """What steps the head; and the target, if it learns too."""
+        config = self.config
+        return MasterOptimizer(self.head, config.lr, config.adam_lr, config.weight_decay)
+
+    # -- set-up --------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the target."""
+        return int(self.shape.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+        return int(self.target.get_output_embeddings().weight.shape[0])
+
+    def _stream_file(self, source: Source) -> Path:
+        # Files of one name may lie in different folders.
+        place = zlib.crc32(str(source.path.resolve()).encode())
+        return self.out / "tokens" / f"{source.path.name}.{place:08x}.npy"
+
+    def _stream(self, source: Source) -> np.ndarray:
+        file = self._stream_file(source)
+        if file.is_file():
+            return np.asarray(np.load(file))
+        return encode(source.path, self.tokenizer, self.config.exclude_licenses)
+
+    def _keep(self, streams: list[np.ndarray]) -> None:
+        """Save the token streams for a resumed run: the first thing that is written."""
+        for source, stream in zip(self.sources, streams, strict=True):
+            file = self._stream_file(source)
+            if not file.is_file():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(".partial.npy")
+                np.save(partial, stream)
+                partial.replace(file)
+
+    def _window_rows(self, streams: list[np.ndarray]) -> tuple[int, int]:
+        """Rows of short and of long windows. Raises if the text or the target is too short."""
+        config, ahead = self.config, self.lookahead
+        context = int(getattr(self.shape, "max_position_embeddings", config.max_positions))
+        if config.seq_len + ahead > context:
+            raise ConfigError(
+                f"windows of {config.seq_len} + {ahead} tokens exceed the target's context of "
+                f"{context}; use a shorter --seq-len"
+            )
+        shortest = min(len(stream) for stream in streams)
+        for source, stream in zip(self.sources, streams, strict=True):
+            if len(stream) < config.seq_len + ahead + 1:
+                raise DataError(
+                    f"{source.path} has only {len(stream)} tokens of text, but a window takes "
+                    f"{config.seq_len + ahead + 1}; give more text or a shorter --seq-len"
+                )
+        longest = min(config.max_positions, context, shortest - 1) - ahead
+        return config.seq_len, max(config.seq_len, longest)
+
+    def _feature_cache(self) -> FeatureCache | None:
+        if not self.config.cache_windows:
+            return None
+
+        def observe(ids: torch.Tensor) -> Observed:
+            return self.observe(ids, eager=True)
+
+        embedding, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
+        return FeatureCache(self.out / "features", observe, embedding, head)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        if not self.checkpoint.is_file():
+            return None
+        try:
+            saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            kind, before = saved["kind"], saved["config"]
+        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError):
+            raise ConfigError(
+                f"{self.checkpoint} is damaged or not of a head; delete it to start anew"
+            ) from None
+        own = asdict(self.config)
+        # The length of the schedule may change on resumption; anything else would be another run.
+        differing = [key for key in own if key != "steps" and before.get(key) != own[key]]
+        if kind != type(self).__name__ or differing:
+            what = f"other options ({', '.join(differing)})" if differing else "another kind"
+            raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
+        return dict(saved)
+
+    def save_checkpoint(self) -> None:
+        """Write atomically, so that a cut-off leaves the former checkpoint whole."""
+        state = {
+            "kind": type(self).__name__,
+            "config": asdict(self.config),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "history": self.history,
+        }
+        self.out.mkdir(parents=True, exist_ok=True)
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.checkpoint)
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(self, ids: torch.Tensor, eager: bool = False) -> Observed:
+        """Look at windows ``[B, W]`` through the target."""
+        forward = self.target if eager else self._target_forward
+        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[layer] for layer in self.feature_layers], -1)
+        embeds = self.target.get_input_embeddings()(ids)
+        return Observed(ids, embeds, features, out.logits, out.hidden_states[-1])
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, list[int] | None]:
+        """Windows ``[B, rows + lookahead]`` and, if they come from the pool, their numbers."""
+        config = self.config
+        long = config.long_every > 0 and step % config.long_every == config.long_every - 1
+        rows = self.long_rows if long else self.rows
+        count = max(1, config.batch_tokens // rows)
+        width = rows + self.lookahead - 1  # a batch holds one token more than it is asked for
+        if not config.cache_windows or rows > self.rows:
+            return torch.from_numpy(self.mixture.batch(step, count, width)), None
+        rng = np.random.default_rng((config.seed, step))
+        numbers = [int(n) for n in rng.integers(0, config.cache_windows, count)]
+        windows = [self.mixture.batch(number, 1, width) for number in numbers]
+        return torch.from_numpy(np.concatenate(windows)), numbers
+
+    def train_step(self) -> float:
+        """One optimizer step; returns the mean loss."""
+        windows, numbers = self._batch(self.step)
+        windows = windows.to(self.device)
+        rows = windows.shape[1] - self.lookahead
+        size = max(1, self.config.micro_tokens // rows)
+        loss_sum = 0.0
+        for start in range(0, len(windows), size):
+            part = windows[start : start + size]
+            if self._cache is None or numbers is None:
+                seen = self.observe(part)
+            else:
+                seen = self._cache.look(part, numbers[start : start + size])
+            loss = self._loss(seen) * (len(part) / len(windows))
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += float(loss.detach())
+        self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
+        self.step += 1
+        return loss_sum
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Acceptance]:
+        """Held-out acceptance by validation file: greedy chains of ``draft_length`` tokens."""
+        if self._held_out is None:
+            self._held_out = self._read_held_out()
+        found: dict[str, list[Acceptance]] = {}
+        for text, seen in self._held_out:
+            drafts = self.drafts(seen, self.config.draft_length)
+            matches = match_matrix(drafts, seen.ids[0], text.prompt)
+            found.setdefault(text.source, []).append(walk(matches))
+        return {name: total(parts) for name, parts in found.items()}
+
+    def _read_held_out(self) -> list[tuple[WrittenText, Observed]]:
+        config = self.config
+        if not self.valid_sources:
+            return []
+        texts = written_texts(
+            self.target,
+            self.tokenizer,
+            self.valid_sources,
+            config.held_out,
+            config.held_out_tokens,
+            config.exclude_licenses,
+            self.out / "held_out.json",
+        )
+        if not texts:
+            raise DataError("the target ends every held-out text at once; give other --valid files")
+        seen = []
+        for text in texts:
+            ids = torch.tensor([text.token_ids], device=self.device)
+            whole = self.observe(ids, eager=True)
+            # Only the loss needs logits: without them, held-out texts stay small.
+            seen.append((text, replace(whole, logits=whole.logits[:, :0])))
+        return seen
+
+    def run(
+        self,
+        report: Callable[[HeadProgress], None] = lambda progress: None,
+        eval_every: int = 100,
+        save_seconds: float = 300.0,
+    ) -> Path:
+        """Train to the last step, then write the head; returns its folder."""
+        saved = time.monotonic()
+        while self.step < self.config.steps:
+            start = time.monotonic()
+            loss = self.train_step()
+            speed = self.config.batch_tokens / (time.monotonic() - start)
+            progress = HeadProgress(self.step, self.config.steps, loss, speed)
+            if self.step % eval_every == 0 or self.step == self.config.steps:
+                progress.acceptance = self.measure()
+                acceptance = {name: a.to_dict() for name, a in progress.acceptance.items()}
+                self.history.append({"step": self.step, "loss": loss, "acceptance": acceptance})
+            report(progress)
+            if time.monotonic() - saved > save_seconds:
+                self.save_checkpoint()
+                saved = time.monotonic()
+        self.save_checkpoint()
+        folder = self.out / "head"
+        folder.mkdir(exist_ok=True)
+        self.write_head(folder)
+        return folder

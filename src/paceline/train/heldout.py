@@ -1,0 +1,91 @@
+"""Texts that the target wrote itself from held-out openings, to measure acceptance on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.train.data import Source
+from paceline.train.sample import openings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """``token_ids`` of an opening of ``prompt`` tokens and its greedy continuation."""
+
+    source: str  # which validation file
+    prompt: int
+    token_ids: list[int]
+
+
+def written_texts(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: Sequence[Source],
+    count: int,
+    max_tokens: int,
+    exclude_licenses: Sequence[str],
+    cache: Path,
+) -> list[WrittenText]:
+    """``count`` texts of each validation file, continued by at most ``max_tokens`` tokens.
+
+    Written once: ``cache`` keeps them for a resumed run.
+    """
+    names = [source.name for source in sources]
+    key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
+    if cache.is_file():
+        saved = json.loads(cache.read_text(encoding="utf-8"))
+        if saved["key"] == key:
+            return [WrittenText(**text) for text in saved["texts"]]
+    texts: list[WrittenText] = []
+    for source in sources:
+        alone = [Source(source.path, 1.0)]
+        starts = openings(alone, tokenizer, count, seed=0, exclude_licenses=exclude_licenses)
+        prompts = [opening.token_ids for opening in starts]
+        for prompt, ids in zip(
+            prompts, continue_greedily(target, prompts, max_tokens), strict=True
+        ):
+            if len(ids) > 1:  # with one token or none there is nothing to draft
+                texts.append(WrittenText(source.name, len(prompt), [*prompt, *ids]))
+    partial = cache.with_suffix(".partial")
+    partial.write_text(
+        json.dumps({"key": key, "texts": [asdict(text) for text in texts]}), encoding="utf-8"
+    )
+    partial.replace(cache)
+    return texts
+
+
+@torch.no_grad()
+def continue_greedily(
+    target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """The likeliest continuation of each prompt, up to and with the end token."""
+    device = target.device
+    longest = max(len(prompt) for prompt in prompts)
+    ends = target.generation_config.eos_token_id
+    stops = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left: all end in the same column
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    written = target.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
+    result = []
+    for row in written[:, longest:].tolist():
+        end = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
+        result.append(row[:end])
+    return result

@@ -1,0 +1,70 @@
+"""From what matches what to tokens per step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.train.acceptance import Acceptance, match_matrix, total, walk
+
+
+def matrix(rows: list[str]) -> torch.Tensor:
+    return torch.tensor([[letter == "x" for letter in row] for row in rows])
+
+
+def test_a_walk_starts_where_the_last_step_ended() -> None:
+    # Starts 0, 3 and 4: two, none and one accepted; rows 1, 2 and 5 are never started from.
+    found = walk(matrix(["xx.", "xxx", "xxx", ".xx", "x..", "xxx"]), undrafted=0)
+    assert found == Acceptance(tokens=6, steps=3, reached=(3, 2, 1), accepted=(2, 1, 0))
+    assert found.mean_accepted_length == 2.0
+    assert found.rates == (2 / 3, 1 / 2, 0.0)
+
+
+def test_the_step_of_the_prompt_counts() -> None:
+    assert walk(matrix(["x", "."])) == Acceptance(3, 2, (1,), (1,))
+    assert walk(matrix([]).reshape(0, 3)) == Acceptance(1, 1, (0, 0, 0), (0, 0, 0))
+
+
+def test_nothing_is_tried_beyond_the_end() -> None:
+    found = walk(matrix(["xx.", "x.."]), undrafted=0)
+    assert (found.tokens, found.steps) == (2, 1)
+    assert found.reached == (1, 1, 0)
+
+
+def test_full_acceptance_adds_the_targets_own_token() -> None:
+    found = walk(matrix(["xx"] * 9), undrafted=0)
+    assert (found.tokens, found.steps) == (9, 3)
+    assert found.rates == (1.0, 1.0)
+
+
+def by_hand(text: list[int], prompt: int, drafts: list[list[int]]) -> tuple[int, int]:
+    """Tokens and steps of an engine that gets these drafts, written down step by step."""
+    committed, steps = prompt + 1, 1  # the prompt's own step gives one token
+    while committed < len(text):
+        accepted = 0
+        for token in drafts[committed - 2]:
+            place = committed + accepted
+            if place >= len(text) or text[place] != token:
+                break
+            accepted += 1
+        committed = min(len(text), committed + accepted + 1)
+        steps += 1
+    return len(text) - prompt, steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_walking_a_text_equals_decoding_it(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    length, prompt = int(torch.randint(8, 30, (), generator=generator)), 4
+    text = torch.randint(0, 2, (length,), generator=generator)
+    drafts = torch.randint(0, 2, (length, 3), generator=generator)
+    found = walk(match_matrix(drafts, text, prompt))
+    assert (found.tokens, found.steps) == by_hand(text.tolist(), prompt, drafts.tolist())
+
+
+def test_texts_add_up_and_are_written_down() -> None:
+    parts = [Acceptance(5, 2, (2, 1), (1, 1)), Acceptance(3, 3, (3,), (0,))]
+    both = total(parts)
+    assert both == Acceptance(8, 5, (5, 1), (1, 1))
+    assert Acceptance.from_dict(both.to_dict()) == both
+    assert total([]).mean_accepted_length == 0.0
