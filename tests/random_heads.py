@@ -1,4 +1,4 @@
-"""Random EAGLE heads for a target folder: rarely right, which is all that parity needs."""
+"""Random EAGLE heads: rarely right, which is all that parity needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from engine_models import VOCAB
 from paceline.draft.eagle_format import save_eagle
 from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.model.target import CausalModel
 
 
 def write_eagle(root: Path, target: str, version: int) -> str:
@@ -37,3 +39,41 @@ def write_eagle(root: Path, target: str, version: int) -> str:
     folder = root / f"eagle{version}"
     save_eagle(head, folder)
     return str(folder)
+
+
+def random_head(target: CausalModel, version: int) -> EagleHead:
+    """Float32; logits far from uniform, so that wrong rows show."""
+    small = 40 if version == 3 else VOCAB
+    config = EagleConfig(
+        version=version,
+        hidden_size=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ffn_size=48,
+        vocab_size=VOCAB,
+        target_hidden_size=32,
+        target_layers=target.num_layers,
+        feature_layers=(0, 1, 2) if version == 3 else (target.num_layers,),
+        draft_vocab_size=small,
+        max_positions=160,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(version)
+        ids = sorted(torch.randperm(VOCAB)[:small].tolist())
+        head = EagleHead(config, ids if version == 3 else None, target.hf.get_output_embeddings())
+        with torch.no_grad():
+            for parameter in head.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(4.0)
+    return head.eval()
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scaling: float
+) -> torch.Tensor:
+    """Causal attention over all rows: what ``EagleHead.forward`` takes for ``attend``."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2)

@@ -17,6 +17,7 @@ from paceline.config import DraftSpec
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.eagle import EagleDrafter
 from paceline.draft.eagle_format import load_eagle
+from paceline.draft.eagle_lean import quicken
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.medusa import MedusaDrafter, shapes_of
 from paceline.draft.medusa_format import load_medusa
@@ -35,7 +36,6 @@ from paceline.errors import ConfigError
 from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.loading import load_tokenizer as load_tokenizer
 from paceline.model.names import resolve
-from paceline.model.pack import pack_modules
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
 
@@ -237,11 +237,11 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
     )
     head = head.to(target.device, target.dtype).eval().requires_grad_(False)
     embed = head.embed_tokens or target.hf.get_input_embeddings()
-    pack_modules(head)
+    quick = quicken(head, target.max_positions)
 
     def build(context: DraftContext) -> Drafter:
         cache = context.new_cache([head.cache_shape], target.dtype)
-        return EagleDrafter(head, cache, embed, policy, context.generator, spec.kind)
+        return EagleDrafter(quick, cache, embed, policy, context.generator, spec.kind)
 
     return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
 

@@ -5,55 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_models import VOCAB, adapted
+from engine_models import adapted
 from paceline.build import EngineOptions, build_engine
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft.eagle import EagleDrafter
-from paceline.draft.eagle_head import EagleConfig, EagleHead
+from paceline.draft.eagle_head import EagleHead
 from paceline.draft.policy import Policy
 from paceline.draft.shape import Shape
 from paceline.drafters import DraftContext, Prepared
 from paceline.engine.engine import Engine
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
+from random_heads import dense_attention, random_head
 
 LENGTH = 3
-
-
-def random_head(target: CausalModel, version: int) -> EagleHead:
-    """Float32; logits far from uniform, so that wrong rows show."""
-    small = 40 if version == 3 else VOCAB
-    config = EagleConfig(
-        version=version,
-        hidden_size=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_size=48,
-        vocab_size=VOCAB,
-        target_hidden_size=32,
-        target_layers=target.num_layers,
-        feature_layers=(0, 1, 2) if version == 3 else (target.num_layers,),
-        draft_vocab_size=small,
-        max_positions=160,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(version)
-        ids = sorted(torch.randperm(VOCAB)[:small].tolist())
-        head = EagleHead(config, ids if version == 3 else None, target.hf.get_output_embeddings())
-        with torch.no_grad():
-            for parameter in head.parameters():
-                if parameter.ndim == 2:
-                    parameter.mul_(4.0)
-    return head.eval()
-
-
-def dense(query, key, value, *, layer, scaling):
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2)
 
 
 @torch.inference_mode()
@@ -75,7 +41,7 @@ def reference_chain(target: CausalModel, head: EagleHead, tokens: list[int], fir
     ids = list(tokens[first + 1 :])
     drafted: list[int] = []
     for _ in range(LENGTH):
-        outputs = head(embed(torch.tensor(ids)), hidden, torch.arange(len(ids)), dense)
+        outputs = head(embed(torch.tensor(ids)), hidden, torch.arange(len(ids)), dense_attention)
         logits = head.expand(head.logits(outputs[-1:]))
         drafted.append(int(logits.argmax()))
         ids.append(drafted[-1])

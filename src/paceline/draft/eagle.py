@@ -29,6 +29,7 @@ from paceline.core.sequence import Sequence as Request
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.eagle_head import EagleHead
+from paceline.draft.eagle_lean import LeanEagle
 from paceline.draft.grow import Growing, grow
 from paceline.draft.policy import Policy
 from paceline.model.attention import paged_attention
@@ -96,7 +97,7 @@ class EagleDrafter:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleHead | LeanEagle,
         cache: PagedCache,
         embed: Embed,
         policy: Policy,

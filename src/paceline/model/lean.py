@@ -96,11 +96,25 @@ class LeanLayer:
         attend: Attend,
     ) -> None:
         """Add the layer's two updates to ``stream``. ``cos``, ``sin``: ``[T, 1, head_dim]``."""
-        rows, d, heads, kv_heads = stream.rows, self.head_dim, self.heads, self.kv_heads
+        normed = stream.normed(self.input_norm)
+        stream.x.add_(self.attention(normed, stream.rows, index, cos, sin, attend))
+        self.feed_forward(stream)
+
+    def attention(
+        self,
+        x: torch.Tensor,
+        rows: int,
+        index: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """``[rows, width]`` from ``x``, whose first ``rows`` rows count."""
+        d, heads, kv_heads = self.head_dim, self.heads, self.kv_heads
         rotated = heads + kv_heads
         width = (rotated + kv_heads) * d
         # Views by as_strided: one operation each, a quarter of split, view and transpose.
-        qkv = self.qkv(stream.normed(self.input_norm))
+        qkv = self.qkv(x)
         qk = qkv.as_strided((rows, rotated, d), (width, d, 1))
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
@@ -111,7 +125,10 @@ class LeanLayer:
         k = qk.as_strided((1, kv_heads, rows, d), (0, d, step, 1), heads * d)
         v = qkv.as_strided((1, kv_heads, rows, d), (0, d, width, 1), step)
         attended = attend(q, k, v, layer=index, scaling=self.scaling)
-        stream.x.add_(self.out(attended.reshape(rows, heads * d)))
+        return self.out(attended.reshape(rows, heads * d))
+
+    def feed_forward(self, stream: Residual) -> None:
+        """Add the gated MLP's update to ``stream``."""
         gate_up = self.gate_up(stream.normed(self.mlp_norm))
         padded, ffn = gate_up.shape[0], gate_up.shape[1] // 2
         gate = gate_up.as_strided((padded, ffn), (2 * ffn, 1))
