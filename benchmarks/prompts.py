@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUITES = ("stories", "arith", "chat", "stdlib")
+SUITES = ("stories", "arith", "chat", "stdlib")  # of the decoding benchmark
+ALL_SUITES = (*SUITES, "summ")
 
 # A few of our own, for a checkout without the prompts folder: (format, text).
 BUILT_IN: dict[str, list[tuple[str, str]]] = {
@@ -34,6 +35,28 @@ BUILT_IN: dict[str, list[tuple[str, str]]] = {
         ("completion", "class Stack:\n    def __init__(self):\n        self.items = []\n\n"),
         ("completion", 'def is_prime(n):\n    """Return True if n is a prime number."""\n'),
         ("completion", "import os\n\ndef walk_files(path):\n"),
+    ],
+    "summ": [
+        (
+            "chat",
+            "Summarize: The meeting began at nine. Anna wants a bigger remote control. Tom "
+            "says that a bigger remote control costs too much. They agree to ask the users.",
+        ),
+        (
+            "chat",
+            "Summarize: The fox saw the grapes and jumped. The grapes hung too high. The fox "
+            "went away and said that the grapes were sour.",
+        ),
+        (
+            "chat",
+            "What was said about money? The project has money for one year. Anna asked for "
+            "money for a second year. The project leader will decide about the money in May.",
+        ),
+        (
+            "chat",
+            "Give the text a title: We train a small model to guess the words of a large "
+            "model. The large model checks the guesses. The text is the same, only sooner.",
+        ),
     ],
 }
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import contestants
 import decoding
 from contestants import Outcome
-from prompts import BUILT_IN, SUITES, encode, load_suites, read_texts, spread
+from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, spread
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
 from stepclock import StepClock, shares
@@ -91,7 +91,7 @@ def test_clock_gives_own_time_only() -> None:
 
 
 def test_prompts(tmp_path: Path) -> None:
-    assert set(BUILT_IN) == set(SUITES)
+    assert set(BUILT_IN) == set(ALL_SUITES)
     assert read_texts(tmp_path, "arith") == BUILT_IN["arith"]
     record = {"id": "x", "format": "completion", "turns": ["first", "second"]}
     (tmp_path / "arith.jsonl").write_text(json.dumps(record) + "\n")

@@ -1,0 +1,196 @@
+"""The rows of the drafters' benchmark: specs, engines around one loaded target, and timed runs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import inflate
+from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.config import DraftSpec
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
+from paceline.core.sequence import Sequence as Request
+from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
+from paceline.errors import ConfigError
+from paceline.model.target import CausalModel
+
+PLAIN = "plain"
+REPEATED = ", repeated"  # after the name of a row: the same prompts again, or varied
+NODES = 8  # of every tree or chain in the comparison at an equal node budget
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Folders of what the drafters of one target load; None where it is not there."""
+
+    target: str
+    draft: str | None = None
+    medusa: str | None = None
+    eagle: str | None = None
+    eagle3: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row. ``levels`` is the draft length of the runs at a fixed length."""
+
+    name: str
+    spec: str
+    levels: int = 4
+
+
+def entries(weights: Weights, inflated_layers: int = 0) -> list[Entry]:
+    """Every drafter; those whose weights are missing have an empty spec.
+
+    History costs nothing, so what draws on it drafts 8 levels where models draft 4. Half of an
+    inflated target's layers do nothing, and a search for layers to skip would find them: there
+    the middle half of ``inflated_layers`` is skipped, which are as many working ones as idle.
+    """
+    middle = f":skip={inflated_layers // 4}-{inflated_layers * 3 // 4 - 1}"
+    last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
+    return [
+        Entry(PLAIN, "none", 0),
+        Entry("draft", _with("model:", weights.draft)),
+        Entry("draft_tree", _with("tree:", weights.draft, f",nodes={NODES},width=3")),
+        Entry("ngram", "ngram", 8),
+        Entry("suffix", "suffix", 8),
+        Entry("lookahead", "lookahead"),
+        Entry("recycling", "recycling"),
+        Entry("early_exit", "early_exit"),
+        Entry("layer_skip", "layer_skip" + (middle if inflated_layers else "")),
+        Entry("medusa", _with("medusa:", weights.medusa)),
+        Entry("eagle", _with("eagle:", weights.eagle)),
+        Entry("eagle2", _with("eagle2:", weights.eagle)),
+        Entry("eagle3", _with("eagle3:", weights.eagle3)),
+        Entry(
+            "hybrid", f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "", 8
+        ),
+    ]
+
+
+def equal_nodes(weights: Weights) -> list[Entry]:
+    """Chains and best-first trees of the same number of nodes."""
+    chain, tree = ",nodes=0", f",nodes={NODES},width=3"
+    return [
+        Entry("draft chain", _with("model:", weights.draft), NODES),
+        Entry("draft tree", _with("tree:", weights.draft, tree), NODES),
+        Entry("eagle chain", _with("eagle:", weights.eagle), NODES),
+        Entry("eagle2 tree", _with("eagle2:", weights.eagle, tree), NODES),
+        Entry("eagle3 chain", _with("eagle3:", weights.eagle3, chain), NODES),
+        Entry("eagle3 tree", _with("eagle3:", weights.eagle3, tree), NODES),
+    ]
+
+
+def _with(kind: str, folder: str | None, options: str = "") -> str:
+    return f"{kind}{folder}{options}" if folder else ""
+
+
+def find(name: str | None, pad: Callable[[Path], Path]) -> str | None:
+    """The folder of a drafter's weights, after ``pad``; None if there are none."""
+    if name is None:
+        return None
+    try:
+        return str(pad(inflate.resolve(name)))
+    except inflate.InflateError:
+        return None
+
+
+@dataclass
+class Run:
+    """What one or more calls did: new tokens, target steps, wall seconds, acceptance by level."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, counts: DraftCounts, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += counts.target_steps
+        self.reached = _sums(self.reached, counts.reached_at)
+        self.accepted = _sums(self.accepted, counts.accepted_at)
+
+    def merge(self, other: Run) -> None:
+        self.tokens += other.tokens
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.reached = _sums(self.reached, other.reached)
+        self.accepted = _sums(self.accepted, other.accepted)
+
+    @property
+    def length(self) -> float | None:
+        """Tokens per target step."""
+        return self.tokens / self.steps if self.steps else None
+
+    @property
+    def by_position(self) -> list[float]:
+        """Of the drafts that had a token to try at a level, the share whose token was accepted."""
+        return [a / r for a, r in zip(self.accepted, self.reached, strict=True) if r]
+
+
+def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]
+
+
+class Entrant:
+    """An engine with one drafter, around a target that others use as well.
+
+    Requests without a seed share a generator that starts at 0, so a run can be repeated.
+    Raises PacelineError if the drafter cannot be had.
+    """
+
+    def __init__(self, entry: Entry, loading: Loading, length: int | str, batch: int) -> None:
+        self.name = entry.name
+        kind = entry.spec.partition(":")[0]
+        if kind not in DRAFTERS:
+            reason = f"{kind!r} is not among the drafters" if kind else "its weights are not here"
+            raise ConfigError(reason)
+        target = loading.target
+        prepared = prepare(DraftSpec.parse(entry.spec, tuple(DRAFTERS)), loading)
+        options = EngineOptions(
+            max_batch_size=batch, draft_length=length, prefix_sharing=False, rule="auto"
+        )
+        self.engine: Any = build_engine(
+            target, prepared, options, seeded_generator(target.device, 0)
+        )
+        self._synchronise = target.device.type == "cuda"
+        self._ids = itertools.count()
+
+    def run(self, prompts: Sequence[list[int]], max_tokens: int, temperature: float) -> Run:
+        """Decode prompts together to exactly ``max_tokens`` new tokens each, prefill included."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        seqs = [Request(next(self._ids), list(ids), len(ids), params) for ids in prompts]
+        self._wait()
+        start = time.perf_counter()
+        try:
+            for seq in seqs:
+                self.engine.add(seq)
+            while self.engine.has_work:
+                self.engine.step()
+            self._wait()
+        finally:
+            for seq in seqs:
+                self.engine.abort(seq.seq_id)
+        result = Run(seconds=time.perf_counter() - start)
+        for seq in seqs:
+            assert seq.generated == max_tokens, f"{self.name} wrote {seq.generated} tokens"
+            result.add(seq.counts, seq.generated)
+        return result
+
+    def _wait(self) -> None:
+        if self._synchronise:
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def load_target(folder: str, dtype: str, device: str) -> Loading:
+    """The target that all entrants share."""
+    target = CausalModel.load(folder, dtype=dtype, device=device)
+    return Loading(target, load_tokenizer(folder), dtype)
