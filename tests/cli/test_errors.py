@@ -60,9 +60,18 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     assert_one_line(run("generate", "hi", "--model", str(tmp_path)), "bloom")
 
 
-def test_draft_with_another_vocabulary(tiny_pair: TinyPair) -> None:
-    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", tiny_pair.foreign)
-    assert_one_line(result, "vocabulary", "id ", "same family")
+def test_draft_with_a_vocabulary_that_cannot_be_translated(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """Its tokenizer makes everything lower-case, and nearly nothing is shared."""
+    from tokenizers import Tokenizer, normalizers
+
+    folder = shutil.copytree(tiny_pair.foreign, tmp_path / "draft")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", str(folder))
+    assert_one_line(result, "vocabulary", "id ", "give text back", "same family")
 
 
 def test_unknown_draft(tiny_pair: TinyPair) -> None:

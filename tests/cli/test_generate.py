@@ -54,6 +54,15 @@ def test_plain_and_speculative_texts_are_the_same(base: Sequence[str], tiny_pair
     assert plain["stats"]["drafted_tokens"] == 0
 
 
+def test_another_vocabulary_is_reported(base: Sequence[str], tiny_pair: TinyPair) -> None:
+    own = run("generate", "Lily", *base, "--draft", tiny_pair.draft)
+    other = run("generate", "Lily", *base, "--draft", tiny_pair.foreign)
+    assert other.exit_code == 0, other.output
+    assert other.stdout == own.stdout
+    assert "draft vocabulary: " in other.stderr and "% of text" in other.stderr
+    assert "draft vocabulary" not in own.stderr
+
+
 def test_several_prompts_and_samples_come_in_order(base: Sequence[str]) -> None:
     flags = ["--n", "2", "--json", "--temperature", "1", "--seed", "1"]
     found = records(run("generate", "Once", "The", *base, *flags))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ def test_same_tokens_as_plain_decoding(
     spec, description = SPECS[name]
     spec = spec.format(**folders)
     llm = LLM(folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=2)
-    assert description in llm.engine.drafter.vocabulary
+    assert llm.draft_vocabulary is not None and description in llm.draft_vocabulary
     accepted = 0
     for request, params in REQUESTS.items():
         expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
@@ -356,13 +355,13 @@ def test_a_wish_that_cannot_be_met_is_refused(
 
 
 def test_the_choice_can_be_overruled(folders: dict[str, str]) -> None:
-    def vocabulary(spec: str) -> str:
-        drafter: Any = LLM(
-            folders["target"], spec.format(**folders), dtype="float32"
-        ).engine.drafter
-        return str(drafter.vocabulary)
+    def vocabulary(spec: str) -> str | None:
+        return LLM(folders["target"], spec.format(**folders), dtype="float32").draft_vocabulary
 
-    choose: Callable[[str], str] = vocabulary
-    assert choose("model:{target}") == "the target's own"
-    assert "100 % of text" in choose("model:{target},vocab=intersection")
-    assert "string" in choose("model:{target},vocab=string")
+    assert vocabulary("model:{target}") is None
+    assert vocabulary("model:{target},vocab=intersection") == (
+        "token-level intersection, 100 % of text"
+    )
+    assert vocabulary("model:{target},vocab=string") == (
+        "string-level match, shared tokens 100 % of text"
+    )

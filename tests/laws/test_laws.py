@@ -93,6 +93,15 @@ def test_draft_and_target_have_nothing_in_common(method):
     assert error(setting, sampled_chain(2), 2, method) < 1e-6
 
 
+@pytest.mark.parametrize("method", ["siblings", "block"])
+def test_draft_that_knows_a_part_of_the_vocabulary(method):
+    """Token-level intersection: q is renormalised over the tokens that both know."""
+    setting = Setting.random(4, PARAMS["all"], seed=2)
+    setting.draft.table[..., 1] = -float("inf")
+    assert error(setting, sampled_chain(3), 3, method) < 1e-6
+    assert error(setting, sampled_tree((2, 1)), 2, "siblings") < 1e-6
+
+
 def test_block_accepts_more_than_the_token_rule():
     """Mean tokens of one step, exactly; on average over laws and never less for any of them."""
     gains = []

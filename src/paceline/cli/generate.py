@@ -21,6 +21,9 @@ def _run(
     llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams, output: OutputOptions
 ) -> list[Completion]:
     """Text goes to stdout, figures to stderr, so that a pipe carries the text alone."""
+    notes = Console(stderr=True)
+    if llm.draft_vocabulary is not None:
+        notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
     if output.as_json:
         completions = llm.generate(prompts, params)
         for completion in completions:
@@ -30,7 +33,6 @@ def _run(
     console = Console(force_terminal=True if output.show_draft else None)
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
-    notes = Console(stderr=True)
     for completion in completions:
         notes.print(summary(completion), style="dim", highlight=False, soft_wrap=True)
     return completions

@@ -67,8 +67,8 @@ class ModelDrafter:
         self._empty = TokenTree.empty(model.device)
 
     @property
-    def vocabulary(self) -> str:
-        """How the draft's vocabulary relates to the target's, in words."""
+    def vocabulary(self) -> str | None:
+        """How another vocabulary than the target's is used; None if the draft shares it."""
         return self._vocabulary.description
 
     def max_nodes(self, length: int) -> int:

@@ -29,7 +29,9 @@ class Vocabulary(Protocol):
     """How a draft model reads the target's tokens, and how its logits become the target's."""
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str | None:
+        """How the two were brought together, for people; None if they are one."""
+        ...
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         """Committed target tokens as draft tokens, at least one each, whatever comes before."""
@@ -47,7 +49,7 @@ class Vocabulary(Protocol):
 class SharedVocabulary:
     """Same ids, same tokens; either side may have more rows of logits than tokens (padding)."""
 
-    description = "the target's own"
+    description = None
 
     def __init__(self, target_vocab: int, draft_vocab: int) -> None:
         self._width = min(target_vocab, draft_vocab)
