@@ -1,0 +1,203 @@
+"""Lookahead decoding: the target makes n-grams of its own, by Jacobi iteration beside verification.
+
+Fu et al. 2024 (arXiv 2402.02057). Each forward of the target carries, besides the candidates to be
+checked, a window of guesses about tokens further on. What the target chooses after a guess is a
+better guess; after a few steps a guess has become an n-gram of the target's own making, kept until
+its first token comes up. Nothing is looked up in the text.
+
+The window of W columns is a tree itself. Column j is an n-gram in the making whose first token, its
+head, stands j tokens behind the last committed token r; column 0 begins with r. The heads are one
+chain, and each column's later tokens hang below its head, where they see the heads up to their own
+and their own column: the mask of the paper. For W = 3 and n-grams of N = 4 tokens::
+
+    r -- h1 -- h2              the row of r chooses the token after r, ...
+    |    |     |
+    x    y     z
+    |    |     |
+    x'   y'    z'              ... that of x' a new token for column 0, (r, x, x', new)
+
+After a step every column takes the choice at its last row and goes to the pool as an n-gram, unless
+it begins with r and the target has just chosen another token after r. Then it loses its head: its
+tokens keep their places in the text while r moves on by one.
+
+Nodes with the same path have the same law, so candidates and window share them (trie.py). All
+nodes are candidates: a window that has converged is accepted as it stands. With a seed the choices
+are made with the noise of their positions, hence the columns converge to the text with that seed;
+n-grams out of the pool meet other noise and are accepted less often. Choices drawn without a seed
+are independent of every later draw, so the rule for POINT trees stays exact.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.sequence import Sequence as Request
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree
+from paceline.draft.trie import merge
+from paceline.errors import ConfigError
+
+
+class NGramPool:
+    """The ``size`` latest n-grams of each first token, of at most ``max_keys`` first tokens."""
+
+    def __init__(self, size: int, max_keys: int = 4096) -> None:
+        self._size = size
+        self._max_keys = max_keys
+        self._known: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Remember what follows ``ngram[0]``; what was not used for longest is forgotten."""
+        known = self._known.setdefault(ngram[0], [])
+        self._known.move_to_end(ngram[0])
+        rest = tuple(ngram[1:])
+        if rest in known:
+            known.remove(rest)
+        known.append(rest)
+        del known[: -self._size]
+        if len(self._known) > self._max_keys:
+            self._known.popitem(last=False)
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """What may follow ``token``, the latest first."""
+        if token not in self._known:
+            return []
+        self._known.move_to_end(token)
+        return self._known[token][::-1]
+
+
+@dataclass
+class _Column:
+    """A column in the tree: its tokens there, and the row whose choice goes on from them."""
+
+    tokens: list[int]
+    row: int
+
+
+@dataclass
+class _State:
+    """Window and pool of one sequence; ``drafted`` and ``nodes`` describe the tree of this step.
+
+    ``columns`` are W lists of N - 1 tokens, the first of them the head.
+    """
+
+    columns: list[list[int]]
+    pool: NGramPool
+    drafted: list[_Column] = field(default_factory=list)
+    nodes: int = 0
+
+
+class LookaheadDrafter:
+    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to be checked.
+
+    A tree of ``length`` levels holds what of candidates and window is not deeper; columns that are
+    cut there become shorter n-grams. The whole window is ``window + ngram - 3`` levels deep.
+    Raises ConfigError on sizes that make no window.
+    """
+
+    name = "lookahead"
+    features: tuple[int, ...] = ()
+
+    def __init__(
+        self, device: torch.device | str, window: int = 5, ngram: int = 3, candidates: int = 3
+    ) -> None:
+        for option, value, least in (
+            ("window", window, 2),
+            ("ngram", ngram, 2),
+            ("candidates", candidates, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"lookahead: {option} is {value}; it must be at least {least}")
+        self._device = device
+        self._window, self._ngram, self._candidates = window, ngram, candidates
+        self._states: dict[int, _State] = {}
+
+    def max_nodes(self, length: int) -> int:
+        if not length:
+            return 0
+        columns = range(min(self._window, length + 1))
+        window = sum(self._limit(column, length) for column in columns) - 1  # r is no node
+        return self._candidates * min(length, self._ngram - 1) + window
+
+    def passes(self, length: int) -> int:
+        return 0
+
+    def _limit(self, column: int, length: int) -> int:
+        """Tokens of a column in a tree of ``length`` levels; its head is at depth ``column``."""
+        return min(self._ngram - 1, length - column + 1)
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return [
+            self._tree(item.seq, item.draft_length)
+            if item.decodes and item.draft_length
+            else TokenTree.empty(self._device)
+            for item in plan.slices
+        ]
+
+    def _tree(self, seq: Request, length: int) -> TokenTree:
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            state = self._states[seq.seq_id] = self._start(seq)
+        last = seq.tokens[-1]
+        state.columns[0][0] = last  # however well column 0 had guessed it
+        used = [
+            column[: self._limit(j, length)] for j, column in enumerate(state.columns[: length + 1])
+        ]
+        heads = [column[0] for column in used[1:]]
+        paths = [[*heads[:j], *column[1:]] for j, column in enumerate(used)]
+        candidates = [rest[:length] for rest in state.pool.after(last)]
+        tokens, parents = merge([*candidates, *paths])
+        node_of = {place: node for node, place in enumerate(zip(parents, tokens, strict=True))}
+        state.nodes = len(tokens)
+        state.drafted = []
+        for column, path in zip(used, paths, strict=True):
+            node = -1
+            for token in path:
+                node = node_of[node, token]
+            state.drafted.append(_Column(column, node + 1))
+        return TokenTree(to_device(tokens, self._device), parents)
+
+    def _start(self, seq: Request) -> _State:
+        """Any tokens will do to begin with: those the text begins with, one for each place."""
+        guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
+        columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]
+        return _State(columns, NGramPool(self._candidates))
+
+    # -- the Jacobi update -------------------------------------------------------------------
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        for commit in commits:
+            state = self._states.get(commit.seq_id)
+            if state is not None and state.drafted:
+                if commit.drafted == state.nodes:
+                    self._advance(state, commit)
+                state.drafted = []
+
+    def _advance(self, state: _State, commit: Commit) -> None:
+        for j, column in enumerate(state.drafted):
+            ngram = [*column.tokens, commit.choices[column.row]]
+            # What follows the last committed token is known by now: no use for wrong n-grams.
+            if j or ngram[1] == commit.choices[0]:
+                state.pool.add(ngram)
+            # A column that the tree cut short keeps its later guesses.
+            guesses = [*ngram[1:], *state.columns[j][len(ngram) :]]
+            guesses += guesses[-1:] * (self._ngram - 1 - len(guesses))
+            state.columns[j] = guesses
+        # The columns have moved by one token; for each further one the text has passed by a
+        # column. That one guesses anew at the far end, from its old tokens: better than from
+        # random ones or from its neighbour's (measured: see docs/drafters/lookahead.md).
+        passed = (len(commit.tokens) - 1) % self._window
+        state.columns = state.columns[passed:] + state.columns[:passed]
+
+    def rehearse(self, batch_size: int) -> None:
+        pass  # a few dictionary lookups: nothing beside a forward
+
+    def forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)

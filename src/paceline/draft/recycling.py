@@ -1,0 +1,194 @@
+"""Token recycling: the target's rejected candidates are kept, and tried again next time.
+
+Luo et al. 2024 (arXiv 2408.08696). Every row of a step says which k tokens the target likes best
+after some token. A matrix ``[vocab, k]`` keeps the latest such list of every token, and a tree of a
+fixed shape is read out of it: children of the last token, their children, and so on.
+
+Proposals are plain top-k lists, also for sampled requests: the matrix keeps ids alone, from other
+positions, so there is no law to draw from, and no noise of the position to be drafted could be
+added to one. Trees are POINT, which is lossless with and without a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import Sequence as Request
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree, depths_of
+from paceline.draft.shape import Shape, best_shape
+from paceline.errors import ConfigError
+
+# How often the target's next token was candidate number 1, 2, ... of the list of the token before
+# it, on the embedded target; at greater depths it was much the same.
+CHANCES = (0.6, 0.09, 0.05, 0.015, 0.012, 0.01, 0.007, 0.005)
+DEPTH = 8  # levels at most
+
+
+class Matrix:
+    """``candidates`` int32 ``[vocab, k]``: the k likeliest tokens after each token, as last seen.
+
+    ``known`` are the tokens whose row was ever written, as far as the host knows: rejected nodes
+    have their rows too, but to find out which tokens they were would cost a synchronisation.
+    """
+
+    def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
+        self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
+        self.known: set[int] = set()
+
+    def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
+        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root.
+
+        Below a token that no row was written for stands token 0: as good a guess as none.
+        """
+        device = self.candidates.device
+        newest = to_device(roots, device).unsqueeze(1)
+        levels: list[torch.Tensor] = []
+        for parents, ranks in _levels(shape, device):
+            newest = self.candidates[newest[:, parents], ranks].to(torch.int64)
+            levels.append(newest)
+        return torch.cat(levels, dim=1)
+
+
+@lru_cache(maxsize=256)
+def _levels(shape: Shape, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Per level of a shape: parents, counted within the level above, and ranks, int64 [nodes]."""
+    depths = depths_of(shape.parents)
+    levels: list[tuple[torch.Tensor, torch.Tensor]] = []
+    above = -1  # first node of the level above
+    for depth in range(1, shape.depth + 1):
+        first, count = depths.index(depth), depths.count(depth)
+        parents = [parent - above for parent in shape.parents[first : first + count]]
+        ranks = list(shape.ranks[first : first + count])
+        levels.append((to_device(parents, device), to_device(ranks, device)))
+        above = first
+    return tuple(levels)
+
+
+@dataclass
+class _State:
+    """A sequence, its matrix, and the tokens of the tree that this step verifies."""
+
+    seq: Request
+    matrix: Matrix
+    tokens: torch.Tensor | None = None
+
+
+class RecyclingDrafter:
+    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token.
+
+    ``vocab`` is the width of the target's logits. With ``share`` all requests read and write one
+    matrix, so that a request starts warm from those before it; without, each starts with an empty
+    one. Nothing is proposed below a token that the matrix does not know. Raises ConfigError.
+    """
+
+    name = "recycling"
+    features: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        vocab: int,
+        k: int = 8,
+        nodes: int = 12,
+        share: bool = True,
+    ) -> None:
+        if not 1 <= k <= vocab:
+            raise ConfigError(f"recycling: k is {k}; use 1 to the vocabulary's {vocab}")
+        if nodes < 1:
+            raise ConfigError(f"recycling: nodes is {nodes}; it must be at least 1")
+        self._device, self._vocab, self._k = device, vocab, k
+        chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
+        self._shape = best_shape((chances,) * DEPTH, nodes)
+        self._shared = Matrix(vocab, k, device) if share else None
+        self._states: dict[int, _State] = {}
+        self._empty = TokenTree.empty(device)
+
+    def max_nodes(self, length: int) -> int:
+        return len(self._shape.cut(length))
+
+    def passes(self, length: int) -> int:
+        return 1 if length else 0
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        groups: dict[int, list[tuple[int, Slice]]] = {}
+        for place, item in enumerate(plan.slices):
+            state = self._state(item.seq)
+            state.tokens = None
+            if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
+                groups.setdefault(id(state.matrix), []).append((place, item))
+        trees = [self._empty] * len(plan.slices)
+        for group in groups.values():
+            matrix = self._states[group[0][1].seq.seq_id].matrix
+            shape = self._shape.cut(max(item.draft_length for _, item in group))
+            tokens = matrix.grow([item.seq.tokens[-1] for _, item in group], shape)
+            for row, (place, item) in zip(tokens, group, strict=True):
+                parents = shape.cut(item.draft_length).parents  # the first levels stand first
+                own = row[: len(parents)]
+                self._states[item.seq.seq_id].tokens = own
+                trees[place] = TokenTree(own, parents)
+        return trees
+
+    def _state(self, seq: Request) -> _State:
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            matrix = self._shared or Matrix(self._vocab, self._k, self._device)
+            state = self._states[seq.seq_id] = _State(seq, matrix)
+        return state
+
+    # -- learning ----------------------------------------------------------------------------
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        seen: list[tuple[Commit, _State]] = []
+        for commit in commits:
+            state = self._states.get(commit.seq_id)
+            if state is not None and commit.tokens:
+                seen.append((commit, state))
+        if not seen:
+            return
+        best = self._best(out.logits)
+        for matrix in {id(state.matrix): state.matrix for _, state in seen}.values():
+            self._learn(matrix, best, [pair for pair in seen if pair[1].matrix is matrix])
+
+    def _best(self, logits: torch.Tensor) -> torch.Tensor:
+        """int32 [R, k]: the likeliest tokens after each row."""
+        # As in the verifier: a CPU ranks float32 several times faster than bf16.
+        best = logits[:, : self._vocab].to(torch.float32).topk(self._k, dim=-1).indices
+        return best.to(torch.int32)
+
+    def _learn(
+        self, matrix: Matrix, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]
+    ) -> None:
+        """Write the lists [R, k] into the rows of the tokens that they follow."""
+        last: list[int] = []
+        nodes: list[torch.Tensor] = []
+        rows: list[int] = []
+        for commit, state in seen:
+            last.append(state.seq.tokens[commit.position + commit.fed - 1])
+            rows.append(commit.logit_row)
+            matrix.known.update(commit.tokens[: len(commit.path)])
+        for commit, state in seen:
+            if state.tokens is not None and len(state.tokens) == commit.drafted:
+                nodes.append(state.tokens)
+                rows += range(commit.logit_row + 1, commit.logit_row + 1 + commit.drafted)
+        matrix.known.update(last)
+        tokens = torch.cat([to_device(last, best.device), *nodes])
+        # A token may stand at several rows; any of its lists will do.
+        ordered = rows == list(range(len(best)))
+        matrix.candidates[tokens] = best if ordered else best[to_device(rows, best.device)]
+
+    def rehearse(self, batch_size: int) -> None:
+        """One reading of trees and one ranking of what their verification would put out."""
+        matrix = self._shared or Matrix(self._vocab, self._k, self._device)
+        tokens = matrix.grow([0] * batch_size, self._shape)
+        self._best(torch.zeros(batch_size + tokens.numel(), self._vocab, device=self._device))
+
+    def forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)
