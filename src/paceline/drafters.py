@@ -19,11 +19,13 @@ from paceline.draft.eagle import EagleDrafter
 from paceline.draft.eagle_format import load_eagle
 from paceline.draft.eagle_lean import quicken
 from paceline.draft.hybrid import Hybrid
+from paceline.draft.lookahead import LookaheadDrafter
 from paceline.draft.medusa import MedusaDrafter, shapes_of
 from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
 from paceline.draft.policy import Policy
+from paceline.draft.recycling import RecyclingDrafter
 from paceline.draft.router import Router
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
 from paceline.draft.shape import Shape
@@ -115,6 +117,27 @@ def _suffix(spec: DraftSpec, loading: Loading) -> Prepared:
     )
     target = loading.target
     drafter = SuffixDrafter(target.device, target.vocab_size, options, spec.argument)
+    return Prepared(lambda context: drafter)
+
+
+def _lookahead(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(("window", "ngram", "candidates"))
+    window, ngram = spec.integer("window", 5), spec.integer("ngram", 3)
+    drafter = LookaheadDrafter(loading.target.device, window, ngram, spec.integer("candidates", 3))
+    return Prepared(lambda context: drafter)
+
+
+def _recycling(spec: DraftSpec, loading: Loading) -> Prepared:
+    spec.check_options(("k", "nodes", "share"))
+    k, nodes, share = (
+        spec.integer("k", 8),
+        spec.integer("nodes", 12),
+        spec.options.get("share", "on"),
+    )
+    if share not in ("on", "off"):
+        raise ConfigError(f"draft 'recycling': share={share!r} is neither on nor off")
+    target = loading.target
+    drafter = RecyclingDrafter(target.device, target.vocab_size, k, nodes, share == "on")
     return Prepared(lambda context: drafter)
 
 
@@ -265,6 +288,8 @@ DRAFTERS: dict[str, Callable[[DraftSpec, Loading], Prepared]] = {
     "layer_skip": _layer_skip,
     "medusa": _medusa,
     "ngram": _ngram,
+    "lookahead": _lookahead,
+    "recycling": _recycling,
     "suffix": _suffix,
     "model": _model,
     "tree": _model,
