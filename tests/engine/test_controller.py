@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.batch import Commit
+from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.costs import CostCurve, StepCosts
-from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime, best
+from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime
 from paceline.engine.controller import AdaptiveLength, FixedLength
 
 

@@ -267,7 +267,7 @@ def step_law(
         emitted = torch.zeros(len(strings(setting.vocab, depth + 1)), dtype=torch.float64)
         for drafts in drafter(law_table(setting.draft, setting, context, depth)):
             p = target[drafts.row_strings]
-            if method == "match" or not drafts.parents:
+            if method == "match" or drafts.draw is Draw.POINT:
                 stopping = _matched(drafts, p)
             else:
                 stopping = _decided(drafts, p, method, laws)

@@ -6,6 +6,7 @@ float32, so every difference is a bug. The draft is the target with noise: right
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from engine_models import write_pair
 from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
+from paceline.draft.base import Drafter
 from paceline.llm import LLM
 from random_heads import write_eagle
 
@@ -42,6 +44,8 @@ DRAFTERS = {
     "eagle": "eagle:{eagle},branching=4x2",
     "eagle2": "eagle2:{eagle},nodes=16",
     "eagle3": "eagle3:{eagle3},nodes=20,width=6",
+    "hybrid": "hybrid:ngram:min=1,max=3+model:{draft}",
+    "hybrid of many": "hybrid:suffix+ngram+medusa:{medusa}+eagle3:{eagle3}+tree:{draft}",
 }
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
@@ -84,13 +88,22 @@ def plain(folders: dict[str, str]) -> Iterator[LLM]:
     llm.close()
 
 
+def drafters_of(drafter: Drafter) -> Iterator[Drafter]:
+    """It, and the members of a hybrid or a router."""
+    yield drafter
+    members = getattr(drafter, "members", ())
+    for member in members.values() if isinstance(members, dict) else members:
+        yield from drafters_of(member)
+
+
 def texts(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> list[list[int]]:
     result = [completion.token_ids for completion in llm.generate(prompts, params)]
     llm.engine.cache.check()
-    drafts = getattr(llm.engine.drafter, "cache", None)
-    if drafts is not None:
-        drafts.check()
-        assert drafts.pool.available == drafts.num_blocks, "the draft's cache leaks"
+    for drafter in drafters_of(llm.engine.drafter):
+        drafts = getattr(drafter, "cache", None)
+        if drafts is not None:
+            drafts.check()
+            assert drafts.pool.available == drafts.num_blocks, "the draft's cache leaks"
     assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
     return result
 
@@ -132,6 +145,32 @@ def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> Non
     got = llm.generate(PROMPTS, wishes)
     for prompt, params, completion in list(zip(PROMPTS, wishes, got, strict=True))[:4]:
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
+
+
+@pytest.mark.parametrize("length", [3, "auto"])
+def test_drafters_side_by_side_in_one_batch(
+    folders: dict[str, str], plain: LLM, length: int | str
+) -> None:
+    """Every request picks its drafter; its text is what it always is."""
+    drafts = [DRAFTERS[name].format(**folders) for name in ("ngram", "itself", "hybrid", "eagle3")]
+    llm = LLM(folders["target"], drafts, dtype="float32", draft_length=length)
+    assert llm.drafters == ("ngram", "model", "hybrid", "eagle3")
+    for sampled in ({}, {"temperature": 0.8, "seed": 31}):
+        wishes = [
+            SamplingParams(max_tokens=40, ignore_eos=True, drafter=name, **sampled)
+            for name in ("model", None, "hybrid", "eagle3", "none")
+        ]
+        got = llm.generate(PROMPTS, wishes)
+        for prompt, wish, completion in zip(PROMPTS, wishes, got, strict=True):
+            expected = plain.generate(prompt, replace(wish, drafter=None))[0]
+            assert completion.token_ids == expected.token_ids
+        drafted = [completion.stats.drafted_tokens for completion in got]
+        assert drafted[-1] == 0
+        assert length == "auto" or min(drafted[0], drafted[2], drafted[3]) > 0
+    for drafter in drafters_of(llm.engine.drafter):
+        own = getattr(drafter, "cache", None)
+        assert own is None or own.pool.available == own.num_blocks
+    llm.close()
 
 
 def test_plain_greedy_equals_transformers(folders: dict[str, str], plain: LLM) -> None:

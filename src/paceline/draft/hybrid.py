@@ -27,7 +27,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best
+from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best, levels_tried
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
 
@@ -65,24 +65,33 @@ class _Trial:
 
     def __init__(self, kind: tuple[int, int], tree: TokenTree) -> None:
         self.kind = kind
-        self.levels = max(tree.depths)
         self.accepted = 0
+        self.ended = False
         self._tree = tree
+        self._levels = _levels(tree)
         self._tokens: list[int] | None = None
         self._node = -1
 
-    def ended(self, tokens: Sequence[int]) -> bool:
-        """Go on with committed tokens; whether they have left the tree."""
+    @property
+    def reached(self) -> int:
+        """Levels of which it is known whether they were right."""
+        return min(self.accepted + self.ended, self._levels)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on with what was committed."""
         if self._tokens is None:
             self._tokens = self._tree.tokens.tolist()
         children = children_of(self._tree.parents)
         for token in tokens:
             below = [c for c in children[self._node + 1] if self._tokens[c] == token]
             if not below:
-                return True
+                break
             self._node = below[0]
             self.accepted += 1
-        return not children[self._node + 1]
+        else:
+            self.ended = not children[self._node + 1]
+            return
+        self.ended = True
 
 
 @dataclass
@@ -275,13 +284,8 @@ class Hybrid:
         state = self._state(seq_id)
         state.picked = pick
         for index, tree in found.items():
-            trial = state.trials.get(index)
-            if trial is not None:
-                if not pick or pick.member != index:
-                    continue
-                # It drafts now, so that trial ends here: right as far as the text went.
-                self._acceptance.record(seq_id, trial.kind, trial.accepted, trial.accepted)
-            state.trials[index] = _Trial(self._kind(index, seq_id), tree)
+            if index not in state.trials or (pick and pick.member == index):
+                state.trials[index] = _Trial(self._kind(index, seq_id), tree)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for member in self.members:
@@ -294,12 +298,14 @@ class Hybrid:
     def _learn(self, state: _State, commit: Commit) -> None:
         seq_id, pick = commit.seq_id, state.picked
         for index, trial in list(state.trials.items()):
-            if trial.ended(commit.tokens):
-                self._acceptance.record(seq_id, trial.kind, trial.levels, trial.accepted)
+            known = trial.reached
+            trial.follow(commit.tokens)
+            self._acceptance.record(seq_id, trial.kind, trial.reached, trial.accepted, known)
+            if trial.ended:
                 del state.trials[index]
         if pick and not self._free[pick.member] and commit.drafted:
-            levels = pick.length if commit.finish_reason is None else commit.reached
-            self._acceptance.record(seq_id, (pick.member, 0), levels, len(commit.path))
+            reached = levels_tried(commit, pick.length)
+            self._acceptance.record(seq_id, (pick.member, 0), reached, len(commit.path))
         state.picked = None
 
     def rehearse(self, batch_size: int) -> None:

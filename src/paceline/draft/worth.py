@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.draft.base import Drafter
 
@@ -33,10 +34,13 @@ class AcceptanceEstimate:
         self._records = 0
         self._expected: tuple[int, list[float]] = (-1, [])
 
-    def record(self, reached: int, accepted: int) -> None:
-        """Of ``reached`` levels that were tried the first ``accepted`` were right."""
+    def record(self, reached: int, accepted: int, since: int = 0) -> None:
+        """Of ``reached`` levels that were tried the first ``accepted`` were right.
+
+        The first ``since`` of them are known already.
+        """
         self._records += 1
-        for level in range(min(reached, self.depth)):
+        for level in range(since, min(reached, self.depth)):
             self._reached[level] = self._decay * self._reached[level] + 1.0
             self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
 
@@ -88,18 +92,26 @@ class Acceptance:
             self._all[kind] = AcceptanceEstimate([0.7] * self._depth, decay=0.99, weight=5.0)
         return self._all[kind]
 
-    def record(self, seq_id: int, kind: Hashable, levels: int, accepted: int) -> None:
-        """A draft of ``levels`` levels of which the target took ``accepted``.
-
-        A path that ended before the draft's last level did not reach it either: whatever the
-        reason, that level gained nothing.
-        """
-        reached = min(accepted + 1, levels)
-        self._of_all(kind).record(reached, accepted)
-        self.of(seq_id, kind).record(reached, accepted)
+    def record(
+        self, seq_id: int, kind: Hashable, reached: int, accepted: int, since: int = 0
+    ) -> None:
+        """As ``AcceptanceEstimate.record``, for one sequence and for all."""
+        self._of_all(kind).record(reached, accepted, since)
+        self.of(seq_id, kind).record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:
         self._each.pop(seq_id, None)
+
+
+def levels_tried(commit: Commit, length: int) -> int:
+    """Levels that a draft of ``length`` levels was tried to.
+
+    A path that ends in a leaf above the last level fails there as well: whatever the reason, the
+    next level gained nothing. Only a request that ends stops the count.
+    """
+    if commit.finish_reason is not None:
+        return commit.reached
+    return min(len(commit.path) + 1, length)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import Sequence as Request
-from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best
+from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best, levels_tried
 
 
 class Controller(Protocol):
@@ -163,8 +163,8 @@ class AdaptiveLength:
                 continue  # no proposal: nothing was tried, and nothing was paid
             profile = self._profiles[name]
             self._fill[name].record(commit.drafted, profile.nodes[length])
-            levels = length if commit.finish_reason is None else commit.reached
-            self._acceptance.record(commit.seq_id, name, levels, len(commit.path))
+            reached = levels_tried(commit, length)
+            self._acceptance.record(commit.seq_id, name, reached, len(commit.path))
             probe = self._probes[commit.seq_id]
             if probe.idle >= probe.wait:
                 probe.tried(self.MAX_WAIT_FREE if profile.free else self.MAX_WAIT)

@@ -1,0 +1,139 @@
+"""Decoding in simulated time: a text that is known, drafters that are right so and so often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
+from paceline.core.tree import TokenTree, children_of
+from paceline.draft.base import Drafter
+from paceline.draft.hybrid import Hybrid
+from paceline.draft.worth import Profile, StepTime
+from paceline.engine.controller import AdaptiveLength
+
+STEP = 1.0  # seconds of a target step over one token
+TOKEN = 0.01  # of each further one
+REST = 0.05  # outside the forwards
+LONGEST = 8
+
+Chance = Callable[[int], float | None]  # by position: of a right token; None proposes nothing
+
+
+def always(chance: float | None) -> Chance:
+    return lambda position: chance
+
+
+class Guesser:
+    """Proposes chains out of the known text, in which every token is wrong by some chance."""
+
+    features: tuple[int, ...] = ()
+
+    def __init__(self, name: str, chance: Chance, pass_seconds: float = 0.0, seed: int = 0) -> None:
+        self.name = name
+        self.chance = chance
+        self.pass_seconds = pass_seconds
+        self.text: list[int] = []
+        self.drafted = 0  # proposals asked for
+        self._random = random.Random(seed)
+
+    def max_nodes(self, length: int) -> int:
+        return length
+
+    def passes(self, length: int) -> int:
+        return length if self.pass_seconds else 0
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return [self._guess(item) for item in plan.slices]
+
+    def _guess(self, item: Slice) -> TokenTree:
+        position, length = len(item.seq.tokens), item.draft_length
+        chance = self.chance(position)
+        if chance is None or not length:
+            return TokenTree.empty()
+        self.drafted += 1
+        right = self.text[position : position + length]
+        return TokenTree.chain([t if self._random.random() < chance else -1 for t in right])
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        pass
+
+    def rehearse(self, batch_size: int) -> None:
+        pass
+
+    def forget(self, seq_id: int) -> None:
+        pass
+
+
+def costs() -> StepCosts:
+    one = CostCurve((1, 101), (STEP, STEP + 100 * TOKEN))
+    full = CostCurve((1, 101), (STEP + 7 * TOKEN, STEP + 807 * TOKEN))
+    return StepCosts(one, full, 8)
+
+
+def profile(drafter: Drafter) -> Profile:
+    seconds = CostCurve((1,), (getattr(drafter, "pass_seconds", 0.0),))
+    return Profile.of(drafter, LONGEST, seconds)
+
+
+class Machine:
+    """Decodes one sequence after another with a drafter; ``seconds`` is the simulated time."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
+        steps = StepTime(costs())
+        if isinstance(drafter, Hybrid):
+            profiles = [profile(member) for member in drafter.members]
+            drafter.calibrate(steps, profiles)
+            bounds = {"it": max(own.longest for own in profiles)}
+            self.controller = AdaptiveLength(steps, {}, bounds, default="it")
+        else:
+            self.controller = AdaptiveLength(steps, {"it": profile(drafter)})
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def decode(self, count: int, seq_id: int = 0) -> float:
+        """Tokens a second over ``count`` tokens."""
+        text = list(range(1, count + 40))
+        for guesser in self.guessers:
+            guesser.text = text  # type: ignore[attr-defined]
+        seq = Request(seq_id, text[:1], 1, SamplingParams(max_tokens=count + 30))
+        before = self.seconds
+        while len(seq.tokens) <= count:
+            self._step(seq, text)
+        self.drafter.forget(seq_id)
+        self.controller.forget(seq_id)
+        self.tokens += len(seq.tokens) - 1
+        return (len(seq.tokens) - 1) / (self.seconds - before)
+
+    def _step(self, seq: Request, text: Sequence[int]) -> None:
+        seq.cached = len(seq.tokens) - 1
+        (length,) = self.controller.lengths([seq])
+        asked = [own.drafted for own in self.guessers]  # type: ignore[attr-defined]
+        (tree,) = self.drafter.propose(Plan((Slice(seq, 1, length),)))
+        levels = max(tree.depths, default=0)
+        path: list[int] = []
+        guesses, children = tree.tokens.tolist(), children_of(tree.parents)
+        while True:
+            following = text[len(seq.tokens) + len(path)]
+            below = [c for c in children[path[-1] + 1 if path else 0] if guesses[c] == following]
+            if not below:
+                break
+            path.append(below[0])
+        new = text[len(seq.tokens) : len(seq.tokens) + len(path) + 1]
+        seq.tokens.extend(new)
+        reached = min(len(path) + 1, levels)
+        commit = Commit(seq.seq_id, tuple(new), tuple(path), len(tree), reached, fed=1)
+        self.drafter.observe([commit], ModelOutput(None))  # type: ignore[arg-type]
+        passes = sum(
+            levels * own.pass_seconds  # type: ignore[attr-defined]
+            for own, before in zip(self.guessers, asked, strict=True)
+            if own.drafted > before  # type: ignore[attr-defined]
+        )
+        seconds = STEP + TOKEN * len(tree) + passes + REST
+        self.controller.observe([commit], seconds)
+        self.seconds += seconds
