@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.cli.interrupts import deferred_interrupts
 from paceline.cli.options import expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
+from paceline.cli.train_heads import eagle, eagle3
 
 if TYPE_CHECKING:
     from paceline.train.lm import LMConfig, LMTrainer
@@ -122,29 +122,6 @@ class RunOptions:
         return LMConfig.from_dict({item.name: getattr(self, item.name) for item in fields(self)})
 
 
-class _Interrupts:
-    """Ctrl-C between steps, where weights and optimizer agree; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.pending = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
-            raise KeyboardInterrupt("interrupted; the last saved checkpoint stands")
-        self.pending = True
-        print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
-
-
-@contextmanager
-def _deferred_interrupts() -> Iterator[_Interrupts]:
-    interrupts = _Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 @contextmanager
 def _progress_bar(trainer: LMTrainer, console: Console) -> Iterator[Callable[[Report], None]]:
     """A function that shows a step's report; validation losses get lines of their own."""
@@ -210,7 +187,7 @@ def lm(
     trainer = LMTrainer(run.config(), out, device, compiled)
     if trainer.step:
         console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
-    with _deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
+    with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
 
         def report(progress: Report) -> None:
             show(progress)
@@ -238,6 +215,10 @@ def lm(
         )
     else:
         console.print(f"model written to {folder}", highlight=False)
+
+
+app.command("eagle3")(eagle3)
+app.command("eagle")(eagle)
 
 
 @app.command("sample")

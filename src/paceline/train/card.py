@@ -17,7 +17,8 @@ def licences(path: Path, exclude: tuple[str, ...]) -> Counter[str]:
     return Counter(str(record.get("license", "unknown")) for record in read_records(path, exclude))
 
 
-def _data_table(sources: list[Source], exclude: tuple[str, ...]) -> list[str]:
+def data_table(sources: list[Source], exclude: tuple[str, ...]) -> list[str]:
+    """Markdown: each file with its weight and its records by licence."""
     rows = ["| File | Weight | Records by licence |", "|---|---|---|"]
     for source in sources:
         counts = ", ".join(
@@ -62,7 +63,7 @@ def write_card(trainer: LMTrainer, command: str) -> Path:
         "",
         "## Data",
         "",
-        *_data_table(trainer.sources, config.exclude_licenses),
+        *data_table(trainer.sources, config.exclude_licenses),
         "",
         f"Records left out when their licence contains: {excluded}.",
         "",

@@ -32,7 +32,7 @@ class EagleTrainConfig(HeadConfig):
     feature_weight: float = 1.0  # EAGLE-1: weight of the feature loss
     token_weight: float = 0.1  # EAGLE-1: weight of the token loss
     feature_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 0  # most frequent tokens of the data; 0 is all
+    draft_vocab_size: int = 32000  # most frequent tokens of the data; 0 is all
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0

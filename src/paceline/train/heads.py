@@ -12,7 +12,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,7 +47,7 @@ class HeadConfig:
     max_positions: int = 1024  # or as long as the target and the shortest data file allow
     batch_tokens: int = 4096
     micro_tokens: int = 2048
-    steps: int = 2000
+    steps: int = 1000
     warmup: int = 50
     lr: float = 0.005
     adam_lr: float = 0.003
@@ -59,15 +59,6 @@ class HeadConfig:
     held_out_tokens: int = 96
     cache_windows: int = 0  # draw from so many windows, whose features are kept on disk
     dtype: str = "bfloat16"  # of target and head; the optimizer's own weights are float32
-
-    @classmethod
-    def check_names(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """``values`` as keyword arguments of the class. Raises ConfigError on unknown names."""
-        names = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - names)
-        if unknown:
-            raise ConfigError(f"unknown training options {unknown}; known are {sorted(names)}")
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 class Optimizer(Protocol):

@@ -1,0 +1,154 @@
+"""``paceline train eagle3`` and ``train eagle``: options, output, errors, interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.cli.train_heads import Eagle3Options, EagleOptions, HeadOptions, parse_layers
+from paceline.train.eagle import EagleTrainConfig
+from paceline.train.heads import HeadConfig
+from tiny_models import SENTENCES, TinyPair
+
+SIZES = [
+    "--seq-len=24",
+    "--long-every=0",
+    "--batch-tokens=48",
+    "--micro-tokens=48",
+    "--warmup=1",
+    "--held-out=2",
+    "--held-out-tokens=6",
+    "--threads=1",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
+    records = [{"text": text, "license": "MIT"} for text in SENTENCES]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records * 3))
+    return str(path)
+
+
+def defaults(kind: type, *but: str) -> dict[str, Any]:
+    """Default values of a dataclass's fields, lists as tuples."""
+    found = {}
+    for item in fields(kind):
+        if item.name not in but:
+            factory = item.default_factory
+            value = factory() if factory is not MISSING else item.default
+            found[item.name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def test_options_are_the_fields_of_the_config() -> None:
+    """Written twice so that --help stays fast; here they are held together."""
+    assert defaults(HeadOptions, "target") == defaults(HeadConfig, "target")
+    own = {k: v for k, v in defaults(EagleTrainConfig).items() if k not in defaults(HeadConfig)}
+    eagle3, eagle = defaults(Eagle3Options), defaults(EagleOptions)
+    assert eagle3 | {"feature_layers": ()} | defaults(EagleOptions, "ttt_steps") == {
+        k: v for k, v in own.items() if k != "version"
+    } | {"ttt_steps": 4}
+    assert eagle["ttt_steps"] == 1
+
+
+def test_layers_are_numbers() -> None:
+    assert parse_layers("2, 6,11") == (2, 6, 11)
+    assert parse_layers("") == ()
+
+
+def arguments(kind: str, target: str, corpus: str, out: Path) -> list[str]:
+    own = ["--ttt-steps=2"] if kind == "eagle3" else []
+    files = ["--data", corpus, "--valid", corpus, "--target", target, "--out", str(out)]
+    return ["train", kind, *files, *SIZES, *own]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_a_run_ends_with_a_head_a_card_and_a_json_line(
+    kind: str, tiny_pair: TinyPair, corpus: str, tmp_path: Path
+) -> None:
+    command = arguments(kind, tiny_pair.target, corpus, tmp_path / "run")
+    result = CliRunner().invoke(app, [*command, "--steps", "3", "--eval-every", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    record = json.loads(line)
+    assert record["steps"] == 3
+    assert record["mean_accepted_length"] >= 1
+    assert set(record["acceptance"]) == {"toy"}
+    head = Path(record["head"])
+    assert json.loads((head / "config.json").read_text())["hidden_size"] == 32
+    card = (head / "README.md").read_text()
+    assert card.startswith("# Model card")
+    assert f"{record['parameters']:,} parameters" in card
+    assert "| `toy.jsonl` | 1 | MIT 15 |" in card
+    assert "| 3 | " in card and "| toy | " in card and "| all | " in card
+    assert "tokens per target step (toy " in result.stderr
+    assert not list((tmp_path / "run").rglob("*.partial*"))
+
+    spec = f"{'eagle3' if kind == 'eagle3' else 'eagle2'}:{head}"
+    written = CliRunner().invoke(
+        app,
+        ["generate", "The dog", "--model", tiny_pair.target, "--draft", spec, "--max-tokens", "4"],
+    )
+    assert written.exit_code == 0, written.output
+
+    again = CliRunner().invoke(app, [*command, "--steps", "4"])
+    assert again.exit_code == 0, again.output
+    assert "resuming at step 3 of 4" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--feature-layers", "2,9"], "feature layers [9] do not exist"),
+        (["--feature-layers", "two"], "write numbers"),
+        (["--data", "no.jsonl"], "data file no.jsonl does not exist"),
+        (["--target", "./nowhere"], "./nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tiny_pair: TinyPair, corpus: str, tmp_path: Path, changes: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    command = arguments("eagle3", tiny_pair.target, corpus, out)
+    result = CliRunner().invoke(app, [*command, *changes])
+    assert result.exit_code != 0
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert message in (said or str(result.exception))
+    assert not out.exists()
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes(
+    tiny_pair: TinyPair, corpus: str, tmp_path: Path
+) -> None:
+    command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli.main", *command, "--steps=1000000", "--eval-every=5"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if "tokens per target step" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        code = process.wait(timeout=60)
+    assert code == 130, rest
+    last = rest.splitlines()[-1]
+    assert last.startswith("interrupted at step ")
+    assert "run the same command again to resume" in last
+    assert "Traceback" not in rest
+    step = int(last.split(";")[0].split()[-1])
+    result = CliRunner().invoke(app, [*command, "--steps", str(step), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == step
