@@ -129,11 +129,8 @@ def _lookahead(spec: DraftSpec, loading: Loading) -> Prepared:
 
 def _recycling(spec: DraftSpec, loading: Loading) -> Prepared:
     spec.check_options(("k", "nodes", "share"))
-    k, nodes, share = (
-        spec.integer("k", 8),
-        spec.integer("nodes", 12),
-        spec.options.get("share", "on"),
-    )
+    k, nodes = spec.integer("k", 8), spec.integer("nodes", 12)
+    share = spec.options.get("share", "on")
     if share not in ("on", "off"):
         raise ConfigError(f"draft 'recycling': share={share!r} is neither on nor off")
     target = loading.target

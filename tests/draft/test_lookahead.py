@@ -133,6 +133,19 @@ def test_plain_steps_keep_window_and_pool() -> None:
     assert len(run_step(drafter, loop, [seq], [5])[0].commit.tokens) > 1
 
 
+def test_a_proposal_may_be_withdrawn() -> None:
+    """Proposing again, shorter or not at all, is as if the first proposal had never been."""
+    drafter, once = LookaheadDrafter("cpu"), LookaheadDrafter("cpu")
+    seq, same = request([5]), request([5])
+    for length in (5, 0, 2, 5, 0, 1, 5, 5, 3):
+        drafter.propose(Plan((Slice(seq, 1, 6),)))
+        step, expected = (
+            run_step(own, loop, [text], [length])[0] for own, text in ((drafter, seq), (once, same))
+        )
+        assert step.tree.tokens.equal(expected.tree.tokens)
+        assert drafter._states[0].columns[1:] == once._states[0].columns[1:]
+
+
 def test_sequences_do_not_mix_and_are_forgotten() -> None:
     drafter = LookaheadDrafter("cpu")
     first, second = request([5], 0), request([9], 1)

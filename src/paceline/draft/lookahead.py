@@ -116,6 +116,7 @@ class LookaheadDrafter:
         self._device = device
         self._window, self._ngram, self._candidates = window, ngram, candidates
         self._states: dict[int, _State] = {}
+        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
         if not length:
@@ -134,12 +135,13 @@ class LookaheadDrafter:
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        return [
-            self._tree(item.seq, item.draft_length)
-            if item.decodes and item.draft_length
-            else TokenTree.empty(self._device)
-            for item in plan.slices
-        ]
+        trees = []
+        for item in plan.slices:
+            if item.seq.seq_id in self._states:
+                self._states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
+            drafts = item.decodes and item.draft_length
+            trees.append(self._tree(item.seq, item.draft_length) if drafts else self._empty)
+        return trees
 
     def _tree(self, seq: Request, length: int) -> TokenTree:
         state = self._states.get(seq.seq_id)
