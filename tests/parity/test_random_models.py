@@ -123,7 +123,7 @@ def test_same_tokens_as_plain_decoding(
         assert texts(llm, params, prompts) == expected, name
         accepted += sum(c.stats.accepted_tokens for c in llm.generate(prompts, params))
     # An adaptive length may find that the draft does not pay, and then rightly draft nothing.
-    assert accepted or length == "auto", "nothing was ever accepted: the test would not see a wrong acceptance"
+    assert accepted or length == "auto", "nothing was ever accepted: no wrong one would be seen"
     llm.close()
 
 
