@@ -1,0 +1,122 @@
+"""Requests get the drafter they name; each drafter sees its own requests only, and all commits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine_models import write_pair
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.costs import CostCurve
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
+from paceline.draft.router import Router
+from paceline.draft.worth import Profile, StepTime
+from paceline.engine.controller import AdaptiveLength
+from paceline.errors import ConfigError
+from paceline.llm import LLM
+from simulated_time import Guesser, always, costs
+
+
+class Watched(Guesser):
+    """Keeps what it was given."""
+
+    def __init__(self, name: str, features: tuple[int, ...]) -> None:
+        super().__init__(name, always(1.0))
+        self.features = features
+        self.text = list(range(1, 99))
+        self.asked: list[int] = []
+        self.seen: list[int] = []
+
+    def propose(self, plan):  # type: ignore[no-untyped-def]
+        self.asked += [item.seq.seq_id for item in plan.slices]
+        return super().propose(plan)
+
+    def observe(self, commits, out):  # type: ignore[no-untyped-def]
+        self.seen += [commit.seq_id for commit in commits]
+
+    def forget(self, seq_id: int) -> None:
+        self.seen.remove(seq_id)
+
+
+def request(seq_id: int, drafter: str | None) -> Request:
+    return Request(seq_id, [1, 2, 3], 3, SamplingParams(drafter=drafter), cached=2)
+
+
+def test_each_request_is_drafted_for_by_the_one_it_names() -> None:
+    first, second = Watched("first", (3,)), Watched("second", (1, 3))
+    router = Router({"first": first, "second": second}, "cpu")
+    names = ["second", None, "none", "first", "second"]
+    slices = tuple(Slice(request(i, name), 1, i + 1) for i, name in enumerate(names))
+    trees = router.propose(Plan(slices))
+    assert [tree.tokens.tolist() for tree in trees] == [
+        [4],
+        [4, 5],
+        [],
+        [4, 5, 6, 7],
+        [4, 5, 6, 7, 8],
+    ]
+    assert (first.asked, second.asked) == ([1, 3], [0, 4])
+    assert router.features == (1, 3)
+    router.observe([Commit(i, (4,)) for i in range(5)], ModelOutput(None))  # type: ignore[arg-type]
+    assert first.seen == second.seen == [0, 1, 2, 3, 4]
+    router.forget(2)
+    assert first.seen == second.seen == [0, 1, 3, 4]
+
+
+def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
+    """What one drafter showed says nothing about the other."""
+    lengths = tuple(range(9))
+    own = Profile(lengths, lengths, CostCurve((1,), (0.1,)))
+    control = AdaptiveLength(StepTime(costs()), {"good": own, "bad": own}, default="good")
+    seqs = [request(0, "good"), request(1, "bad"), request(2, None), request(3, "none")]
+    for _ in range(60):
+        commits = []
+        for seq, length in zip(seqs, control.lengths(seqs), strict=True):
+            kept = 0 if seq.params.drafter == "bad" else length
+            path = tuple(range(kept))
+            reached = min(kept + 1, length)
+            commits.append(Commit(seq.seq_id, (1,) * (kept + 1), path, length, reached, fed=1))
+        control.observe(commits, 1.1)
+    good, bad, default, none = control.lengths(seqs)
+    assert good > 4 and default > 4
+    assert bad <= 1 and none == 0
+    # A new request starts from what its drafter has shown.
+    assert control.lengths([request(8, "good")])[0] > control.lengths([request(9, "bad")])[0]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("router")))
+
+
+def test_names_of_loaded_drafters(pair: tuple[str, str]) -> None:
+    target, draft = pair
+    llm = LLM(target, ["ngram:min=2", draft, f"model:{target}"], dtype="float32", draft_length=2)
+    assert llm.drafters == ("ngram", "model", "model-2")
+    wrong = "drafter 'eagle3' is not loaded; use one of ngram, model, model-2, none"
+    with pytest.raises(ConfigError, match=wrong):
+        llm.generate("Once upon", SamplingParams(drafter="eagle3"))
+    (own,) = llm.generate("Once upon", SamplingParams(drafter="model-2", max_tokens=9))
+    assert own.stats.acceptance_rate == 1.0
+    llm.close()
+
+
+def test_a_single_drafter_may_be_left_out(pair: tuple[str, str]) -> None:
+    target, _ = pair
+    llm = LLM(target, f"model:{target}", dtype="float32", draft_length=2)
+    plain, named = llm.generate(
+        ["Once upon", "Once upon"],
+        [SamplingParams(drafter=name, max_tokens=9) for name in ("none", "model")],
+    )
+    assert plain.token_ids == named.token_ids
+    assert plain.stats.drafted_tokens == 0 < named.stats.drafted_tokens
+    with pytest.raises(ConfigError, match="use one of model, none, or load it"):
+        llm.generate("Once upon", SamplingParams(drafter="ngram"))
+    llm.close()
+
+
+def test_a_drafter_is_named_by_text() -> None:
+    with pytest.raises(ConfigError, match="drafter is 3; give the name of a loaded one"):
+        SamplingParams(drafter=3)  # type: ignore[arg-type]
