@@ -18,9 +18,9 @@ from paceline.train.lm import (
     LMConfig,
     LMTrainer,
     Progress,
-    distillation_loss,
     learning_rate_scale,
 )
+from paceline.train.losses import distillation_loss
 
 SUBJECTS = ("Lily", "Tom", "the cat", "a little dog")
 VERBS = ("saw", "liked", "found", "painted")

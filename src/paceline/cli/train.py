@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.cli.interrupts import deferred_interrupts
 from paceline.cli.options import expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
+from paceline.cli.train_draft import draft
 from paceline.cli.train_heads import eagle, eagle3
 
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ def lm(
         console.print(f"model written to {folder}", highlight=False)
 
 
+app.command("draft")(draft)
 app.command("eagle3")(eagle3)
 app.command("eagle")(eagle)
 

@@ -19,6 +19,7 @@ from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_thr
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
+    from paceline.train.draft import DraftTrainer
     from paceline.train.heads import HeadProgress, HeadTrainer
 
 _DATA = "Data"
@@ -110,7 +111,7 @@ class HeadOptions:
 class RunningOptions:
     """How a run is carried out; nothing here changes its result, up to rounding."""
 
-    out: Annotated[Path, typer.Option(help="Folder of the run; the head goes to OUT/head.")]
+    out: Annotated[Path, typer.Option(help="Folder of the run; what was trained goes below it.")]
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto"
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="torch.compile (needs a C++ compiler).")
@@ -186,7 +187,9 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _progress_bar(trainer: HeadTrainer, console: Console) -> Iterator[Callable[[Any], None]]:
+def _progress_bar(
+    trainer: HeadTrainer | DraftTrainer, console: Console
+) -> Iterator[Callable[[Any], None]]:
     """A function that shows a step's report; measurements get lines of their own."""
     columns = (
         TextColumn("step"),
@@ -228,6 +231,26 @@ def _progress_bar(trainer: HeadTrainer, console: Console) -> Iterator[Callable[[
         yield show
 
 
+def train_to_end(
+    trainer: HeadTrainer | DraftTrainer, running: RunningOptions, console: Console
+) -> Path:
+    """Train to the last step, or to Ctrl-C; returns the folder of the result."""
+    if trainer.step:
+        console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
+    with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
+
+        def report(progress: Any) -> None:
+            show(progress)
+            if interrupts.pending:
+                trainer.save_checkpoint()
+                raise KeyboardInterrupt(
+                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: "
+                    "run the same command again to resume"
+                )
+
+        return trainer.run(report, running.eval_every, running.save_seconds)
+
+
 def run_heads(
     new_trainer: Callable[[], HeadTrainer], running: RunningOptions, what: str, spec: str
 ) -> None:
@@ -242,20 +265,7 @@ def run_heads(
     from paceline.train.head_card import write_head_card
 
     trainer = new_trainer()
-    if trainer.step:
-        console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
-    with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
-
-        def report(progress: HeadProgress) -> None:
-            show(progress)
-            if interrupts.pending:
-                trainer.save_checkpoint()
-                raise KeyboardInterrupt(
-                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: "
-                    "run the same command again to resume"
-                )
-
-        folder = trainer.run(report, running.eval_every, running.save_seconds)
+    folder = train_to_end(trainer, running, console)
     command = shlex.join(["paceline", *sys.argv[1:]])
     card = write_head_card(trainer, what, spec, command)
     last = trainer.history[-1] if trainer.history else {"loss": None, "acceptance": {}}

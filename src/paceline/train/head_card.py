@@ -12,7 +12,8 @@ from paceline.train.heads import HeadTrainer
 _LOSSES = 12  # rows of the table of losses
 
 
-def _losses(history: list[dict[str, Any]]) -> list[str]:
+def loss_table(history: list[dict[str, Any]]) -> list[str]:
+    """Markdown: loss and mean accepted length in the course of the run."""
     if not history:
         return ["The run was too short for a measurement."]
     rows = ["| Step | Loss | Tokens per step |", "|---:|---:|---:|"]
@@ -24,7 +25,8 @@ def _losses(history: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def _acceptance(history: list[dict[str, Any]]) -> list[str]:
+def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
+    """Markdown: the last measurement, by task and by position of the draft."""
     if not history or not history[-1]["acceptance"]:
         return ["No validation files were given."]
     tasks = {
@@ -76,7 +78,7 @@ def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) ->
         "",
         "## Losses",
         "",
-        *_losses(trainer.history),
+        *loss_table(trainer.history),
         "",
         "## Acceptance",
         "",
@@ -85,7 +87,7 @@ def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) ->
         f"{config.draft_length} tokens. Tokens per step count the target's own. A position's "
         "figure is the share accepted of the drafts that reached it (their number).",
         "",
-        *_acceptance(trainer.history),
+        *acceptance_table(trainer.history),
         "",
     ]
     path = trainer.out / "head" / "README.md"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError, DataError
+from paceline.model.loading import load_module, load_tokenizer, resolve_device
+from paceline.train.acceptance import Acceptance
 from paceline.train.data import Mixture, Source, encode, read_records, render
+from paceline.train.losses import distillation_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class LMConfig:
     init: str | None = None  # start from the weights (and the tokenizer) of this folder
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LMConfig:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         names = {item.name for item in fields(cls)}
         unknown = sorted(set(values) - names)
         if unknown:
@@ -73,6 +80,18 @@ class Progress:
     loss: float
     tokens_per_second: float
     validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # of a draft, by file
+
+
+def run_name(model: str) -> str:
+    """A model without its folders: ``runs/target/model`` is "target"."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" else path.name
+
+
+def _room(stream: np.ndarray) -> int:
+    """Longest window, without its last target, that Mixture can draw from a stream."""
+    return len(stream) - 2
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
@@ -80,29 +99,6 @@ def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return max(0.0, (steps - step) / max(1, steps - warmup))
-
-
-def distillation_loss(
-    logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    targets: torch.Tensor,
-    text_weight: float,
-    argmax_weight: float = 0.0,
-) -> torch.Tensor:
-    """Cross-entropy against the teacher's probabilities, its likeliest token, and the text.
-
-    Shapes ``[tokens, vocab]``, ``[tokens, vocab]``, ``[tokens]``. The first term equals
-    KL(teacher || student) up to the teacher's entropy (Hinton et al. 2015; DistillSpec) and
-    serves sampling; greedy acceptance asks for nothing but the likeliest token.
-    """
-    log_q = F.log_softmax(logits.float(), dim=-1)
-    p = F.softmax(teacher_logits.float(), dim=-1)
-    loss = -(1 - text_weight - argmax_weight) * (p * log_q).sum(-1).mean()
-    if text_weight:
-        loss = loss + text_weight * F.nll_loss(log_q, targets)
-    if argmax_weight:
-        loss = loss + argmax_weight * F.nll_loss(log_q, teacher_logits.argmax(-1))
-    return loss
 
 
 class LMTrainer:
@@ -115,14 +111,13 @@ class LMTrainer:
             raise ConfigError("text_weight and argmax_weight must be shares that sum to at most 1")
         self.config = config
         self.out = out
-        self.device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        )
-        out.mkdir(parents=True, exist_ok=True)
+        self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
         self.valid_sources = [Source.parse(spec) for spec in config.valid]
+        saved = self._read_checkpoint()
         self.tokenizer = self._tokenizer()
         streams = [self._stream(source) for source in self.sources]
+        self.long_len = self._long_windows(streams)
         self.mixture = Mixture(streams, [s.weight for s in self.sources], config.seed)
         self.validation = {s.name: self._stream(s) for s in self.valid_sources}
         torch.manual_seed(config.seed)
@@ -135,7 +130,9 @@ class LMTrainer:
         self.optimizer = MasterOptimizer(self.model, config.lr, config.adam_lr, config.weight_decay)
         self.step = 0
         self.history: list[dict[str, Any]] = []
-        self._resume()
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.history = saved["step"], saved["history"]
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -145,7 +142,7 @@ class LMTrainer:
         folder = self.out / "model"
         source = self.config.teacher or self.config.init or self.config.tokenizer
         if source is not None:
-            return PreTrainedTokenizerFast.from_pretrained(source)
+            return load_tokenizer(source)
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder)
         texts = (
@@ -157,13 +154,27 @@ class LMTrainer:
         tokenizer.save_pretrained(folder)
         return tokenizer
 
+    def _long_windows(self, streams: Sequence[np.ndarray]) -> int:
+        """Tokens of the long windows. Raises DataError if a file has no room for short ones."""
+        for source, stream in zip(self.sources, streams, strict=True):
+            if len(stream) < self.config.seq_len + 2:
+                raise DataError(
+                    f"{source.path} has only {len(stream)} tokens of text, but a window takes "
+                    f"{self.config.seq_len + 2}; give more text or a shorter --seq-len"
+                )
+        return max(self.config.seq_len, min(self.config.max_positions, *map(_room, streams)))
+
     def _stream(self, source: Source) -> np.ndarray:
-        cached = self.out / "tokens" / f"{source.path.name}.npy"
+        # Files of one name may lie in different folders.
+        place = zlib.crc32(str(source.path.resolve()).encode())
+        cached = self.out / "tokens" / f"{source.path.name}.{place:08x}.npy"
         if cached.is_file():
             return np.asarray(np.load(cached))
         stream = encode(source.path, self.tokenizer, self.config.exclude_licenses)
-        cached.parent.mkdir(exist_ok=True)
-        np.save(cached, stream)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_suffix(".partial.npy")
+        np.save(partial, stream)
+        partial.replace(cached)
         return stream
 
     def _new_model(self) -> PreTrainedModel:
@@ -171,9 +182,13 @@ class LMTrainer:
 
         config, tokenizer = self.config, self.tokenizer
         if config.init is not None:
-            started = LlamaForCausalLM.from_pretrained(config.init, attn_implementation="sdpa")
-            return started.to(device=self.device, dtype=torch.bfloat16)
-        eos = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
+            started: PreTrainedModel = load_module(
+                config.init, torch.bfloat16, self.device, attention="sdpa"
+            )
+            return started
+        known = tokenizer.get_vocab()
+        ends = (tokenizer.eos_token_id, known.get(END_OF_TURN))
+        eos = [token for token in ends if token is not None]
         llama = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=config.hidden_size,
@@ -198,10 +213,10 @@ class LMTrainer:
     def _load_teacher(self) -> PreTrainedModel | None:
         if self.config.teacher is None:
             return None
-        from transformers import AutoModelForCausalLM
-
-        teacher = AutoModelForCausalLM.from_pretrained(self.config.teacher, dtype=torch.bfloat16)
-        return teacher.to(self.device).eval().requires_grad_(False)
+        teacher: PreTrainedModel = load_module(
+            self.config.teacher, torch.bfloat16, self.device, attention="sdpa"
+        )
+        return teacher.requires_grad_(False)
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -209,19 +224,23 @@ class LMTrainer:
     def checkpoint(self) -> Path:
         return self.out / "checkpoint.pt"
 
-    def _resume(self) -> None:
+    def _read_checkpoint(self) -> dict[str, Any] | None:
         if not self.checkpoint.is_file():
-            return
-        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        before = LMConfig.from_dict(saved["config"])
+            return None
+        try:
+            saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            before = saved["config"]
+        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError):
+            raise ConfigError(f"{self.checkpoint} is damaged; delete it to start anew") from None
+        own = asdict(self.config)
         # The length of the schedule may change on resumption; anything else would be another run.
-        if replace(before, steps=self.config.steps) != self.config:
+        differing = [key for key in own.keys() | before.keys() if before.get(key) != own.get(key)]
+        if set(differing) - {"steps"}:
             raise ConfigError(
-                f"{self.out} holds a run with other options; use another --out or delete it"
+                f"{self.out} holds a run with other options ({', '.join(sorted(differing))}); "
+                "use another --out or delete it"
             )
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step = saved["step"]
-        self.history = saved["history"]
+        return dict(saved)
 
     def save_checkpoint(self) -> None:
         """Write atomically, so that a cut-off leaves the former checkpoint whole."""
@@ -231,13 +250,15 @@ class LMTrainer:
             "step": self.step,
             "history": self.history,
         }
+        self.out.mkdir(parents=True, exist_ok=True)
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(self.checkpoint)
 
     def save_model(self) -> Path:
-        """Write config, tokenizer and bf16 safetensors to ``out/model``."""
-        folder = self.out / "model"
+        """Write config, tokenizer and bf16 safetensors to ``out/model``, all at once."""
+        folder = self.out / "model.partial"
+        shutil.rmtree(folder, ignore_errors=True)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         # Names without folders: the file travels with the weights.
@@ -245,11 +266,12 @@ class LMTrainer:
         for key in ("data", "valid"):
             config[key] = [Path(spec).name for spec in config[key]]
         for key in ("teacher", "tokenizer", "init"):
-            config[key] = config[key] and Path(config[key]).parent.name
+            config[key] = config[key] and run_name(config[key])
         (folder / "training.json").write_text(
             json.dumps({"config": config, "history": self.history}, indent=1) + "\n"
         )
-        return folder
+        shutil.rmtree(self.out / "model", ignore_errors=True)
+        return folder.rename(self.out / "model")
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -266,7 +288,7 @@ class LMTrainer:
     def _batch(self, step: int) -> torch.Tensor:
         config = self.config
         long = config.long_every > 0 and step % config.long_every == config.long_every - 1
-        seq_len = config.max_positions if long else config.seq_len
+        seq_len = self.long_len if long else config.seq_len
         rows = max(1, config.batch_tokens // seq_len)
         return torch.from_numpy(self.mixture.batch(step, rows, seq_len))
 
@@ -305,6 +327,13 @@ class LMTrainer:
         self.model.train()
         return losses
 
+    def evaluate(self, progress: Progress) -> None:
+        """Measure on held-out data, into ``progress`` and the history."""
+        progress.validation = self.validate()
+        self.history.append(
+            {"step": self.step, "loss": progress.loss, "validation": progress.validation}
+        )
+
     def run(
         self,
         report: Callable[[Progress], None] = lambda progress: None,
@@ -320,10 +349,7 @@ class LMTrainer:
             speed = self.config.batch_tokens / (time.monotonic() - start)
             progress = Progress(self.step, self.config.steps, loss, speed)
             if self.step % eval_every == 0 or self.step == self.config.steps:
-                progress.validation = self.validate()
-                self.history.append(
-                    {"step": self.step, "loss": loss, "validation": progress.validation}
-                )
+                self.evaluate(progress)
             report(progress)
             if time.monotonic() - saved > save_seconds:
                 self.save_checkpoint()
