@@ -184,7 +184,7 @@ def _layer_skip(spec: DraftSpec, loading: Loading) -> Prepared:
         skipped = parse_layers(spec.options["skip"], total)
         view = LayerView(loading.target, [n for n in range(total) if n not in skipped])
         return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
-    choice, tries = skippable(total), spec.integer("tries", 64)
+    choice, tries = skippable(total), spec.integer("tries", 160)
     window, interval = spec.integer("window", 32), spec.integer("interval", 8)
     ratio = spec.number("ratio", 0.45)
     if not choice:

@@ -13,7 +13,7 @@ the same step writes the target's own::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -121,24 +121,24 @@ class SelfDrafter:
 class _Window:
     """Generated tokens that sets of layers are compared on: the choices after cached tokens.
 
-    The forward starts at ``start``, a block boundary; scored are the choices after the tokens
-    ``first .. end - 1``. ``best`` is the score of the best set, and ``left`` counts the
-    challengers that are still to be tried here.
+    A forward starts at ``start``, a block boundary; scored are the choices after the tokens
+    ``first .. end - 1``. ``waiting`` sets are still to be scored.
     """
 
     seq: Request
     start: int
     first: int
     end: int
-    best: float = 0.0
-    left: int = 4
+    waiting: list[Layers]
+    scores: list[tuple[Layers, float]] = field(default_factory=list)
 
 
 class SwiftDrafter(SelfDrafter):
-    """Skips a set of layers that it improves while it generates: one trial every few steps.
+    """Skips a set of layers that it improves while it generates: a trial every few steps.
 
-    A trial is one forward of the view over ``window`` tokens, and at most every ``interval``-th
-    step has one. One set serves all sequences. Only the speed depends on it.
+    A trial is one forward of a view over ``window`` tokens, in every ``interval``-th step; steps
+    without drafts, which are cheaper, count a quarter. One set serves all sequences. Only the
+    speed depends on it.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SwiftDrafter(SelfDrafter):
         self._search = search
         self._size = window
         self._interval = interval
-        self._steps = 0
+        self._due = 0.0  # reaches the interval when a trial is due
         self._seqs: dict[int, Request] = {}
         self._window: _Window | None = None
 
@@ -170,27 +170,29 @@ class SwiftDrafter(SelfDrafter):
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Now and then, try another set."""
-        self._steps += 1
-        if self._search.over or self._steps % self._interval:
+        """Now and then, score a set."""
+        if self._search.over:
             return
-        if self._window is None or self._window.left < 1:
+        self._due += 1.0 if any(commit.drafted for commit in commits) else 0.25
+        if self._due < self._interval:
+            return
+        self._due = 0.0
+        if self._window is None:
             self._window = self._choose_window(commits)
-            if self._window is not None:
-                self._window.best = self._score(self.view, self._window)
-                return  # that was this step's forward
         if self._window is not None:
             self._try(self._window)
 
     def _try(self, window: _Window) -> None:
-        challenger = self._search.challenger()
-        if challenger is None:
+        layers = window.waiting.pop(0)
+        share = self._score(_without(self.view, layers), window)
+        if share is None:
+            self._window = None
             return
-        view = _without(self.view, challenger)
-        score = self._score(view, window)
-        window.left -= 1
-        if self._search.hear(challenger, score, window.best):
-            self.view, window.best = view, score
+        window.scores.append((layers, share))
+        if not window.waiting:
+            self._window = None
+            self._search.hear(window.scores)
+            self.view = _without(self.view, self._search.best)
 
     def _choose_window(self, commits: Sequence[Commit]) -> _Window | None:
         """The newest tokens of the sequence that has generated most; None if that is too few."""
@@ -199,12 +201,14 @@ class SwiftDrafter(SelfDrafter):
         if seq is None or seq.generated < self._size:
             return None
         first = seq.cached - self._size
-        return _Window(seq, first - first % self._cache.block_size, first, seq.cached)
+        start = first - first % self._cache.block_size
+        sets = self._search.sets()
+        return _Window(seq, start, first, seq.cached, sets) if sets else None
 
-    def _score(self, view: LayerView, window: _Window) -> float:
-        """Share of the window's tokens that a view predicts; 0 if there is no room to try.
+    def _score(self, view: LayerView, window: _Window) -> float | None:
+        """Share of the window's tokens that a view predicts; None if there is no room to try.
 
-        Its own keys and values go to blocks of their own: those of the target stay as they are.
+        Its keys and values go to blocks of their own: those of the target stay as they are.
         """
         cache, tokens = self._cache, window.seq.tokens
         cache.borrow(_TRIAL, window.seq.seq_id, window.start)
@@ -214,7 +218,7 @@ class SwiftDrafter(SelfDrafter):
             batch = replace(cache.pack([feed]), logit_rows=None)
             choices: list[int] = view(batch, cache).logits.argmax(-1).tolist()
         except OutOfBlocksError:
-            return 0.0
+            return None
         finally:
             cache.free(_TRIAL)
         wanted = tokens[window.first + 1 : window.end + 1]
