@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
+from paceline.drafters import DRAFTERS, Loading, prepare
 from paceline.errors import ConfigError, DataError, PacelineError, VocabularyMismatchError
+from paceline.llm import LLM
+from tiny_models import TinyPair
 
 VOCAB = 50
 OUT = ModelOutput(torch.empty(0, VOCAB))
@@ -191,6 +197,8 @@ HEAD = b'{"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens":
         (HEAD.replace(b"50", b"51"), VocabularyMismatchError, "51 tokens, this one has 50"),
         (HEAD + b"\x01\x00\x00\x00\xff\xff\xff", DataError, "cut short"),
         (HEAD.replace(b'"tokens": 2', b'"tokens": "2"'), DataError, "cut short"),
+        (HEAD.replace(b'"tokens": 2', b'"tokens": null'), DataError, "cut short"),
+        (b"[" * 100_000 + b"\n", DataError, "not a saved suffix tree"),
         (HEAD + b"\x01\x00\x00\x00\x02\x00\x00\x00", DataError, "no such tokens"),
         (HEAD + b"\x33\x00\x00\x00\xff\xff\xff\xff", DataError, "no such tokens"),
         (HEAD + b"\xfe\xff\xff\xff\xff\xff\xff\xff", DataError, "no such tokens"),
@@ -234,3 +242,56 @@ def test_senseless_options_are_refused(options: dict[str, float]) -> None:
 def test_a_file_without_a_global_tree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="switched off"):
         SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0), tmp_path / "file")
+
+
+# -- in the engine ---------------------------------------------------------------------------------
+
+
+def test_a_repeated_request_is_fast_and_the_file_keeps_it_so(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    params = SamplingParams(max_tokens=45, temperature=1.0, seed=3, ignore_eos=True)
+    spec = f"suffix:{tmp_path / 'seen.suffix'}"
+    texts, lengths = [], []
+    for rounds in (2, 1):
+        llm = LLM(tiny_pair.target, spec, dtype="float32", draft_length=8)
+        for _ in range(rounds):
+            completion = llm.generate("The dog", params)[0]
+            texts.append(completion.token_ids)
+            lengths.append(completion.stats.mean_accepted_length)
+        assert isinstance(llm.engine.drafter, SuffixDrafter)
+        llm.engine.drafter.save()
+    assert texts[0] == texts[1] == texts[2]
+    assert lengths[0] < 3, "random text: else nothing would be shown"
+    assert min(lengths[1:]) > 7, "of at most 9"
+
+
+def prepared(spec: str) -> SuffixDrafter:
+    """The drafter of a spec, for a target of which only this is asked."""
+    target = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB)
+    loading = Loading(cast(Any, target), cast(Any, None), "float32")
+    drafter = prepare(DraftSpec.parse(spec, tuple(DRAFTERS)), loading).build(cast(Any, None))
+    assert isinstance(drafter, SuffixDrafter)
+    return drafter
+
+
+def test_specs_say_the_options() -> None:
+    spec = "suffix:max_depth=9,factor=2.5,offset=1,min_prob=0.2,nodes=7,max_tokens=99"
+    assert prepared(spec).options == SuffixOptions(9, 2.5, 1.0, 0.2, 7, 99)
+    assert prepared("suffix:global=off").options == SuffixOptions(max_tokens=0)
+    assert prepared("suffix").options == SuffixOptions()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("suffix:global=maybe", "neither on nor off"),
+        ("suffix:global=off,nodes=0", "nodes is 0"),
+        ("suffix:factor=much", "not a number"),
+        ("suffix:depth=3", "no option depth"),
+        ("suffix:seen.suffix,global=off", "switched off"),
+    ],
+)
+def test_specs_that_make_no_sense(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepared(spec)

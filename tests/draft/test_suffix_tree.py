@@ -34,9 +34,12 @@ def check(tree: SuffixTree, texts: list[list[int]]) -> None:
         assert tree.count(other) == expected.get(other, 0)
 
 
-def nodes(tree: SuffixTree) -> int:
-    def below(node: _Node) -> int:
-        return 1 + sum(below(c) for c in node.children.values() if isinstance(c, _Node))
+def inner(tree: SuffixTree) -> list[_Node]:
+    """All nodes below the root."""
+
+    def below(node: _Node) -> list[_Node]:
+        children = [child for child in node.children.values() if isinstance(child, _Node)]
+        return children + [deeper for child in children for deeper in below(child)]
 
     return below(tree._root)
 
@@ -67,6 +70,7 @@ def test_counts_after_the_oldest_were_dropped(
             tree.drop_oldest()
             held.pop(0)
     check(tree, held)
+    assert all(node.count >= 8 for node in inner(tree)), "fewer occurrences are kept in a list"
     assert [list(text) for text in tree.texts()] == held
     for _ in held:
         tree.drop_oldest()
@@ -78,7 +82,7 @@ def test_a_text_that_comes_again_and_again_costs_no_nodes() -> None:
     for _ in range(100):
         tree.extend(range(50))
         tree.finish()
-    assert nodes(tree) == 1
+    assert not inner(tree)
     assert tree.count([7, 8, 9]) == 100
 
 

@@ -233,7 +233,7 @@ def _read(path: Path, vocab_size: int) -> list[array[int]]:
     first, _, body = content.partition(b"\n")
     try:
         head = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         head = None
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
         raise DataError(f"{path} is not a saved suffix tree; name another file or move it away")
@@ -248,7 +248,7 @@ def _read(path: Path, vocab_size: int) -> list[array[int]]:
             f"has {vocab_size}; use one file per model"
         )
     stream = array("i")
-    if len(body) != stream.itemsize * head.get("tokens", -1):
+    if len(body) / stream.itemsize != head.get("tokens"):
         raise DataError(f"{path} is a damaged suffix tree: cut short; move it away")
     stream.frombytes(body)
     stream = _little_endian(stream)

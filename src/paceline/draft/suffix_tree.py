@@ -230,8 +230,11 @@ class SuffixTree:
                 low, best = length, place
         return best
 
-    def _continuations(self, place: _Place) -> list[tuple[float, int, _Place]]:
-        """(share, token, place) of each next token; likely and recent ones first."""
+    def _continuations(self, place: _Place, least: float) -> list[tuple[float, int, _Place]] | None:
+        """(share, token, place) of next tokens, likely and recent ones first; None at an end.
+
+        Shares below ``least`` may be left out: the node of a common word has thousands.
+        """
         below, depth = place.below, place.depth
         if isinstance(below, _Node):
             children = below.children
@@ -242,14 +245,20 @@ class SuffixTree:
                 bucket = children.setdefault(self._stream[position + shift], [])
                 assert isinstance(bucket, list)
                 bucket.append(position)
-        found = [
-            (len(child), child[-1], token, child)
-            if isinstance(child, list)
-            else (child.count, child.last, token, child)
+        counts = {
+            token: len(child) if isinstance(child, list) else child.count
             for token, child in children.items()
             if token != _END
-        ]
-        total = sum(count for count, _, _, _ in found)
+        }
+        if not counts:
+            return None
+        total = sum(counts.values())
+        found = []
+        for token, count in counts.items():
+            if count >= least * total:
+                child = children[token]
+                last = child[-1] if isinstance(child, list) else child.last
+                found.append((count, last, token, child))
         found.sort(key=lambda item: item[:2], reverse=True)
         return [
             (count / total, token, _Place(child, depth + 1)) for count, _, token, child in found
@@ -282,12 +291,15 @@ class SuffixTree:
         ticket = 0  # equal probabilities: first come, first served
         parent, path, chance, score = -1, list[int](), 1.0, 0.0
         while len(tokens) < budget:
-            following = self._continuations(place) if len(path) < length else []
-            if not following and len(path) < length:
-                # The text ends here. As if the path had been appended: a loop stays a loop.
-                again = self._longest([*text, *path])
-                following = self._continuations(again) if again else []
-            for share, token, child in following:
+            following: list[tuple[float, int, _Place]] | None = []
+            if len(path) < length:
+                least = 0.999 * min_prob / chance
+                following = self._continuations(place, least)
+                if following is None:
+                    # The text ends here. As if the path were appended: a loop stays a loop.
+                    again = self._longest([*text, *path])
+                    following = self._continuations(again, least) if again else []
+            for share, token, child in following or ():
                 if chance * share < min_prob:
                     break  # the others are no likelier
                 ticket += 1
