@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
+
 import pytest
 
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime
+from paceline.core.sequence import Sequence as Request
+from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime, best
 from paceline.engine.controller import AdaptiveLength, FixedLength
+from simulated_time import REST, STEP, Guesser, Machine, always
 
 
-def seq(seq_id: int = 0) -> Sequence:
-    return Sequence(seq_id, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
+def seq(seq_id: int = 0) -> Request:
+    return Request(seq_id, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
 
 
 def costs(slope: float = 0.0) -> StepCosts:
@@ -84,6 +89,107 @@ def test_recovery_after_a_bad_stretch() -> None:
     control = adaptive()
     drive(control, 0.0, 40)
     assert drive(control, 0.95, 400)[-1] >= 3
+
+
+def test_a_free_draft_is_tried_again_soon() -> None:
+    """Nothing but a few nodes is lost by trying: a bad stretch of a text passes."""
+    control = adaptive(draft=0.0, slope=0.2)
+    drive(control, 0.0, 300)
+    chosen = drive(control, 1.0, 60)
+    assert any(chosen[:40]) and chosen[-1] >= 5
+    useless = drive(adaptive(draft=0.0, slope=0.2), 0.0, 1100)[100:]
+    assert sum(0.2 * length for length in useless) / len(useless) < 0.02
+
+
+def test_a_free_draft_may_be_twice_as_long() -> None:
+    def longest(drafter: Guesser) -> int:
+        return Profile.of(drafter, 8, CostCurve((1,), (0.1,))).longest
+
+    assert longest(Guesser("look-up", always(1.0))) == 16
+    assert longest(Guesser("model", always(1.0), pass_seconds=0.1)) == 8
+
+
+@pytest.mark.parametrize("pass_seconds", [0.0, 0.2])
+def test_nothing_is_much_slower_than_plain_decoding(pass_seconds: float) -> None:
+    """Requests of a hundred tokens, of which each has to find out anew."""
+    machine = Machine(Guesser("wrong", always(0.0), pass_seconds))
+    for seq_id in range(20):
+        machine.decode(100, seq_id)
+    assert machine.tokens / machine.seconds > 0.97 / (STEP + REST)
+
+
+def test_steps_without_a_proposal_teach_nothing_and_cost_nothing() -> None:
+    """A look-up that finds something in every fifth step, and is right then."""
+    rare = Guesser("rare", lambda position: 1.0 if position % 5 == 0 else None)
+    machine = Machine(rare)
+    machine.decode(400)
+    control = machine.controller
+    assert control.lengths([seq(5)])[0] >= 8, "it is wished for in every step, for nothing"
+    assert machine.tokens / machine.seconds > 2 / (STEP + REST)
+
+
+def test_few_nodes_are_expected_of_one_that_proposes_few() -> None:
+    """Verification is dear here: 16 nodes would not pay, the two that come do."""
+    lengths = tuple(range(9))
+    wide = Profile(tuple(8 * n for n in lengths), (0,) * 9, CostCurve((1,), (0.0,)))
+    control = AdaptiveLength(StepTime(costs(slope=0.1)), {"fake": wide})
+    request = seq()
+    for _ in range(100):
+        (length,) = control.lengths([request])
+        path = (0,) if length else ()
+        commit = Commit(0, (1,) * (1 + len(path)), path, 2 * len(path), len(path), fed=1)
+        control.observe([commit], 1.0)
+    assert control.lengths([request])[0] > 0
+
+
+def test_a_pass_for_few_must_pay_for_itself() -> None:
+    """One of eight sequences drafts well, but a pass costs the same for one as for all."""
+    control = adaptive(draft=1.2)
+    seqs = [seq(i) for i in range(8)]
+    for _ in range(80):
+        commits = []
+        for request, length in zip(seqs, control.lengths(seqs), strict=True):
+            kept = length if request.seq_id == 0 else 0
+            reached = min(kept + 1, length)
+            path = tuple(range(kept))
+            tokens = (1,) * (kept + 1)
+            commits.append(Commit(request.seq_id, tokens, path, length, reached, fed=1))
+        control.observe(commits, 1.0)
+    assert sum(control.lengths(seqs)) <= 1
+
+
+def test_best_maximises_the_ratio_of_sums() -> None:
+    chance = random.Random(1)
+    for _ in range(50):
+        gains = [[chance.uniform(1, 5) for _ in range(3)] for _ in range(4)]
+        times = [[chance.uniform(1, 3) for _ in range(3)] for _ in range(4)]
+
+        def rate(picks: Sequence[int], gains=gains, times=times) -> float:  # type: ignore[no-untyped-def]
+            tokens = sum(own[k] for own, k in zip(gains, picks, strict=True))
+            return tokens / sum(own[k] for own, k in zip(times, picks, strict=True))
+
+        every = itertools.product(range(3), repeat=4)
+        assert rate(best(gains, times)) == pytest.approx(max(map(rate, every)))
+
+
+def test_an_estimate_follows_what_all_sequences_show() -> None:
+    everything = AcceptanceEstimate([0.7, 0.7], decay=0.99)
+    own = AcceptanceEstimate(everything, decay=0.95)
+    before = own.expected_tokens()
+    for _ in range(30):
+        everything.record(1, 0)
+    assert own.expected_tokens()[1] < before[1]
+    own.record(2, 2)
+    own.record(2, 2)
+    assert own.rates()[1] > everything.rates()[1]
+
+
+def test_known_levels_are_not_counted_twice() -> None:
+    whole, parts = (AcceptanceEstimate([0.5] * 3, decay=0.9) for _ in range(2))
+    whole.record(3, 2)
+    parts.record(1, 1)
+    parts.record(3, 2, since=1)
+    assert whole.rates() == parts.rates()
 
 
 def test_sequences_of_a_batch_get_their_own_lengths() -> None:

@@ -5,6 +5,7 @@ float32, so every difference is a bug. The draft is the target with noise: right
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ import torch
 
 from engine_models import write_pair
 from medusa_models import write_medusa
+from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
+from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
+from paceline.draft.hybrid import Hybrid, _Pick
 from paceline.llm import LLM
 from random_heads import write_eagle
 
@@ -146,6 +150,35 @@ def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> Non
     got = llm.generate(PROMPTS, wishes)
     for prompt, params, completion in list(zip(PROMPTS, wishes, got, strict=True))[:4]:
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
+
+
+def test_members_of_a_hybrid_may_take_any_turns(
+    folders: dict[str, str], plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drafts, and whatever is withdrawn: members catch up, the text stays."""
+    chance = random.Random(4)
+
+    def any_pick(self: Hybrid, plan: Plan, found: list[dict[int, TokenTree]]) -> list[object]:
+        picks: list[object] = []
+        for item, proposals in zip(plan.slices, found, strict=True):
+            members = [i for i, free in enumerate(self._free) if not free or i in proposals]
+            picks.append(None)
+            if item.decodes and item.draft_length and chance.random() < 0.9:
+                member = chance.choice(members)
+                deepest = max(proposals[member].depths) if member in proposals else 4
+                most = min(deepest, item.draft_length)
+                picks[-1] = _Pick(member, chance.randint(1, most))
+        return picks
+
+    monkeypatch.setattr(Hybrid, "_settle", any_pick)
+    spec = DRAFTERS["hybrid of many"].format(**folders)
+    llm = LLM(folders["target"], spec, dtype="float32", draft_length=4)
+    for name in ("greedy", "temperature 1", "penalties"):
+        params = REQUESTS[name]
+        assert texts(llm, params, PROMPTS) == texts(plain, params, PROMPTS), name
+    unseeded = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=1.0))
+    assert sum(completion.stats.accepted_tokens for completion in unseeded) > 0
+    llm.close()
 
 
 @pytest.mark.parametrize("length", [3, "auto"])

@@ -35,7 +35,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        """One tree per slice, on the target's device; empty for slices that do not decode."""
+        """One tree per slice, on the target's device; empty for slices that do not decode.
+
+        It may be asked again for a sequence before ``observe`` (draft/hybrid.py does): the last
+        answer counts, and asking for draft length 0 withdraws the one before.
+        """
         ...
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
