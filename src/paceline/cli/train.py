@@ -20,6 +20,7 @@ from paceline.cli.options import expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
 from paceline.cli.train_draft import draft
 from paceline.cli.train_heads import eagle, eagle3
+from paceline.cli.train_medusa import medusa
 
 if TYPE_CHECKING:
     from paceline.train.lm import LMConfig, LMTrainer
@@ -220,6 +221,7 @@ def lm(
 
 app.command("draft")(draft)
 app.command("eagle3")(eagle3)
+app.command("medusa")(medusa)
 app.command("eagle")(eagle)
 
 

@@ -103,11 +103,17 @@ class MedusaHeads(nn.ModuleList):
         ``lm_head`` is the target's own, needed where the heads share it. Tokens outside a reduced
         vocabulary get minus infinity.
         """
-        outputs = torch.stack([head(features) for head in self])
+        return torch.stack([self.logits(k, features, lm_head) for k in range(len(self))])
+
+    def logits(
+        self, head: int, features: torch.Tensor, lm_head: Head | None = None
+    ) -> torch.Tensor:
+        """Logits ``[T, vocab]`` of one head."""
+        output: torch.Tensor = self[head](features)
         if self.config.shared_head:
             assert lm_head is not None, "these heads use the target's language-model head"
-            outputs = lm_head(outputs)
-        return spread(outputs, self.token_map, self.config)
+            output = lm_head(output)
+        return spread(output, self.token_map, self.config)
 
 
 def spread(

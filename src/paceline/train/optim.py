@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,25 @@ class MasterOptimizer:
 
     Pure bf16 weights lose updates smaller than 1/256 of a weight; masters do not. Hidden
     matrices take Muon (Jordan et al. 2024: momentum orthogonalised by Newton-Schulz),
-    embeddings, heads and norms take AdamW.
+    embeddings, heads and norms take AdamW; a matrix is one of these if its name contains one of
+    ``outer``.
     """
 
-    def __init__(self, model: nn.Module, lr: float, adam_lr: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        adam_lr: float,
+        weight_decay: float,
+        outer: Sequence[str] = ("embed", "lm_head"),
+    ) -> None:
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
             master = nn.Parameter(parameter.detach().float().clone())
             self._pairs.append((parameter, master))
-            is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+            is_hidden = parameter.ndim == 2 and not any(part in name for part in outer)
             (hidden if is_hidden else rest).append(master)
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         if hidden:
@@ -31,8 +40,9 @@ class MasterOptimizer:
                 hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
             self._optimizers.append((muon, lr))
-        adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self._optimizers.append((adam, adam_lr))
+        if rest:
+            adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+            self._optimizers.append((adam, adam_lr))
 
     def step(self, scale: float, max_norm: float = 1.0) -> float:
         """Apply the gradients at ``scale`` times the peak rates; returns the gradient norm."""

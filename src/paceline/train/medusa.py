@@ -1,0 +1,258 @@
+"""Training Medusa heads: on a frozen target (Medusa-1), or together with it (Medusa-2).
+
+Cai et al. 2024 (arXiv 2401.10774), section 3.2. Head k learns the target's law two tokens and k
+further on, by cross-entropy against the target's own probabilities; each further head weighs
+0.8 times as much. Medusa-2 warms the heads up first, then trains both: the target on the text (so
+give it text that it wrote itself), at a lower rate.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.draft.medusa_format import save_medusa
+from paceline.draft.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.shape import Shape, best_shape
+from paceline.errors import ConfigError
+from paceline.train.acceptance import Acceptance, total, walk
+from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
+from paceline.train.optim import MasterOptimizer
+
+_RANKS = 10  # candidates of each head whose accuracy is measured
+
+
+@dataclass(frozen=True)
+class MedusaTrainConfig(HeadConfig):
+    """A run for Medusa heads."""
+
+    heads: int = 4
+    layers: int = 1  # residual blocks of each head
+    shared_head: bool = False  # use the target's lm_head: small heads, a little less accurate
+    head_decay: float = 0.8  # weight of each further head
+    nodes: int = 8  # of the tree that held-out acceptance is measured with
+    joint: bool = False  # Medusa-2: train the target as well
+    joint_after: int = 200  # steps in which the heads train alone first
+    joint_weight: float = 0.2  # of the heads' loss beside the target's own
+    target_lr: float = 0.1  # rates of the target, as a share of the heads'
+
+
+class JointOptimizer:
+    """Steps heads and target; the target only after ``first`` steps, rising over ``warmup``."""
+
+    def __init__(
+        self, heads: MasterOptimizer, target: MasterOptimizer, first: int, warmup: int
+    ) -> None:
+        self._heads, self._target = heads, target
+        self._first, self._warmup = first, warmup
+        self.steps = 0
+
+    def step(self, scale: float) -> float:
+        norm = self._heads.step(scale)
+        own = self.steps - self._first
+        self.steps += 1
+        if own >= 0:
+            norm = max(norm, self._target.step(scale * min(1.0, (own + 1) / self._warmup)))
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"heads": self._heads.state_dict(), "target": self._target.state_dict()}
+        return {**parts, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._heads.load_state_dict(state["heads"])
+        self._target.load_state_dict(state["target"])
+        self.steps = state["steps"]
+
+
+class MedusaTrainer(HeadTrainer):
+    """Trains Medusa heads; in a joint run the target changes as well, and is written too."""
+
+    config: MedusaTrainConfig
+    head: MedusaHeads
+
+    @property
+    def lookahead(self) -> int:
+        return self.config.heads
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (self.num_layers,)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the target learns at this step."""
+        return self.config.joint and self.step >= self.config.joint_after
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        module: nn.Linear = self.target.get_output_embeddings()
+        return module
+
+    def check_shape(self) -> None:
+        config = self.config
+        if config.heads < 1:
+            raise ConfigError(f"heads is {config.heads}; train at least one")
+        if config.layers < 1 and config.shared_head:
+            raise ConfigError("heads without a block that share the target's head have no weights")
+        if config.joint and config.cache_windows:
+            raise ConfigError(
+                "Medusa-2 changes the target, so its features cannot be kept on disk; "
+                "leave --cache-windows out"
+            )
+
+    def new_head(self) -> MedusaHeads:
+        config = self.config
+        heads = MedusaHeads(
+            MedusaConfig(
+                hidden_size=self.shape.hidden_size,
+                vocab_size=self.vocab_size,
+                heads=config.heads,
+                layers=config.layers,
+                shared_head=config.shared_head,
+                base_model=Path(config.target).name
+                if Path(config.target).exists()
+                else config.target,
+            )
+        )
+        with torch.no_grad():  # the heads begin as copies of the target's own
+            for layer in heads.vocabulary_layers():
+                layer.weight.copy_(self.lm_head.weight)
+        return heads
+
+    def new_optimizer(self) -> Optimizer:
+        config = self.config
+        outer = (f".{config.layers}.weight",)  # a head's vocabulary layer
+        decay, share = config.weight_decay, config.target_lr
+        heads = MasterOptimizer(self.head, config.lr, config.adam_lr, decay, outer)
+        if not config.joint:
+            return heads
+        self.target.requires_grad_(True)
+        target = MasterOptimizer(self.target, share * config.lr, share * config.adam_lr, decay)
+        return JointOptimizer(heads, target, config.joint_after, max(1, config.warmup))
+
+    # -- loss ----------------------------------------------------------------------------------
+
+    def observe(self, ids: torch.Tensor, eager: bool = False) -> Observed:
+        if not self.joint or not torch.is_grad_enabled():
+            return super().observe(ids, eager)
+        out = self._target_forward(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = out.hidden_states[self.feature_layers[0]]
+        return Observed(ids, features[..., :0], features, out.logits, features)
+
+    def loss(self, seen: Observed) -> torch.Tensor:
+        config = self.config
+        length = seen.ids.shape[1] - self.lookahead
+        features = seen.features[:, :length].flatten(0, 1)
+        laws = self._laws(seen.logits[:, 1:].detach())
+        weights = [config.head_decay**k for k in range(config.heads)]
+        result = features.new_zeros((), dtype=torch.float32)
+        for k, weight in enumerate(weights):
+            logits = self.head.logits(k, features, self.lm_head).float()
+            law = laws[:, k : k + length].flatten(0, 1)
+            # Cross-entropy against a law: log-sum-exp minus the expected logit.
+            losses = logits.logsumexp(-1) - (logits * law).sum(-1)
+            result = result + weight / sum(weights) * losses.mean()
+        if not features.requires_grad:
+            return result
+        own = seen.logits[:, :length].flatten(0, 1).float()
+        text = F.cross_entropy(own, seen.ids[:, 1 : 1 + length].flatten())
+        return text + config.joint_weight * result
+
+    def _laws(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the heads should say: the target's laws, with a share for its likeliest token."""
+        share = self.config.argmax_weight
+        laws = logits.float().softmax(-1) * (1 - share)
+        if share:
+            best = logits.argmax(-1, keepdim=True)
+            laws = laws + share * (torch.arange(laws.shape[-1], device=best.device) == best)
+        return laws.to(logits.dtype)
+
+    # -- held-out acceptance -------------------------------------------------------------------
+
+    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        tokens = self.head(seen.features[0], self.lm_head).argmax(-1).T
+        return F.pad(tokens, (0, max(0, length - tokens.shape[1])), value=-1)[:, :length]
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Acceptance]:
+        """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
+        if self.config.joint:  # another target by now: let it write anew
+            (self.out / "held_out.json").unlink(missing_ok=True)
+            self._held_out = None
+        if self._held_out is None:
+            self._held_out = self._read_held_out()
+        ranks = [self._ranks(seen, text.prompt) for text, seen in self._held_out]
+        if not ranks:
+            return {}
+        accuracy = accuracy_of(torch.cat(ranks), _RANKS)
+        self.head.config = replace(self.head.config, accuracy=accuracy)
+        shape = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
+        found: dict[str, list[Acceptance]] = {}
+        for (text, _), own in zip(self._held_out, ranks, strict=True):
+            found.setdefault(text.source, []).append(walk(matches_of(own, shape)))
+        return {name: total(parts) for name, parts in found.items()}
+
+    def _ranks(self, seen: Observed, prompt: int) -> torch.Tensor:
+        """int64 [n, heads]: at which rank each head had the token of the text, for every place
+        that a step may start from; ``_RANKS`` if it had not, -1 beyond the end."""
+        ids, heads = seen.ids[0], self.config.heads
+        count = max(0, len(ids) - prompt - 1)
+        rows = torch.arange(prompt - 1, prompt - 1 + count, device=ids.device)
+        logits = self.head(seen.features[0, rows], self.lm_head)  # [heads, n, vocab]
+        best = logits.topk(_RANKS, -1).indices.transpose(0, 1)
+        wanted = rows[:, None] + 2 + torch.arange(heads, device=ids.device)
+        right = best == ids[wanted.clamp(max=len(ids) - 1)][..., None]
+        ranks = torch.where(right.any(-1), right.long().argmax(-1), _RANKS)
+        return torch.where(wanted < len(ids), ranks, -1).cpu()
+
+    def write_head(self, folder: Path) -> None:
+        if self.valid_sources and not self.head.config.accuracy:
+            self.measure()
+        save_medusa(self.head, folder, self.num_layers)
+        if self.config.joint:
+            partial, model = self.out / "model.partial", self.out / "model"
+            self.target.save_pretrained(partial)
+            self.tokenizer.save_pretrained(partial)
+            shutil.rmtree(model, ignore_errors=True)
+            partial.replace(model)
+
+
+def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...]:
+    """How often each of ``count`` candidates of each head was right, from ranks ``[n, heads]``.
+
+    Given that the heads before had the token among theirs: only then does a node get its chance.
+    """
+    table = []
+    alive = torch.ones(len(ranks), dtype=torch.bool)
+    for own in ranks.unbind(1):
+        alive &= own >= 0
+        hits = torch.bincount(own[alive], minlength=count + 1)[:count]
+        table.append(tuple((hits / max(1, int(alive.sum()))).tolist()))
+        alive &= own < count
+    return tuple(table)
+
+
+def matches_of(ranks: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """bool ``[n, depth]`` for ``walk``: whether a tree of this shape is right up to each level."""
+    paths: set[tuple[int, ...]] = set()
+    places: list[tuple[int, ...]] = []
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        places.append((*(places[parent] if parent >= 0 else ()), rank))
+        paths.add(places[-1])
+
+    def levels(row: Sequence[int]) -> int:
+        depth = 0
+        while depth < len(row) and tuple(row[: depth + 1]) in paths:
+            depth += 1
+        return depth
+
+    reached = torch.tensor([levels(row) for row in ranks.tolist()])
+    return torch.arange(shape.depth) < reached[:, None]

@@ -1,0 +1,268 @@
+"""Training Medusa heads on a tiny target: learning, resuming, and what the engine measures."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.draft.medusa_format import load_medusa
+from paceline.draft.shape import Shape, best_shape
+from paceline.train.acceptance import total
+from paceline.train.heads import HeadProgress
+from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
+
+PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
+DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
+THINGS = ("a red ball", "the big tree", "some cake", "a shiny stone", "two books", "the sun")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
+    with path.open("w") as file:
+        for _ in range(300):
+            story = [
+                f"Today {rng.choice(PEOPLE)} {rng.choice(DEEDS)} {rng.choice(THINGS)}."
+                for _ in range(4)
+            ]
+            file.write(json.dumps({"text": " ".join(story), "license": "MIT"}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that says something: heads have nothing to learn from a random one."""
+    config = LMConfig(
+        data=(str(corpus),),
+        vocab_size=320,
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        ffn_size=64,
+        max_positions=128,
+        seq_len=48,
+        long_every=0,
+        batch_tokens=768,
+        micro_tokens=768,
+        steps=60,
+        warmup=4,
+        lr=0.02,
+        adam_lr=0.02,
+    )
+    return str(LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu").run())
+
+
+@pytest.fixture(scope="module")
+def config(corpus: Path, target: str) -> MedusaTrainConfig:
+    return MedusaTrainConfig(
+        target=target,
+        data=(str(corpus),),
+        valid=(str(corpus),),
+        dtype="float32",
+        heads=3,
+        layers=1,
+        shared_head=True,
+        seq_len=40,
+        long_every=5,
+        max_positions=64,
+        batch_tokens=640,
+        micro_tokens=320,
+        steps=60,
+        warmup=4,
+        lr=0.03,
+        adam_lr=0.03,
+        held_out=12,
+        held_out_tokens=40,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> MedusaTrainer:
+    return train(config, tmp_path_factory.mktemp("run"))
+
+
+def train(
+    config: MedusaTrainConfig,
+    out: Path,
+    report: Callable[[HeadProgress], None] = lambda progress: None,
+) -> MedusaTrainer:
+    trainer = MedusaTrainer(config, out, device="cpu")
+    trainer.run(report, eval_every=30)
+    return trainer
+
+
+def state(trainer: MedusaTrainer) -> dict[str, torch.Tensor]:
+    both = {**trainer.head.state_dict(), **trainer.target.state_dict()}
+    return {name: value.clone() for name, value in both.items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+# -- what the heads are taught ---------------------------------------------------------------
+
+
+def test_head_k_is_taught_the_law_two_and_k_further_on(config: MedusaTrainConfig, tmp_path: Path):
+    """The loss is lowest where head k says what the target says k + 1 rows later."""
+    trainer = MedusaTrainer(replace(config, argmax_weight=0.0, head_decay=0.5), tmp_path, "cpu")
+    ids = torch.from_numpy(trainer.mixture.batch(0, 2, 42))
+    seen = trainer.observe(ids)
+    length = ids.shape[1] - trainer.lookahead
+    asked = []
+
+    def perfect(k, features, lm_head):
+        asked.append((k, features.shape[0]))
+        return seen.logits[:, 1 + k : 1 + k + length].flatten(0, 1)
+
+    trainer.head.logits = perfect  # type: ignore[method-assign]
+    best = float(trainer.loss(seen))
+    entropies = torch.distributions.Categorical(logits=seen.logits).entropy()
+    parts = [entropies[:, 1 + k : 1 + k + length].mean() for k in range(3)]
+    wanted = sum(0.5**k * float(part) for k, part in enumerate(parts)) / 1.75
+    assert best == pytest.approx(wanted, rel=1e-4)
+    assert asked == [(k, 2 * length) for k in range(3)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_heads_learn(config: MedusaTrainConfig, tmp_path: Path, shared: bool) -> None:
+    seen: list[HeadProgress] = []
+    trainer = MedusaTrainer(replace(config, shared_head=shared), tmp_path, device="cpu")
+    before = total(trainer.measure().values()).mean_accepted_length
+    untouched = {k: v.clone() for k, v in trainer.target.state_dict().items()}
+    trainer.run(seen.append, eval_every=30)
+    assert seen[-1].loss < 0.7 * seen[0].loss
+    after = total(seen[-1].acceptance.values()).mean_accepted_length
+    assert after > 1.4 and after > before
+    assert same(untouched, trainer.target.state_dict())
+
+
+class Cut(Exception):
+    """Stands for a power cut between two steps."""
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_resumed_run_ends_with_the_same_weights(
+    config: MedusaTrainConfig, tmp_path: Path, joint: bool
+) -> None:
+    short = replace(config, steps=12, joint=joint, joint_after=3, held_out=2)
+
+    def cut(progress: HeadProgress) -> None:
+        if progress.step == 5:
+            trainer.save_checkpoint()
+        if progress.step == 7:  # two steps that the checkpoint does not know
+            raise Cut
+
+    whole = train(short, tmp_path / "whole")
+    trainer = MedusaTrainer(short, tmp_path / "cut", device="cpu")
+    with pytest.raises(Cut):
+        trainer.run(cut, eval_every=30)
+    resumed = MedusaTrainer(short, tmp_path / "cut", device="cpu")
+    assert resumed.step == 5
+    resumed.run(eval_every=30)
+    assert same(state(whole), state(resumed))
+    assert resumed.history == whole.history
+
+
+def test_medusa_2_trains_the_target_after_the_heads(
+    config: MedusaTrainConfig, target: str, tmp_path: Path
+) -> None:
+    joint = replace(config, joint=True, joint_after=6, steps=12, valid=())
+    trainer = MedusaTrainer(joint, tmp_path, device="cpu")
+    before = {k: v.clone() for k, v in trainer.target.state_dict().items()}
+    alone: list[bool] = []
+
+    def watch(progress: HeadProgress) -> None:
+        if progress.step == 6:
+            alone.append(same(before, trainer.target.state_dict()))
+
+    trainer.run(watch)
+    assert alone == [True]
+    assert not same(before, trainer.target.state_dict())
+    assert not list(tmp_path.glob("*.partial"))
+    heads = load_medusa(str(tmp_path / "head"), 32, 320, 2)
+    assert same(trainer.head.state_dict(), heads.state_dict())
+    # The written target is a model like any other, and its heads draft for it.
+    llm = LLM(str(tmp_path / "model"), f"medusa:{tmp_path / 'head'}", dtype="float32")
+    written = dict(llm.target.hf.get_input_embeddings().named_parameters())["weight"]
+    assert torch.equal(written, trainer.target.get_input_embeddings().weight)
+    assert len(llm.generate("Today", SamplingParams(max_tokens=8))[0].token_ids) > 0
+
+
+# -- what comes out --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [4, 2])
+def test_held_out_acceptance_is_what_the_engine_measures(
+    finished: MedusaTrainer, target: str, length: int
+) -> None:
+    trainer, folder = finished, finished.out / "head"
+    trainer.config = replace(trainer.config, draft_length=length)
+    measured = total(trainer.measure().values())
+    texts = json.loads((trainer.out / "held_out.json").read_text())["texts"]
+    llm = LLM(target, f"medusa:{folder}", dtype="float32", device="cpu", draft_length=length)
+    prompts = [text["token_ids"][: text["prompt"]] for text in texts]
+    done = llm.generate(prompts, SamplingParams(max_tokens=40))
+    for completion, text in zip(done, texts, strict=True):
+        assert completion.token_ids == text["token_ids"][text["prompt"] :]
+    steps = sum(completion.stats.target_steps for completion in done)
+    tokens = sum(len(completion.token_ids) for completion in done)
+    assert measured.tokens == tokens
+    assert measured.mean_accepted_length == pytest.approx(tokens / steps, rel=0.05)
+    assert measured.mean_accepted_length > 1.4  # or the comparison would say little
+
+
+def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:
+    heads = load_medusa(str(finished.out / "head"), 32, 320, 2)
+    accuracy = heads.config.accuracy
+    assert len(accuracy) == 3 and all(len(ranks) == 10 for ranks in accuracy)
+    assert accuracy[0][0] > 0.1
+    assert all(0 <= value <= 1 for ranks in accuracy for value in ranks)
+    assert best_shape(accuracy, 8) == best_shape(finished.head.config.accuracy, 8)
+
+
+# -- the measurement -------------------------------------------------------------------------
+
+
+def test_accuracy_counts_ranks_where_a_node_had_its_chance() -> None:
+    ranks = torch.tensor([[0, 1], [0, 3], [1, 0], [3, 0], [0, -1]])  # 3: not a candidate
+    first, second = accuracy_of(ranks, 3)
+    assert first == pytest.approx((3 / 5, 1 / 5, 0))
+    assert second == pytest.approx((1 / 3, 1 / 3, 0))  # of rows 0, 1 and 2
+
+
+def test_a_tree_is_right_as_far_as_it_holds_the_path() -> None:
+    shape = Shape.of_paths([(0, 0, 0), (0, 1), (1,)])
+    ranks = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0], [0, 0, -1]])
+    expected = [[True, True, True], [True, True, False], [True, False, False]]
+    expected += [[False, False, False], [True, True, False]]
+    assert matches_of(ranks, shape).tolist() == expected
+
+
+# -- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 0}, "heads is 0"),
+        ({"layers": 0}, "have no weights"),
+        ({"joint": True, "cache_windows": 4}, "features cannot be kept"),
+    ],
+)
+def test_options_that_cannot_work_leave_nothing(
+    config: MedusaTrainConfig, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MedusaTrainer(replace(config, **changes), tmp_path / "run", device="cpu")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
