@@ -1,0 +1,99 @@
+"""``paceline train draft``: options, output, card, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+from paceline.cli.train_draft import DraftOptions
+from paceline.train.draft import DraftConfig
+from tiny_models import SENTENCES, TinyPair
+
+SIZES = [
+    f"--{name}={value}"
+    for name, value in {
+        "hidden-size": 16,
+        "layers": 1,
+        "heads": 1,
+        "kv-heads": 1,
+        "ffn-size": 32,
+        "max-positions": 32,
+        "seq-len": 16,
+        "batch-tokens": 64,
+        "micro-tokens": 64,
+        "warmup": 1,
+        "held-out": 2,
+        "held-out-tokens": 12,
+    }.items()
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
+    records = [{"text": text, "license": "MIT"} for text in SENTENCES * 8]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", "draft", *arguments])
+
+
+def test_options_are_the_fields_of_the_config() -> None:
+    """Written twice so that --help stays fast; here they are held together."""
+    known = {item.name: item.default for item in fields(DraftConfig)}
+    for name in ("vocab_size", "tokenizer", "teacher", "init"):  # settled by target and draft
+        del known[name]
+    options = {}
+    for item in fields(DraftOptions):
+        factory = item.default_factory
+        options[item.name] = tuple(factory()) if factory is not MISSING else item.default
+    del options["target"], options["draft"]
+    assert options == known
+
+
+def test_a_run_ends_with_a_draft_that_the_engine_takes(
+    corpus: str, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = ["--target", tiny_pair.target, "--data", corpus, "--valid", corpus, *SIZES]
+    result = run(*arguments, "--out", str(out), "--steps", "3", "--eval-every", "2", "--json")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    record = json.loads(line)
+    assert record["steps"] == 3 and record["model"] == str(out / "model")
+    assert 1 <= record["mean_accepted_length"] <= 5
+    assert set(record["acceptance"]) == {"toy"}
+    assert "tokens per target step (toy " in result.stderr
+    card = Path(record["card"]).read_text()
+    for words in ("A draft model for `target`", "| `toy.jsonl` | 1 | MIT 40 |", "position 4"):
+        assert words in card
+    assert str(tmp_path) not in card
+    drafted = CliRunner().invoke(
+        app, ["generate", "The dog", "--model", tiny_pair.target, "--draft", record["model"]]
+    )
+    assert drafted.exit_code == 0, drafted.output
+
+
+def test_errors_take_one_line(corpus: str, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    data = ["--target", tiny_pair.target, "--data", corpus, *SIZES, "--steps", "1"]
+    assert run(*data, "--out", out).exit_code == 0
+    cases = {
+        "other options (loss)": [*data, "--out", out, "--loss", "tv"],
+        "vocabulary entries": [*data, "--out", out + "2", "--draft", tiny_pair.foreign],
+        "does not exist": ["--data", "no.jsonl", "--out", out + "3"],
+        "use one of kl, tv, mixed": [*data, "--out", out + "4", "--loss", "l2"],
+    }
+    for words, arguments in cases.items():
+        result = run(*arguments)
+        assert result.exit_code == 1, result.output
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ") and words in line
+    assert not (tmp_path / "run2").exists() and not (tmp_path / "run4").exists()

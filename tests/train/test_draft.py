@@ -1,0 +1,277 @@
+"""Drafts distilled for a target: losses, held-out acceptance, resumption, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import ConfigError, DataError, VocabularyMismatchError
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.train.acceptance import total
+from paceline.train.draft import DraftConfig, DraftTrainer
+from paceline.train.lm import LMConfig, LMTrainer, Progress
+from paceline.train.losses import distillation_loss, total_variation
+from tiny_models import TinyPair
+
+SUBJECTS = ("Lily", "Tom", "the cat", "a little dog", "the king", "my friend Anna")
+VERBS = ("saw", "liked", "found", "painted", "wanted", "forgot")
+OBJECTS = ("a red ball", "the big tree", "some cake", "a shiny stone", "an old book")
+
+
+def write_corpus(path: Path, seed: int) -> str:
+    """Sentences of one form: what comes next is often, but not always, clear."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(200):
+            parts = [
+                " ".join(["Today", *(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS))])
+                for _ in range(3)
+            ]
+            file.write(json.dumps({"text": ". ".join(parts) + ".", "license": "MIT"}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("corpus")
+    names = {"train": "toy.train.jsonl", "one": "one.valid.jsonl", "two": "two.valid.jsonl"}
+    return {key: write_corpus(root / name, i) for i, (key, name) in enumerate(names.items())}
+
+
+@pytest.fixture(scope="module")
+def target(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = LMConfig(
+        data=(files["train"],),
+        vocab_size=320,
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        ffn_size=64,
+        max_positions=128,
+        seq_len=32,
+        batch_tokens=512,
+        micro_tokens=512,
+        steps=40,
+        warmup=4,
+        lr=0.02,
+        adam_lr=0.02,
+    )
+    trainer = LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu")
+    return str(trainer.run(eval_every=100))
+
+
+@pytest.fixture(scope="module")
+def config(files: dict[str, str], target: str) -> DraftConfig:
+    return DraftConfig(
+        data=(files["train"],),
+        valid=(files["one"], files["two"]),
+        teacher=target,
+        hidden_size=32,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        ffn_size=32,
+        max_positions=128,
+        seq_len=32,
+        long_every=4,
+        batch_tokens=512,
+        micro_tokens=256,
+        steps=24,
+        warmup=2,
+        lr=0.02,
+        adam_lr=0.02,
+        held_out=6,
+        held_out_tokens=40,
+    )
+
+
+def train(
+    config: DraftConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
+) -> DraftTrainer:
+    trainer = DraftTrainer(config, out, device="cpu")
+    trainer.run(report, eval_every=12)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def finished(config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> DraftTrainer:
+    return train(config, tmp_path_factory.mktemp("run"))
+
+
+def weights(trainer: DraftTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_acceptance_rises_while_training(config: DraftConfig, tmp_path: Path) -> None:
+    trainer = DraftTrainer(config, tmp_path, device="cpu")
+    before = total(trainer.measure().values())
+    seen: list[Progress] = []
+    trainer.run(seen.append, eval_every=12)
+    measured = [progress.acceptance for progress in seen if progress.acceptance]
+    assert [set(found) for found in measured] == [{"one", "two"}] * 2
+    after = total(measured[-1].values())
+    assert after.mean_accepted_length > before.mean_accepted_length + 0.1
+    assert after.accepted[0] > 2 * before.accepted[0]
+    assert seen[-1].loss < seen[0].loss
+
+
+def test_the_number_while_training_is_the_engines(finished: DraftTrainer, target: str) -> None:
+    """Same held-out prompts, greedy, drafts of the same length: tokens per target step."""
+    config = finished.config
+    predicted = total(finished.measure().values())
+    texts = json.loads((finished.out / "held_out.json").read_text())["texts"]
+    prompts = [text["token_ids"][: text["prompt"]] for text in texts]
+    spec = f"model:{finished.out / 'model'}"
+    llm = LLM(target, spec, dtype="bfloat16", draft_length=config.draft_length)
+    done = llm.generate(prompts, SamplingParams(max_tokens=config.held_out_tokens))
+    steps = sum(completion.stats.target_steps for completion in done)
+    measured = sum(len(completion.token_ids) for completion in done) / steps
+    assert predicted.steps > 50 and predicted.accepted[0] > 20
+    assert predicted.mean_accepted_length == pytest.approx(measured, rel=0.05)
+
+
+class Cut(Exception):
+    """Stands for a power cut between two steps."""
+
+
+def test_a_resumed_run_ends_with_the_same_weights(
+    config: DraftConfig, finished: DraftTrainer, tmp_path: Path
+) -> None:
+    def cut(progress: Progress) -> None:
+        if progress.step == 9:
+            trainer.save_checkpoint()
+        if progress.step == 11:  # two steps that the checkpoint does not know
+            raise Cut
+
+    trainer = DraftTrainer(config, tmp_path, device="cpu")
+    with pytest.raises(Cut):
+        trainer.run(cut, eval_every=12)
+    assert not (tmp_path / "model").exists()
+    resumed = DraftTrainer(config, tmp_path, device="cpu")
+    assert resumed.step == 9
+    resumed.run(eval_every=12)
+    expected, found = weights(finished), weights(resumed)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resumed.history == finished.history
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"model", "tokens", "checkpoint.pt", "held_out.json"}
+
+
+@pytest.mark.parametrize("loss", ["tv", "mixed"])
+def test_a_draft_may_be_trained_further(
+    config: DraftConfig, finished: DraftTrainer, tmp_path: Path, loss: str
+) -> None:
+    """From the weights of another run, with another loss; its shape is that of the start."""
+    start = str(finished.out / "model")
+    further = replace(config, init=start, loss=loss, hidden_size=999, heads=7, adam_lr=0.005)
+    trainer = DraftTrainer(further, tmp_path, device="cpu")
+    own, before = weights(trainer), weights(finished)
+    assert all(torch.equal(own[name], before[name]) for name in own)
+    losses: list[float] = []
+    trainer.run(lambda progress: losses.append(progress.loss), eval_every=50)
+    assert sum(losses[-6:]) < sum(losses[:6])
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def laws() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 5, 7, generator=generator)
+    return logits, teacher
+
+
+def test_total_variation_is_the_chance_of_rejection() -> None:
+    logits, teacher = laws()
+    p, q = teacher.softmax(-1), logits.softmax(-1)
+    expected = 0.5 * (p - q).abs().sum(-1).mean()
+    torch.testing.assert_close(total_variation(p, q), expected)
+    assert float(total_variation(p, p)) == pytest.approx(0.0, abs=1e-6)
+    variation = distillation_loss(logits, teacher, torch.zeros(5).long(), 0.0, tv_weight=1.0)
+    torch.testing.assert_close(variation, expected)
+
+
+def test_total_variation_pulls_the_draft_to_the_target() -> None:
+    """Descending it, tokens drafted too often lose and those drafted too seldom gain."""
+    logits, teacher = laws()
+    logits = logits[:1].requires_grad_()
+    p = teacher[:1].softmax(-1)
+    total_variation(p, logits.softmax(-1)).backward()
+    too_often = logits.detach().softmax(-1) > p
+    assert logits.grad is not None
+    step = torch.where(too_often, logits.grad, -logits.grad)
+    q = logits.detach().softmax(-1)
+    # d/dz_i of -sum min(p, q) = q_i (mass of q below p - [q_i below p])
+    below = (q * ~too_often).sum()
+    torch.testing.assert_close(logits.grad, q * (below - (~too_often).float()))
+    assert bool((step > 0).all())
+    before = float(total_variation(p, q))
+    for _ in range(600):
+        loss = total_variation(p, logits.softmax(-1))
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits = (logits - 0.2 * gradient).detach().requires_grad_()
+    assert float(loss.detach()) < 0.1 * before
+
+
+def test_a_mixture_of_losses() -> None:
+    logits, teacher = laws()
+    targets = torch.arange(5)
+    kl = distillation_loss(logits, teacher, targets, 0.0)
+    tv = distillation_loss(logits, teacher, targets, 0.0, tv_weight=1.0)
+    text = distillation_loss(logits, teacher, targets, 1.0)
+    mixed = distillation_loss(logits, teacher, targets, 0.2, tv_weight=0.25)
+    torch.testing.assert_close(mixed, 0.8 * (0.75 * kl + 0.25 * tv) + 0.2 * text)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_options_that_make_no_sense(config: DraftConfig, tmp_path: Path) -> None:
+    wrong = {
+        "--target": {"teacher": None},
+        "kl, tv, mixed": {"loss": "mse"},
+        "--tv-weight": {"tv_weight": 1.5},
+        "--heads": {"heads": 3},
+    }
+    for word, values in wrong.items():
+        with pytest.raises(ConfigError, match=word):
+            DraftTrainer(replace(config, **values), tmp_path / "new", device="cpu")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_draft_of_another_vocabulary(
+    config: DraftConfig, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    with pytest.raises(VocabularyMismatchError, match=r"vocabulary entries .* leave --draft"):
+        DraftTrainer(replace(config, init=tiny_pair.foreign), tmp_path, device="cpu")
+
+
+def test_no_usable_text(config: DraftConfig, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"text": "Not free.", "license": "CC-BY-SA-4.0"}) + "\n")
+    with pytest.raises(DataError, match="no usable records"):
+        DraftTrainer(replace(config, data=(str(empty),)), tmp_path / "a", device="cpu")
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"text": "Today Tom.", "license": "MIT"}) + "\n")
+    with pytest.raises(DataError, match="shorter --seq-len"):
+        DraftTrainer(replace(config, data=(str(short),)), tmp_path / "b", device="cpu")
+
+
+def test_a_folder_of_another_run(config: DraftConfig, finished: DraftTrainer) -> None:
+    with pytest.raises(ConfigError, match=r"other options \(loss, seed\)"):
+        DraftTrainer(replace(config, loss="tv", seed=1), finished.out, device="cpu")
+
+
+def test_a_damaged_checkpoint(config: DraftConfig, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(b"half")
+    with pytest.raises(ConfigError, match="delete it"):
+        DraftTrainer(config, tmp_path, device="cpu")
