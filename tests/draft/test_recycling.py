@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from draft_steps import paths_of, request, run_step
+from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.draft.recycling import RecyclingDrafter
 from paceline.draft.shape import Shape
+from paceline.drafters import DRAFTERS
 from paceline.errors import ConfigError
 
 VOCAB = 53
@@ -142,3 +146,11 @@ def test_rehearsal_leaves_no_trace() -> None:
 def test_sizes_that_make_no_tree(k: int, nodes: int) -> None:
     with pytest.raises(ConfigError, match="recycling"):
         RecyclingDrafter("cpu", VOCAB, k, nodes)
+
+
+@pytest.mark.parametrize("options", ["share=2", "k=many", "size=3"])
+def test_options_that_make_no_sense(options: str) -> None:
+    spec = DraftSpec.parse(f"recycling:{options}", ("recycling",))
+    loading = SimpleNamespace(target=SimpleNamespace(device="cpu", vocab_size=VOCAB))
+    with pytest.raises(ConfigError, match=options.partition("=")[0]):
+        DRAFTERS["recycling"](spec, loading)
