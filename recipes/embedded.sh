@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Trains the embedded pair, paceline/tiny and paceline/tiny-draft, from a folder of corpus files.
+# Trains what is embedded: the target paceline/tiny, its draft model paceline/tiny-draft, and its heads
+# paceline/tiny-eagle3, tiny-eagle and tiny-medusa, from a folder of corpus files.
 #
-#   recipes/embedded.sh DATA_FOLDER OUT_FOLDER [extra options of `paceline train lm`]
+#   recipes/embedded.sh DATA_FOLDER OUT_FOLDER [options that every `paceline train` knows]
 #
 # Every stage resumes where it was cut off when the same command is run again. On two CPU cores
-# it takes about two hours, on a GPU minutes. STEPS, DRAFT_STEPS and RECORDS set the length.
+# it takes about four hours, on a GPU minutes. STEPS, DRAFT_STEPS, EAGLE_STEPS, MEDUSA_STEPS and
+# RECORDS set the length.
 set -euo pipefail
 data=${1:?folder with stories.train.jsonl.gz and the others}
 out=${2:?folder for the runs}
@@ -50,4 +52,29 @@ paceline train lm "${corpus[@]}" "${valid[@]}" --teacher "$out/target/model" \
   --data "$out/written-sampled.jsonl=40" \
   --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"
 
-echo "copy $out/target/model to src/paceline/assets/tiny and $out/draft/model to .../tiny-draft"
+# 4. Heads, on the target's own text with a tenth of the corpus.
+long=()
+for item in summ=60 docs=20 chat=20; do
+  long+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
+done
+[ -s "$out/written-long.jsonl" ] || {
+  paceline train sample --model "$out/target/model" "${long[@]}" --longest 420 --seed 3 \
+    --out "$out/written-long.jsonl.part" --count "${RECORDS:-4000}" --max-tokens 128 --batch 64
+  mv "$out/written-long.jsonl.part" "$out/written-long.jsonl"
+}
+own=(--target "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
+for item in greedy=48 greedy-on=12 sampled=4 long=22; do
+  own+=(--data "$out/written-${item%=*}.jsonl=${item#*=}")
+done
+for item in stories=3 math_synthetic=2 math=1 code=3 chat=3 summ=2; do
+  own+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
+done
+paceline train eagle3 "${own[@]}" --feature-layers 2,6,11 --draft-vocab-size 3072 \
+  --out "$out/eagle3" --compile --steps "${EAGLE_STEPS:-1500}" "$@"
+paceline train eagle "${own[@]}" --ttt-steps 3 --token-weight 1 --long-every 0 \
+  --out "$out/eagle" --compile --steps "${EAGLE1_STEPS:-420}" "$@"
+paceline train medusa "${own[@]}" --heads 4 --layers 2 --shared-head \
+  --out "$out/medusa" --compile --steps "${MEDUSA_STEPS:-600}" "$@"
+
+echo "copy $out/target/model to src/paceline/assets/tiny, $out/draft/model to .../tiny-draft,"
+echo "and the folders head of eagle3, eagle and medusa to .../tiny-eagle3, tiny-eagle, tiny-medusa"

@@ -233,6 +233,7 @@ def sample(
     ],
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
     count: Annotated[int, typer.Option(min=1, help="Records to write.")] = 1000,
+    longest: Annotated[int, typer.Option(min=12, help="Longest opening, in tokens.")] = 96,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 160,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     ignore_eos: Annotated[
@@ -260,7 +261,7 @@ def sample(
     sources = [Source.parse(spec) for spec in data]
     llm = LLM(model, device=device, max_batch_size=batch, seed=seed)
     excluded = ["CC-BY-SA"] if exclude_licenses is None else exclude_licenses
-    starts = openings(sources, llm.tokenizer, count, seed, excluded)
+    starts = openings(sources, llm.tokenizer, count, seed, excluded, longest=longest)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
