@@ -82,7 +82,7 @@ class Amount:
 
 
 FULL = {"tiny": Amount(6, 4, 128), "inflated": Amount(0, 1, 128)}
-QUICK = {"tiny": Amount(2, 1, 64), "inflated": Amount(0, 1, 32)}
+QUICK = {"tiny": Amount(2, 1, 48), "inflated": Amount(0, 1, 32)}
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def _medusa(spec: DraftSpec, loading: Loading) -> Prepared:
 
 
 def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
-    spec.check_options(POLICY_OPTIONS)
+    spec.check_options((*POLICY_OPTIONS, "layers"))
     # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
     roomy = loading.target.device.type == "cuda"
     policy = tree_policy(spec, 0 if spec.kind == "eagle" else (32 if roomy else 8))
@@ -253,6 +253,7 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
         spec.argument,
         target,
         version=3 if spec.kind == "eagle3" else 1,
+        feature_layers=_feature_layers(spec),
         target_head=target.hf.get_output_embeddings(),
     )
     head = head.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -264,6 +265,19 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
         return EagleDrafter(quick, cache, embed, policy, context.generator, spec.kind)
 
     return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
+
+
+def _feature_layers(spec: DraftSpec) -> tuple[int, ...] | None:
+    """``layers=2x16x29``: layers whose inputs a head reads, in the place of its config's."""
+    value = spec.options.get("layers")
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split("x"))
+    except ValueError:
+        raise ConfigError(
+            f"draft {spec.kind!r}: layers={value!r} is not like 2x16x29 (layers of the target)"
+        ) from None
 
 
 def _hybrid(spec: DraftSpec, loading: Loading) -> Prepared:

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_models import write_pair
 from paceline.draft.checkpoint import write_checkpoint
 from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
 from paceline.draft.eagle_head import EagleConfig, EagleHead
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.llm import LLM
+from random_heads import write_eagle
 
 TARGET = TargetShape(hidden_size=24, vocab_size=40, num_layers=6)
 EAGLE3 = EagleConfig(
@@ -270,6 +273,17 @@ def test_a_prefix_and_the_copied_head_of_eagle1_are_passed_over(tmp_path: Path) 
 
     edit(EAGLE1, tmp_path, tensors=prefixed)
     assert_equal_heads(load_eagle(str(tmp_path), TARGET, version=1), head_of(EAGLE1))
+
+
+def test_the_spec_may_name_the_layers(tmp_path: Path) -> None:
+    target, _ = write_pair(tmp_path)
+    spec = f"eagle3:{write_eagle(tmp_path, target, 3)},layers"
+    llm = LLM(target, f"{spec}=0x1x2", dtype="float32", draft_length=2)
+    assert llm.engine.drafter.features == (0, 1, 2)
+    with pytest.raises(ConfigError, match="not like 2x16x29"):
+        LLM(target, f"{spec}=0-2", dtype="float32", draft_length=2)
+    with pytest.raises(ModelLoadError, match=r"feature layers \[9\] do not exist"):
+        LLM(target, f"{spec}=0x1x9", dtype="float32", draft_length=2)
 
 
 # -- refusals --------------------------------------------------------------------------------
