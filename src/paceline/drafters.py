@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BLOCK_SIZE = 16
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,15 @@ class DraftContext:
     cache: PagedCache
     generator: torch.Generator
 
-    def new_cache(self, shapes: list[LayerShape], dtype: torch.dtype) -> PagedCache:
-        """A cache for a drafter's own layers, of as many tokens as the target's."""
-        own = self.cache
-        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, own.device, own.shares)
+    def new_cache(
+        self, shapes: list[LayerShape], dtype: torch.dtype, share: bool = True
+    ) -> PagedCache:
+        """A cache for a drafter's own layers, of as many tokens as the target's.
+
+        ``share``: requests that begin alike share blocks, if they do in the target's.
+        """
+        own, share = self.cache, self.cache.shares and share
+        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, own.device, share)
 
 
 @dataclass(frozen=True)
@@ -145,15 +151,17 @@ def _model(spec: DraftSpec, loading: Loading) -> Prepared:
     widths = loading.target.vocab_size, model.vocab_size
 
     def build(context: DraftContext) -> Drafter:
-        cache = context.new_cache(model.cache_shapes, model.dtype)
+        texts = match is not None and match.method == "string"
+        # The end of a re-tokenised text may change, and a shared block must not.
+        cache = context.new_cache(model.cache_shapes, model.dtype, share=not texts)
         vocabulary: Vocabulary = SharedVocabulary(*widths)
-        if match is not None and match.method == "string":
+        if match is not None and texts:
             vocabulary = SharedVocabulary(model.vocab_size, model.vocab_size)
         elif match is not None:
             ours, theirs, share = match.target, match.draft, match.share
             vocabulary = Intersection(ours, theirs, match.pairs, widths, model.device, share)
         drafter = ModelDrafter(model, cache, vocabulary, context.generator, policy, spec.kind)
-        if match is None or match.method != "string":
+        if match is None or not texts:
             return drafter
         return StringDrafter(drafter, match.target, match.draft, match.pairs, match.share)
 
@@ -346,7 +354,7 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Ma
     draft = CausalModel.load(spec.argument, dtype=loading.dtype, device=str(target.device))
     folder = Path(resolve(spec.argument))
     own = tokenizer
-    if not folder.is_dir() or (folder / "tokenizer.json").is_file():
+    if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES):
         own = load_tokenizer(spec.argument)
     wish = spec.options.get("vocab", "auto")
     return draft, match_vocabularies(target, draft, tokenizer, own, wish)

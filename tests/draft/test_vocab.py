@@ -174,6 +174,25 @@ def test_preemption_and_small_chunks_change_nothing(
     assert tight.engine.scheduler.preemptions > 0
 
 
+def test_a_text_without_borders_is_read_again_and_again(
+    folders: dict[str, str], plain: LLM
+) -> None:
+    """Its end may still change in one request and not in the other that begins alike."""
+    long = "no-borders-at-all-" * 9
+    prompts: list[str | list[int]] = [long + "fox the dog the fox", long, long + "d"]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [c.token_ids for c in plain.generate(prompts, params)]
+    llm = LLM(
+        folders["target"],
+        f"model:{folders['near']},vocab=string",
+        dtype="float32",
+        draft_length=3,
+        max_batch_size=1,
+    )
+    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    llm.engine.drafter.cache.check()
+
+
 def test_unseeded_intersection_follows_the_law(folders: dict[str, str]) -> None:
     """First two tokens of many runs, plain and drafted: a two-sample chi-square."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)

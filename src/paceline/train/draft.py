@@ -39,7 +39,6 @@ class DraftConfig(LMConfig):
     heads: int = 3
     kv_heads: int = 3
     ffn_size: int = 512
-    lr: float = 0.005
     text_weight: float = 0.0
     loss: str = "kl"
     tv_weight: float = 0.5  # share of total variation in the mixed loss
