@@ -1,0 +1,277 @@
+"""Drafting with a part of the target, in the target's own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine_models import adapted, random_llama, reference_logits
+from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.config import DraftSpec
+from paceline.core.batch import Batch, ModelOutput
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, _Window, parse_layers
+from paceline.draft.swift import SkipSearch, skippable
+from paceline.drafters import Loading, prepare
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
+from paceline.model.cache import Feed
+from paceline.model.target import CausalModel
+from paceline.model.view import LayerView
+from paceline.train.tokenizer import train_tokenizer
+from tiny_models import SENTENCES
+
+LAYERS = 5
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True)
+STEM = list(range(1, 36))  # two full blocks: they are shared
+SPECS = {
+    "early exit": "early_exit:layers=3",
+    "early exit, tree": "early_exit:layers=3,branching=3x2",
+    "early exit, best first": "early_exit:layers=4,nodes=8,width=4",
+    "fixed set": "layer_skip:skip=2x4",
+    "searched": "layer_skip:window=8,interval=1",
+    "searched, best first": "layer_skip:window=8,interval=1,nodes=8,width=4",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return adapted(layers=LAYERS)
+
+
+def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) -> Engine:
+    kind = spec.partition(":")[0]
+    prepared = prepare(
+        DraftSpec.parse(spec, (kind,)), Loading(model, train_tokenizer(SENTENCES, 320), "float32")
+    )
+    wishes = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
+    return build_engine(model, prepared, wishes, seeded_generator(model.device, 0))
+
+
+def requests(params: SamplingParams) -> list[Sequence]:
+    prompts = [STEM, [*STEM, 40, 41], [5], [*STEM[:20], 50]]
+    return [Sequence(i, list(tokens), len(tokens), params) for i, tokens in enumerate(prompts)]
+
+
+def steps(engine: Engine, seqs: list[Sequence]) -> Iterator[None]:
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        engine.step()
+        yield
+
+
+def committed_rows(engine: Engine, seq: Sequence) -> list[torch.Tensor]:
+    cache = engine.cache
+    slots = torch.tensor([cache._slot(seq.seq_id, index) for index in range(seq.cached)])
+    return [part[slots] for n in range(LAYERS) for part in cache.kv(n)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_the_cache_holds_the_targets_own_rows_only(
+    model: CausalModel, spec: str, params: SamplingParams
+) -> None:
+    """After every step each committed row is what plain decoding wrote; and so is the text."""
+    plain = engine_of(model, "none", 0)
+    expected = requests(params)
+    rows: dict[int, list[torch.Tensor]] = {}
+    for _ in steps(plain, expected):
+        rows.update({seq.seq_id: committed_rows(plain, seq) for seq in plain.scheduler.running})
+    engine, seqs = engine_of(model, spec), requests(params)
+    compared = 0
+    for _ in steps(engine, seqs):
+        engine.cache.check()
+        for seq in engine.scheduler.running:
+            for own, wanted in zip(committed_rows(engine, seq), rows[seq.seq_id], strict=True):
+                count = min(len(own), len(wanted))
+                assert torch.allclose(own[:count], wanted[:count], atol=2e-5)
+                compared += count
+    assert [seq.tokens for seq in seqs] == [seq.tokens for seq in expected]
+    assert compared > 1000
+    assert sum(seq.counts.accepted for seq in seqs) > 0
+    assert engine.cache.pool.available == engine.cache.num_blocks
+
+
+@pytest.mark.parametrize("spec", ["early_exit:layers=3,nodes=8", "layer_skip:window=8,interval=1"])
+def test_no_view_writes_to_a_shared_or_committed_block(
+    model: CausalModel, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, spec)
+    pool, size = engine.cache.pool, engine.cache.block_size
+    written: list[int] = []
+    call = LayerView.__call__
+
+    def watched(view: LayerView, batch: Batch, cache: object) -> ModelOutput:
+        for block in {slot // size for slot in batch.slots.tolist()}:
+            assert pool._refs[block] == 1 and block not in pool._digest
+            written.append(block)
+        return call(view, batch, cache)
+
+    monkeypatch.setattr(LayerView, "__call__", watched)
+    shared = False
+    for _ in steps(engine, requests(GREEDY)):
+        shared = shared or max(pool._refs) > 1
+    assert shared and written
+
+
+def test_early_exit_drafts_what_the_first_layers_say(model: CausalModel) -> None:
+    """A chain against forwards of a model that has these layers only."""
+    shorter = CausalModel(random_llama(0, LAYERS), "shorter")
+    shorter.hf.model.layers = shorter.hf.model.layers[:3]
+    shorter.hf.config.num_hidden_layers = 3
+    engine = engine_of(model, "early_exit:layers=3", 4)
+    propose, seen = engine.drafter.propose, 0
+
+    def checked(plan):
+        nonlocal seen
+        trees = propose(plan)
+        for seq, tree in zip(plan.seqs, trees, strict=True):
+            tokens = list(seq.tokens)
+            for token in tree.tokens.tolist():
+                # The context's keys are the whole target's, in these layers the very same.
+                assert token == int(reference_logits(shorter, tokens)[-1].argmax())
+                tokens.append(token)
+                seen += 1
+        return trees
+
+    engine.drafter.propose = checked
+    for _ in steps(engine, requests(GREEDY)[:3]):
+        pass
+    assert seen > 100
+
+
+def test_all_layers_are_always_right(model: CausalModel) -> None:
+    """The view of everything drafts as the target decides, greedy and with a seed."""
+    view = LayerView(model, range(LAYERS))
+    for params in (GREEDY, SEEDED):
+        engine = engine_of(model, "early_exit:layers=1")
+        assert isinstance(engine.drafter, SelfDrafter)
+        engine.drafter.view = view
+        seqs = requests(params)
+        for _ in steps(engine, seqs):
+            pass
+        for seq in seqs:
+            assert seq.counts.accepted == seq.counts.drafted > 0
+
+
+@pytest.mark.parametrize("spec", ["early_exit:layers=3,nodes=8", "layer_skip:window=4,interval=1"])
+def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> None:
+    per_token = LAYERS * (2 * 2 * 8) * 4  # layers x kv heads x (key + value) x float32
+    results = []
+    for memory in (None, 144 * per_token):
+        engine = engine_of(model, spec, kv_cache_memory=memory, prefill_chunk=7)
+        seqs = requests(SEEDED)
+        for _ in steps(engine, seqs):
+            engine.cache.check()
+        results.append([seq.tokens for seq in seqs])
+        assert (engine.scheduler.preemptions > 0) == (memory is not None)
+    assert results[0] == results[1]
+
+
+def test_nothing_is_drafted_behind_a_long_prompt_chunk(model: CausalModel) -> None:
+    engine = engine_of(model, "early_exit:layers=3")
+    seq = requests(GREEDY)[0]
+    drafted = []
+    for _ in steps(engine, [seq]):
+        drafted.append(seq.counts.drafted)
+    assert drafted[:3] == [0, 3, 6]
+
+
+def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
+    for spec in SPECS.values():
+        engine = engine_of(model, spec)
+        for batch in (1, 3, 500):
+            engine.drafter.rehearse(batch)
+        engine.cache.check()
+        assert engine.cache.pool.available == engine.cache.num_blocks
+        length = 4
+        assert 1 <= engine.drafter.passes(length) <= length <= engine.drafter.max_nodes(length)
+
+
+def test_swift_scores_what_each_view_predicts(model: CausalModel) -> None:
+    """The shares it hears are those of a model without the layers, token after token."""
+    search = SkipSearch(skippable(LAYERS), 2)
+    heard: list[tuple[tuple[int, ...], float]] = []
+    hear = search.hear
+
+    def noted(scores):
+        heard.extend(scores)
+        hear(scores)
+
+    search.hear = noted
+    engine = engine_of(model, "early_exit:layers=1")
+    whole, cache = LayerView(model, range(LAYERS)), engine.cache
+    drafter = SwiftDrafter(
+        whole, cache, engine.drafter._policy, None, search, window=16, interval=1
+    )
+    engine.drafter = drafter
+    engine.scheduler._on_preempt = drafter.forget
+    seqs = [Sequence(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
+    windows = []
+    for _ in steps(engine, seqs):
+        if drafter._window is not None and (not windows or windows[-1] is not drafter._window):
+            windows.append(drafter._window)
+        assert drafter.view.layers == tuple(n for n in range(LAYERS) if n not in drafter.skipped)
+    assert len(windows) > 3 and {share for _, share in heard} - {0.0}
+    first = windows[0]
+    assert (first.end - first.first, first.start % 16) == (16, 0)
+    for layers, share in heard[:3]:
+        assert share == pytest.approx(_share(model, seqs[0].tokens, first, layers))
+    assert len(search.best) == 2 and set(search.best) <= {1, 2, 3}
+
+
+def _share(
+    model: CausalModel, tokens: list[int], window: _Window, skipped: tuple[int, ...]
+) -> float:
+    """By a forward without the cache's help where possible: context rows are the target's."""
+    engine = engine_of(model, "none", 0)
+    cache, view = engine.cache, LayerView(model, [n for n in range(LAYERS) if n not in skipped])
+    hits = 0
+    cache.admit(0, [0])
+    cache.reserve(0, window.end)
+    with torch.inference_mode():
+        if window.start:
+            model(cache.pack([Feed(0, 0, tokens[: window.start])]), cache)
+        for at in range(window.start, window.end):  # one token after the other
+            logits = view(cache.pack([Feed(0, at, tokens[at : at + 1])]), cache).logits
+            hits += at >= window.first and int(logits.argmax()) == tokens[at + 1]
+    return hits / (window.end - window.first)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("2", (2,)), ("1-3", (1, 2, 3)), ("0x2-3x2", (0, 2, 3)), ("4x1", (1, 4))]
+)
+def test_sets_of_layers_are_read(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text, 5) == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("layer_skip:skip=two", "not like 2-5x8"),
+        ("layer_skip:skip=-2", "not like 2-5x8"),
+        ("layer_skip:skip=1-2-3", "not like 2-5x8"),
+        ("layer_skip:skip=3-9", "asks for layers 3-9; the target has 0 to 4"),
+        ("layer_skip:skip=3-2", "asks for layers 3-2"),
+        ("layer_skip:skip=0-4", "leaves no layer"),
+        ("layer_skip:skip=2,ratio=0.5", "skip fixes the set; leave out ratio"),
+        ("layer_skip:ratio=1", "ratio between 0 and 1"),
+        ("layer_skip:window=0", "window and interval >= 1"),
+        ("early_exit:layers=5", "layers=5, but the target has 5"),
+        ("early_exit:layers=0", "layers=0, but the target has 5"),
+        ("early_exit:skip=2", "no option skip"),
+    ],
+)
+def test_senseless_options_are_refused(model: CausalModel, spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_of(model, spec)
+
+
+def test_a_model_of_one_layer_cannot_skip_it() -> None:
+    with pytest.raises(ConfigError, match="one layer"):
+        engine_of(adapted(layers=1), "layer_skip")
