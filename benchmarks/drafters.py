@@ -50,6 +50,7 @@ from entrants import (
     equal_nodes,
     find,
     load_target,
+    skip_option,
 )
 from inflate_heads import inflate_heads
 from paceline.drafters import Loading
@@ -151,6 +152,12 @@ def weights_of(model: str, args: argparse.Namespace) -> Weights:
     return Weights(str(target), find(args.draft, lambda p: inflate.inflate(p, small)), *heads)
 
 
+def read_layers(model: str) -> int:
+    """Layers of the model in a folder."""
+    config = json.loads((inflate.resolve(model) / "config.json").read_text())
+    return inflate.read_shape(config).layers
+
+
 def varied(form: str, text: str) -> str:
     """Nearly the same request: a chat asks once more politely, a text starts a little later."""
     if form == "chat":
@@ -206,11 +213,12 @@ class Bench:
         self.weights = weights_of(model, args)
         self.loading = load_target(self.weights.target, args.dtype, args.device)
         self.suites = load_suites(args, self.loading, self.amount)
-        layers = self.loading.target.num_layers if model == "inflated" else 0
+        layers = read_layers(args.target), self.loading.target.num_layers
+        skip = skip_option(*layers) if model == "inflated" else ""
         wanted = args.only.split(",") if args.only else None
         self.entries = [
             entry
-            for entry in entries(self.weights, layers)
+            for entry in entries(self.weights, skip)
             if wanted is None or entry.name in (PLAIN, *wanted)
         ]
         # Chains and trees are compared once, where every row is asked for.

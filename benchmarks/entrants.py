@@ -15,6 +15,7 @@ from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.core.sequence import Sequence as Request
+from paceline.draft.swift import skippable, spread
 from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
 from paceline.errors import ConfigError
 from paceline.model.target import CausalModel
@@ -44,14 +45,24 @@ class Entry:
     levels: int = 4
 
 
-def entries(weights: Weights, inflated_layers: int = 0) -> list[Entry]:
+def skip_option(old: int, new: int) -> str:
+    """The set that a search for layers to skip starts from, for a target inflated from ``old``
+    to ``new`` layers: with each working layer the idle ones behind it.
+
+    The search itself would find that idle layers cost nothing to skip.
+    """
+    where = [*inflate.places(old, new), new]
+    candidates = skippable(old)
+    chosen = spread(candidates, min(len(candidates), max(1, round(0.45 * old))))
+    return ":skip=" + "x".join(f"{where[n]}-{where[n + 1] - 1}" for n in chosen)
+
+
+def entries(weights: Weights, skip: str = "") -> list[Entry]:
     """Every drafter; those whose weights are missing have an empty spec.
 
-    History costs nothing, so what draws on it drafts 8 levels where models draft 4. Half of an
-    inflated target's layers do nothing, and a search for layers to skip would find them: there
-    the middle half of ``inflated_layers`` is skipped, which are as many working ones as idle.
+    History costs nothing, so what draws on it drafts 8 levels where models draft 4. ``skip`` is
+    the option that fixes the layers to skip.
     """
-    middle = f":skip={inflated_layers // 4}-{inflated_layers * 3 // 4 - 1}"
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
     return [
         Entry(PLAIN, "none", 0),
@@ -62,7 +73,7 @@ def entries(weights: Weights, inflated_layers: int = 0) -> list[Entry]:
         Entry("lookahead", "lookahead"),
         Entry("recycling", "recycling"),
         Entry("early_exit", "early_exit"),
-        Entry("layer_skip", "layer_skip" + (middle if inflated_layers else "")),
+        Entry("layer_skip", f"layer_skip{skip}"),
         Entry("medusa", _with("medusa:", weights.medusa)),
         Entry("eagle", _with("eagle:", weights.eagle)),
         Entry("eagle2", _with("eagle2:", weights.eagle)),

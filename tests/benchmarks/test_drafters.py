@@ -8,7 +8,17 @@ import pytest
 
 import drafters
 from engine_models import write_pair
-from entrants import PLAIN, REPEATED, Entrant, Run, Weights, entries, equal_nodes, load_target
+from entrants import (
+    PLAIN,
+    REPEATED,
+    Entrant,
+    Run,
+    Weights,
+    entries,
+    equal_nodes,
+    load_target,
+    skip_option,
+)
 from inflate import Sizes
 from paceline.core.sequence import DraftCounts
 from paceline.drafters import DRAFTERS
@@ -106,8 +116,8 @@ def test_every_drafter_of_the_issue_has_a_row() -> None:
     assert all(entry.spec for entry in entries(Weights("t", "d", "m", "e", "e3")))
     without = {entry.name for entry in entries(Weights("t")) if not entry.spec}
     assert without == {"draft", "draft_tree", "medusa", "eagle", "eagle2", "eagle3", "hybrid"}
-    specs = [entry.spec for entry in entries(Weights("t", "d"), inflated_layers=24)]
-    assert "layer_skip:skip=6-17" in specs and "hybrid:suffix+ngram+model:d" in specs
+    specs = [entry.spec for entry in entries(Weights("t", "d"), skip_option(3, 7))]
+    assert "layer_skip:skip=2-3" in specs and "hybrid:suffix+ngram+model:d" in specs
 
 
 def test_varied_prompts_are_other_words() -> None:
@@ -160,7 +170,7 @@ def test_the_whole_script(
     monkeypatch.setattr(
         drafters.inflate, "PRESETS", {n: Sizes(128, 5, 112) for n in ("target", "draft")}
     )
-    wanted = ("draft", "ngram", "suffix", "medusa", "eagle3")
+    wanted = ("draft", "ngram", "suffix", "layer_skip", "medusa", "eagle3")
     line = arguments(folders, "--models", "tiny,inflated", "--only", ",".join(wanted))
     line += ["--suites", "arith,summ", "--markdown", str(tmp_path / "tables.md")]
     code, out, figures = start(monkeypatch, capsys, [*line, "--json", str(tmp_path / "all.json")])
