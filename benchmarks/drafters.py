@@ -82,7 +82,7 @@ class Amount:
     tokens: int
 
 
-FULL = {"tiny": Amount(6, 4, 128), "inflated": Amount(0, 1, 128)}
+FULL = {"tiny": Amount(6, 3, 128), "inflated": Amount(0, 1, 96)}
 QUICK = {"tiny": Amount(2, 1, 48), "inflated": Amount(0, 1, 32)}
 
 
