@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
@@ -14,6 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
 from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime, best
 from paceline.engine.controller import AdaptiveLength, FixedLength
+from paceline.engine.costs import measure
 from simulated_time import REST, STEP, Guesser, Machine, always
 
 
@@ -220,3 +223,18 @@ def test_fixed_length() -> None:
 def test_cost_curve_is_linear_between_points_and_beyond() -> None:
     curve = CostCurve((1, 5, 9), (1.0, 2.0, 4.0))
     assert [curve(n) for n in (1, 3, 5, 7, 13)] == pytest.approx([1.0, 1.5, 2.0, 3.0, 6.0])
+
+
+def test_measured_costs_never_fall() -> None:
+    """A run that was disturbed is bounded by a larger one that was not."""
+    calls: list[int] = []
+
+    def run(count: int) -> None:
+        calls.append(count)
+        time.sleep({1: 0.003, 2: 0.001, 4: 0.002}[count])
+
+    curve = measure(run, [1, 2, 4], torch.device("cpu"))
+    assert curve.tokens == (1, 2, 4)
+    assert list(curve.seconds) == sorted(curve.seconds)
+    assert curve.seconds[0] == curve.seconds[1] < 0.003
+    assert calls[:3] == calls[3:6] == [1, 2, 4], "warm-up, then rounds in turn"

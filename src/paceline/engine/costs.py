@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from paceline.core.costs import CostCurve
+
+_BUDGET = 0.3  # seconds of rounds beyond those asked for
 
 
 def synchronise(device: torch.device) -> None:
@@ -24,20 +27,22 @@ def measure(
 ) -> CostCurve:
     """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts.
 
-    The minimum, because noise on a shared machine only ever adds; made monotone, because a
-    forward over more tokens never costs less.
+    The minimum, because noise on a shared machine only ever adds; runs that take next to no time
+    are measured some rounds more. Made monotone: fewer tokens never cost more, so what more of
+    them have taken is a bound.
     """
     best = [float("inf")] * len(counts)
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection
-    for _ in range(rounds):
+    began = time.perf_counter()
+    done = 0
+    while done < rounds or (done < 4 * rounds and time.perf_counter() - began < _BUDGET):
+        done += 1
         for index, count in enumerate(counts):
             synchronise(device)
             start = time.perf_counter()
             run(count)
             synchronise(device)
             best[index] = min(best[index], time.perf_counter() - start)
-    monotone: list[float] = []
-    for value in best:
-        monotone.append(max(value, monotone[-1] if monotone else 0.0))
-    return CostCurve(tuple(counts), tuple(monotone))
+    bounds = accumulate(reversed(best), min)
+    return CostCurve(tuple(counts), tuple(bounds)[::-1])
