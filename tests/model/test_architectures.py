@@ -190,6 +190,16 @@ def test_chosen_rows_and_features(pair: tuple[CausalModel, Any]) -> None:
         assert error < 1e-4 * max(1.0, float(hidden[layer].abs().max()))
 
 
+def test_the_head_turns_final_features_into_logits(pair: tuple[CausalModel, Any]) -> None:
+    """What drafters that share the head rely on: scales and soft caps are part of it."""
+    bench = Bench(*pair)
+    last = bench.model.num_layers
+    with torch.inference_mode():
+        feeds = [Feed(0, 0, 9)]
+        out = bench.model(bench.batch(feeds, list(range(9))), bench.cache, features=(last,))
+        torch.testing.assert_close(bench.model.head(out.features[last]), out.logits)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "gemma2", "gpt_oss"])
 def test_bfloat16(name: str) -> None:
     """The same in bf16, within its rounding of the float32 truth."""
