@@ -174,8 +174,8 @@ def test_members_of_a_hybrid_may_take_any_turns(
         return picks
 
     monkeypatch.setattr(Hybrid, "_settle", any_pick)
-    spec = DRAFTERS["hybrid of many"].format(**folders)
-    llm = LLM(folders["target"], spec, dtype="float32", draft_length=4)
+    spec = DRAFTERS["hybrid of many"] + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
+    llm = LLM(folders["target"], spec.format(**folders), dtype="float32", draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):
         params = REQUESTS[name]
         assert texts(llm, params, PROMPTS) == texts(plain, params, PROMPTS), name

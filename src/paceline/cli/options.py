@@ -141,7 +141,8 @@ class ModelOptions:
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', or 'none'. "
+            help="Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several "
+            "that take turns ('hybrid:ngram+model:PATH'), or 'none'. "
             f"Default: {DEFAULT_DRAFT} for {DEFAULT_MODEL}, none for other models.",
             rich_help_panel=_MODEL,
             show_default=False,
