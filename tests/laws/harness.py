@@ -152,6 +152,26 @@ def point_tree(branching: Sequence[int]) -> Drafter:
     return propose
 
 
+def best_first_tree(depth: int, nodes: int) -> Drafter:
+    """The ``nodes`` likeliest strings of up to ``depth`` tokens: the shape depends on the law."""
+
+    def propose(table: torch.Tensor) -> list[Drafts]:
+        vocab = table.shape[1]
+        known = strings(vocab, depth)
+        ids = {path: i for i, path in enumerate(known)}
+        chance = {(): 1.0}
+        for path in known[1:]:
+            chance[path] = chance[path[:-1]] * float(table[ids[path[:-1]], path[-1]])
+        # Stable: of equals the shorter string, hence the parent, comes first.
+        kept = sorted(sorted(known[1:], key=lambda path: -chance[path])[:nodes], key=len)
+        parents = tuple(kept.index(path[:-1]) if path[:-1] else -1 for path in kept)
+        tokens = torch.tensor([[path[-1] for path in kept]])
+        ones = torch.ones(1, dtype=torch.float64)
+        return [Drafts(parents, Draw.POINT, tokens, ones, vocab)]
+
+    return propose
+
+
 def sampled_tree(branching: Sequence[int], draw: Draw = Draw.WITHOUT_REPLACEMENT) -> Drafter:
     """Every ordered choice of siblings without replacement; branching 1, 1, ... is a chain.
 

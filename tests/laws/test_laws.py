@@ -1,14 +1,18 @@
 """Every drafter kind under every rule has the target's own law, exactly."""
 
+import itertools
+
 import pytest
 from harness import (
     Draw,
     Fake,
     SamplingParams,
     Setting,
+    best_first_tree,
     empty,
     error,
     joint_law,
+    law_table,
     point_tree,
     sampled_chain,
     sampled_tree,
@@ -51,6 +55,7 @@ CASES = {
     "point chain": (point_tree((1, 1, 1)), 3, "match", 4),
     "point tree": (point_tree((2, 2, 1)), 3, "match", 4),
     "wide point tree": (point_tree((3, 1)), 2, "match", 5),
+    "best-first point tree": (best_first_tree(3, 5), 3, "match", 4),
     "chain, token rule": (sampled_chain(3), 3, "siblings", 4),
     "chain, block": (sampled_chain(3), 3, "block", 4),
     "one, block": (sampled_chain(1), 1, "block", 5),
@@ -68,6 +73,15 @@ CASES = {
 def test_law_of_three_tokens_is_the_targets(case, params):
     drafter, depth, method, vocab = case
     assert error(Setting.random(vocab, params), drafter, depth, method) < 1e-6
+
+
+def test_best_first_trees_take_many_shapes():
+    """So the cases above do cover trees whose shape the law of the context decides."""
+    setting, shapes = Setting.random(4, PARAMS["plain"]), set()
+    for context in itertools.product(range(4), repeat=2):
+        (drafts,) = best_first_tree(3, 5)(law_table(setting.draft, setting, context, 3))
+        shapes.add(drafts.parents)
+    assert len(shapes) > 5
 
 
 def test_deep_bushy_tree():
@@ -136,6 +150,7 @@ VERIFIED = {
     "none": (empty(), 0, "auto", "match"),
     "point chain": (point_tree((1, 1)), 2, "auto", "match"),
     "point tree": (point_tree((2, 1)), 2, "auto", "match"),
+    "best-first point tree": (best_first_tree(2, 3), 2, "auto", "match"),
     "chain, block": (sampled_chain(2), 2, "auto", "block"),
     "chain of three, block": (sampled_chain(3), 3, "block", "block"),
     "chain, token rule": (sampled_chain(2), 2, "token", "siblings"),
