@@ -24,7 +24,6 @@ PROMPTS: list[str | list[int]] = [
     "What is 12 + 30? Früh, 你好",
     [5],
 ]
-OTHER_TEXT = ["Ein kleines Modell rät die Wörter, das große prüft sie alle auf einmal." * 3]
 
 
 def shuffled(tokenizer: Any) -> Any:
@@ -102,7 +101,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "target": target,
         "near": write_translation(root / "near", target, near),
-        "far": write_translation(root / "far", target, train_tokenizer(OTHER_TEXT, 340)),
+        "far": write_translation(root / "far", target, train_tokenizer([SAMPLE], 600)),
         "words": write_translation(root / "words", target, word_tokenizer()),
     }
 
@@ -189,8 +188,12 @@ def test_a_text_without_borders_is_read_again_and_again(
         draft_length=3,
         max_batch_size=1,
     )
-    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
-    llm.engine.drafter.cache.check()
+    done = []
+    for event in llm.stream(prompts, params):
+        llm.engine.drafter.cache.check()  # in the middle: a shared block must not be rolled back
+        if event.completion is not None:
+            done.append(event.completion.token_ids)
+    assert done == expected
 
 
 def test_unseeded_intersection_follows_the_law(folders: dict[str, str]) -> None:
@@ -221,7 +224,7 @@ def texts() -> dict[str, TokenTexts]:
     return {
         "ours": TokenTexts(train_tokenizer(SENTENCES, 320)),
         "near": TokenTexts(shuffled(train_tokenizer(SENTENCES, 310))),
-        "far": TokenTexts(train_tokenizer(OTHER_TEXT, 340)),
+        "far": TokenTexts(train_tokenizer([SAMPLE], 600)),
         "blank": TokenTexts(blank_tokenizer()),
         "words": TokenTexts(word_tokenizer()),
     }
@@ -239,7 +242,7 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     assert all(ours.spelt([a]) == near.spelt([b]) for a, b in pairs.items())
     assert sum(a != b for a, b in pairs.items()) > 290
     assert overlap(ours, near, pairs, SAMPLE) > 0.9
-    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.9
+    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.7
     assert overlap(ours, ours, shared_ids(ours, ours), SAMPLE) == 1.0
 
 
