@@ -164,9 +164,7 @@ class Entrant:
             raise ConfigError(reason)
         target = loading.target
         prepared = prepare(DraftSpec.parse(entry.spec, tuple(DRAFTERS)), loading)
-        options = EngineOptions(
-            max_batch_size=batch, draft_length=length, prefix_sharing=False, rule="auto"
-        )
+        options = EngineOptions(max_batch_size=batch, draft_length=length, prefix_sharing=False)
         self.engine: Any = build_engine(
             target, prepared, options, seeded_generator(target.device, 0)
         )

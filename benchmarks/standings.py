@@ -216,11 +216,12 @@ def expectations(standings: Standings) -> list[str]:
     for suite in ("arith", "summ"):
         found = standings.length((0.0, suite), "ngram")
         lines += _compare(f"ngram on {TITLES[suite]} at least 1.5", found, 1.5, "tokens")
-    repeated = [
-        mean([standings.length((0.0, suite), name + REPEATED) for suite in suites])
+    again = {
+        name: mean([standings.length((0.0, suite), name + REPEATED) for suite in suites])
         for name in ("suffix", "ngram")
-    ]
-    lines += _compare("suffix above ngram on repeated requests", *repeated, "tokens")
+    }
+    what = "suffix above ngram on repeated requests"
+    lines += _compare(what, again["suffix"], again["ngram"], "tokens")
     for suite in suites:
         ratios = {n: standings.ratio((0.0, suite), n) for n in ("suffix", "ngram", "eagle3")}
         known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
