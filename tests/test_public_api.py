@@ -65,6 +65,7 @@ def test_sampling_params_fields() -> None:
         "ignore_eos",
         "logprobs",
         "n",
+        "drafter",
     ]
 
 
