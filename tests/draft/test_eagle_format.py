@@ -234,6 +234,11 @@ def test_layer_ids_may_stand_under_eagle_config_and_be_overridden(tmp_path: Path
     assert loaded.config.feature_layers == (1, 4, 5)
 
 
+def test_an_unnamed_draft_vocabulary_is_as_large_as_its_table(tmp_path: Path) -> None:
+    edit(EAGLE3, tmp_path, lambda config: config.pop("draft_vocab_size"))
+    assert_equal_heads(load_eagle(str(tmp_path), TARGET), head_of(EAGLE3))
+
+
 def test_old_and_new_names_of_rotary_options(tmp_path: Path) -> None:
     old = {"type": "linear", "factor": 2.0}
     edit(EAGLE3, tmp_path, lambda c: c.update(rope_scaling=old))

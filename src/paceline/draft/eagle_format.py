@@ -185,7 +185,9 @@ def _config(
     _check_target(name, target, width, vocab, flat.get(_TARGET_LAYERS))
     _check_supported(name, flat)
     theta, scaling = _rotary(flat)
-    draft_vocab = _whole(name, flat, "draft_vocab_size", vocab) if version == 3 else vocab
+    named = tensors.get("d2t")
+    drafted = vocab if named is None else max(1, named.numel())
+    draft_vocab = _whole(name, flat, "draft_vocab_size", drafted) if version == 3 else vocab
     own_head = "lm_head.weight" in tensors
     if version == 3 and not own_head and draft_vocab != vocab:
         raise ModelLoadError(
