@@ -155,7 +155,7 @@ class LLM:
 
         For example "token-level intersection, 94 % of text".
         """
-        return getattr(self.engine.drafter, "vocabulary", None)
+        return _vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
         """Cancel everything and let go of the models."""
@@ -276,6 +276,14 @@ class LLM:
             if request.completion is None:
                 self.engine.abort(request.seq.seq_id)
             self._requests.pop(request.seq.seq_id, None)
+
+
+def _vocabulary_of(drafter: Any) -> str | None:
+    """What a drafter, or those it is made of, say about another vocabulary."""
+    members = getattr(drafter, "members", ())
+    parts = members.values() if isinstance(members, dict) else members
+    found = [getattr(drafter, "vocabulary", None), *map(_vocabulary_of, parts)]
+    return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

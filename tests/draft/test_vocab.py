@@ -381,6 +381,7 @@ def test_the_choice_can_be_overruled(folders: dict[str, str]) -> None:
         return LLM(folders["target"], spec.format(**folders), dtype="float32").draft_vocabulary
 
     assert vocabulary("model:{target}") is None
+    assert vocabulary("hybrid:ngram+model:{near}") == vocabulary("model:{near}") is not None
     assert vocabulary("model:{target},vocab=intersection") == (
         "token-level intersection, 100 % of text"
     )

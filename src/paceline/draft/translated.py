@@ -33,6 +33,8 @@ class _Shadow:
 
     def slice_of(self, item: Slice) -> Slice:
         """The draft's part in the step: as much of a prompt as the target is fed of its own."""
+        if item.decodes and not item.draft_length:
+            return Slice(self.request, len(self.request.tokens))  # left alone; caught up on later
         self.text.extend(self.seq.tokens)
         tokens = self.request.tokens = self.text.context()
         if item.decodes:
