@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_models import adapted, random_llama, reference_logits
+from engine_models import VOCAB, adapted, random_llama, reference_logits
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.config import DraftSpec
-from paceline.core.batch import Batch, ModelOutput
+from paceline.core.batch import Batch, Commit, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, _Window, parse_layers
@@ -241,6 +241,14 @@ def _share(
             logits = view(cache.pack([Feed(0, at, tokens[at : at + 1])]), cache).logits
             hits += at >= window.first and int(logits.argmax()) == tokens[at + 1]
     return hits / (window.end - window.first)
+
+
+def test_swift_passes_over_sequences_that_it_never_saw(model: CausalModel) -> None:
+    """As in a hybrid, where others draft for them."""
+    drafter = engine_of(model, "layer_skip:window=4,interval=1").drafter
+    assert isinstance(drafter, SwiftDrafter)
+    drafter.observe([Commit(7, (1, 2), (0,), drafted=1)], ModelOutput(torch.empty(0, VOCAB)))
+    assert drafter._window is None
 
 
 @pytest.mark.parametrize(

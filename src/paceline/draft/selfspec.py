@@ -166,7 +166,7 @@ class SwiftDrafter(SelfDrafter):
         return self._search.best
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        self._seqs = {seq.seq_id: seq for seq in plan.seqs}
+        self._seqs.update((seq.seq_id, seq) for seq in plan.seqs)
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
@@ -196,7 +196,9 @@ class SwiftDrafter(SelfDrafter):
 
     def _choose_window(self, commits: Sequence[Commit]) -> _Window | None:
         """The newest tokens of the sequence that has generated most; None if that is too few."""
-        going = [self._seqs[c.seq_id] for c in commits if c.tokens and c.finish_reason is None]
+        # In a hybrid, other drafters' sequences are committed as well.
+        ids = [c.seq_id for c in commits if c.tokens and c.finish_reason is None]
+        going = [self._seqs[seq_id] for seq_id in ids if seq_id in self._seqs]
         seq = max(going, key=lambda seq: seq.generated, default=None)
         if seq is None or seq.generated < self._size:
             return None
