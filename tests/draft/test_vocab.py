@@ -242,7 +242,7 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     assert all(ours.spelt([a]) == near.spelt([b]) for a, b in pairs.items())
     assert sum(a != b for a, b in pairs.items()) > 290
     assert overlap(ours, near, pairs, SAMPLE) > 0.9
-    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.7
+    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.5
     assert overlap(ours, ours, shared_ids(ours, ours), SAMPLE) == 1.0
 
 

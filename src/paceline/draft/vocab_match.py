@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 METHODS = ("auto", "intersection", "string")
-HIGH_OVERLAP = 0.8  # from here on token by token: measured, see docs/decisions.md
+ENOUGH = 0.5  # from here on token by token: measured, see docs/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = """\
@@ -94,7 +94,7 @@ def match_vocabularies(
         for model, texts in ((target, ours), (draft, theirs))
         if not texts.reads_back(SAMPLE)
     ]
-    tokenwise = wish == "intersection" or (wish == "auto" and share >= HIGH_OVERLAP)
+    tokenwise = wish == "intersection" or (wish == "auto" and share >= ENOUGH)
     if (tokenwise and share == 0) or (not tokenwise and unreadable):
         reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
         raise VocabularyMismatchError(
