@@ -181,6 +181,27 @@ def test_a_draft_may_be_trained_further(
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
+def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: Path) -> None:
+    """Both GPT-2, with padded logits; windows stay within the shorter context."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    assert config.teacher is not None
+    tokenizer = AutoTokenizer.from_pretrained(config.teacher)
+    folders = []
+    for name, width, context in (("target", 330, 96), ("draft", 324, 48)):
+        shape = GPT2Config(
+            vocab_size=width, n_positions=context, n_embd=16, n_layer=1, n_head=2, eos_token_id=0
+        )
+        GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        folders.append(str(tmp_path / name))
+    own = replace(config, teacher=folders[0], init=folders[1], valid=(), steps=4, loss="mixed")
+    trainer = train(own, tmp_path / "run")
+    assert trainer.long_len == 48
+    assert type(trainer.model).__name__ == "GPT2LMHeadModel"
+    assert trainer.history[-1]["acceptance"] == {}
+
+
 # -- losses ---------------------------------------------------------------------------------------
 
 
