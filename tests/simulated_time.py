@@ -38,7 +38,7 @@ class Guesser:
         self.pass_seconds = pass_seconds
         self.text: list[int] = []
         self.drafted = 0  # proposals asked for
-        self._random = random.Random(seed)
+        self._seed = seed
 
     def max_nodes(self, length: int) -> int:
         return length
@@ -56,7 +56,9 @@ class Guesser:
             return TokenTree.empty()
         self.drafted += 1
         right = self.text[position : position + length]
-        return TokenTree.chain([t if self._random.random() < chance else -1 for t in right])
+        # As with a look-up, a shorter draft is the beginning of a longer one.
+        dice = random.Random(f"{self._seed} {item.seq.seq_id} {position}")
+        return TokenTree.chain([token if dice.random() < chance else -1 for token in right])
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
@@ -74,25 +76,26 @@ def costs() -> StepCosts:
     return StepCosts(one, full, 8)
 
 
-def profile(drafter: Drafter) -> Profile:
-    seconds = CostCurve((1,), (getattr(drafter, "pass_seconds", 0.0),))
+def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
+    seconds = CostCurve((1,), (mistaken * getattr(drafter, "pass_seconds", 0.0),))
     return Profile.of(drafter, LONGEST, seconds)
 
 
 class Machine:
     """Decodes one sequence after another with a drafter; ``seconds`` is the simulated time."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, mistaken: float = 1.0) -> None:
+        """``mistaken``: what start-up took a pass for, relative to the truth."""
         self.drafter = drafter
         self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
         steps = StepTime(costs())
         if isinstance(drafter, Hybrid):
-            profiles = [profile(member) for member in drafter.members]
+            profiles = [profile(member, mistaken) for member in drafter.members]
             drafter.calibrate(steps, profiles)
             bounds = {"it": max(own.longest for own in profiles)}
             self.controller = AdaptiveLength(steps, {}, bounds, default="it")
         else:
-            self.controller = AdaptiveLength(steps, {"it": profile(drafter)})
+            self.controller = AdaptiveLength(steps, {"it": profile(drafter, mistaken)})
         self.seconds = 0.0
         self.tokens = 0
 

@@ -183,6 +183,21 @@ def test_features_are_those_of_all_members() -> None:
     assert Hybrid([first, second], "cpu").features == (1, 2, 7)
 
 
+def test_a_pass_for_few_must_pay_for_itself() -> None:
+    """A pass costs the same for one sequence as for eight; here it is good for one of them."""
+    model = Recorder("model", always(1.0), 0.5)
+    drafter = Hybrid([model], "cpu")
+    drafter.calibrate(StepTime(costs()), [profile(model)])
+    everyone = Plan(tuple(part(i) for i in range(8)))
+    assert sum(len(tree) > 0 for tree in drafter.propose(everyone)) == 8
+    for _ in range(40):
+        for seq_id in range(8):
+            drafter._acceptance.record(seq_id, (0, 0), 4, 4 if seq_id == 0 else 0)
+    (alone,) = drafter.propose(Plan((part(0),)))
+    assert len(alone) > 0
+    assert sum(len(tree) for tree in drafter.propose(everyone)) == 0
+
+
 # --- specs ---------------------------------------------------------------------------------------
 
 KINDS = ("none", "hybrid", "ngram", "model", "eagle3")

@@ -58,7 +58,8 @@ def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -
             kept += 1
         reached = kept + (kept < length)
         commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, fed=1)
-        control.observe([commit], 1.0)
+        drafting = control._profiles["fake"].drafting(length, 1)
+        control.observe([commit], control._steps.verify(1, length) + drafting)
     return chosen
 
 
@@ -119,6 +120,36 @@ def test_nothing_is_much_slower_than_plain_decoding(pass_seconds: float) -> None
     for seq_id in range(20):
         machine.decode(100, seq_id)
     assert machine.tokens / machine.seconds > 0.97 / (STEP + REST)
+
+
+@pytest.mark.parametrize("mistaken", [0.4, 2.0])
+def test_wrongly_measured_costs_are_found_out(mistaken: float) -> None:
+    """A draft that just pays: half of it is right, and a level takes 0.4 of a step."""
+    machine = Machine(Guesser("dear", always(0.5), 0.4), mistaken)
+    for seq_id in range(20):
+        machine.decode(100, seq_id)
+    right = Machine(Guesser("dear", always(0.5), 0.4))
+    for seq_id in range(20):
+        right.decode(100, seq_id)
+    plain = 1 / (STEP + REST)
+    assert machine.tokens / machine.seconds > 0.98 * max(plain, right.tokens / right.seconds)
+
+
+def test_steps_teach_what_they_take() -> None:
+    """Truth: 0.3 outside the forwards, and drafts of this kind twice as dear as measured."""
+    steps = StepTime(costs(slope=0.1))
+    for _ in range(60):
+        steps.end(1, 0, 1.3)
+    assert steps.step(1, 0.0, 0.0) == pytest.approx(1.3, rel=0.02)
+    for _ in range(100):
+        steps.begin("dear", 0.2)
+        steps.end(1, 4, 1.3 + 2 * (0.4 + 0.2))
+    assert steps.step(1, 4, 0.2, "dear") == pytest.approx(2.5, rel=0.02)
+    assert steps.step(1, 4, 0.2, "another") == pytest.approx(1.9, rel=0.02)
+    before = steps.step(1, 0.0, 0.0)
+    steps.end(1, 0, 1000.0)
+    assert steps.step(1, 0.0, 0.0) < 1.05 * before, "one hiccup is no policy"
+    steps.end(1, 0, None)
 
 
 def test_steps_without_a_proposal_teach_nothing_and_cost_nothing() -> None:

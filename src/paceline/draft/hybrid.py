@@ -53,7 +53,8 @@ class _Option(NamedTuple):
 
     pick: _Pick | None
     gain: float
-    seconds: float
+    seconds: float  # this sequence's part of the step
+    nodes: int = 0
 
 
 class _Trial:
@@ -196,13 +197,10 @@ class Hybrid:
             return picks
         batch = len(plan.slices)
         options = [self._options(plan.slices[p], found[p], batch, self._steps) for p in asked]
-        chosen = best(
-            [[option.gain for option in own] for own in options],
-            [[option.seconds for option in own] for own in options],
-        )
-        for place, own, number in zip(asked, options, chosen, strict=True):
-            picks[place] = self._probed(plan.slices[place].seq, own, own[number])
-        self._steps.drafting += self._drafting(picks)
+        chosen = self._paid(options, _best_of(options), batch, self._steps)
+        for place, own, option in zip(asked, options, chosen, strict=True):
+            picks[place] = self._probed(plan.slices[place].seq, own, option)
+        self._begin(picks, self._steps)
         return picks
 
     def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
@@ -218,7 +216,7 @@ class Hybrid:
         self, item: Slice, found: dict[int, TokenTree], batch: int, steps: StepTime
     ) -> list[_Option]:
         """No draft, and every member's drafts of every length."""
-        options = [_Option(None, 1.0, steps.share(batch, 0, 0.0))]
+        options = [_Option(None, 1.0, steps.step(batch, 0, 0.0) / batch)]
         for index, profile in enumerate(self._profiles):
             levels, nodes = min(item.draft_length, profile.longest), profile.nodes
             if profile.free:
@@ -229,14 +227,44 @@ class Hybrid:
             expected = self._acceptance.of(item.seq.seq_id, kind).expected_tokens()
             own = []
             for length in range(1, levels + 1):
-                seconds = steps.share(batch, nodes[length], profile.drafting(length, batch))
-                own.append(
-                    _Option(_Pick(index, length), expected[length], _MARGIN**index * seconds)
-                )
+                drafting = profile.drafting(length, batch)
+                seconds = steps.step(batch, nodes[length], drafting, (id(self), index)) / batch
+                seconds *= _MARGIN**index
+                own.append(_Option(_Pick(index, length), expected[length], seconds, nodes[length]))
             if profile.free and found[index].draw is not Draw.POINT:
                 return own[-1:]  # sampled: it must stay, and all of it
             options += own
         return options
+
+    def _paid(
+        self,
+        options: list[list[_Option]],
+        chosen: list[_Option],
+        batch: int,
+        steps: StepTime,
+    ) -> list[_Option]:
+        """A pass costs nearly as much for few sequences as for all: it must pay for those few."""
+        for index, free in enumerate(self._free):
+            served = sum(o.pick is not None and o.pick.member == index for o in chosen)
+            if free or not 0 < served < batch:
+                continue
+            left = [[o for o in own if not o.pick or o.pick.member != index] for own in options]
+            without = _best_of(left)
+            if self._rate(without, batch, steps) > self._rate(chosen, batch, steps):
+                options, chosen = left, without
+        return chosen
+
+    def _rate(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
+        """Tokens a second of the whole step."""
+        seconds = plain = steps.step(batch, 0, 0.0)
+        for index, profile in enumerate(self._profiles):
+            own = [option for option in chosen if option.pick and option.pick.member == index]
+            if own:
+                longest = max(option.pick.length for option in own if option.pick)
+                nodes = sum(option.nodes for option in own) / batch
+                drafting = profile.drafting(longest, len(own))
+                seconds += steps.step(batch, nodes, drafting, (id(self), index)) - plain
+        return sum(option.gain for option in chosen) / seconds
 
     def _kind(self, index: int, seq_id: int) -> tuple[int, int]:
         """What acceptance is learnt for: a member, and how sure it is."""
@@ -264,14 +292,12 @@ class Hybrid:
                 return likeliest.pick
         return chosen.pick
 
-    def _drafting(self, picks: Sequence[_Pick | None]) -> float:
-        """Seconds of the members' passes in this step."""
-        total = 0.0
+    def _begin(self, picks: Sequence[_Pick | None], steps: StepTime) -> None:
+        """Announce the drafts of this step, with the seconds of the members' passes."""
         for index, profile in enumerate(self._profiles):
             lengths = [pick.length for pick in picks if pick and pick.member == index]
             if lengths:
-                total += profile.drafting(max(lengths), len(lengths))
-        return total
+                steps.begin((id(self), index), profile.drafting(max(lengths), len(lengths)))
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -288,12 +314,12 @@ class Hybrid:
                 state.trials[index] = _Trial(self._kind(index, seq_id), tree)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        for member in self.members:
-            member.observe(commits, out)
         for commit in commits:
             state = self._states.get(commit.seq_id)
             if state is not None and commit.tokens:
                 self._learn(state, commit)
+        for member in self.members:
+            member.observe(commits, out)
 
     def _learn(self, state: _State, commit: Commit) -> None:
         seq_id, pick = commit.seq_id, state.picked
@@ -317,6 +343,14 @@ class Hybrid:
             member.forget(seq_id)
         self._acceptance.forget(seq_id)
         self._states.pop(seq_id, None)
+
+
+def _best_of(options: Sequence[Sequence[_Option]]) -> list[_Option]:
+    chosen = best(
+        [[option.gain for option in own] for own in options],
+        [[option.seconds for option in own] for own in options],
+    )
+    return [own[number] for own, number in zip(options, chosen, strict=True)]
 
 
 def _with_lengths(plan: Plan, lengths: Sequence[int]) -> Plan:

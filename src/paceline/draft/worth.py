@@ -52,9 +52,14 @@ class AcceptanceEstimate:
 
     def rates(self) -> list[float]:
         prior, weight = self._prior, self._weight
+        fixed = not isinstance(prior, AcceptanceEstimate)
         known = prior.rates() if isinstance(prior, AcceptanceEstimate) else prior
-        counts = zip(known, self._reached, self._accepted, strict=True)
-        return [(weight * rate + won) / (weight + tried) for rate, tried, won in counts]
+        rates: list[float] = []
+        for rate, tried, won in zip(known, self._reached, self._accepted, strict=True):
+            if fixed and rates:  # a level that few drafts reach is hardly better than the last
+                rate = (rate + rates[-1]) / 2
+            rates.append((weight * rate + won) / (weight + tried))
+        return rates
 
     def expected_tokens(self) -> list[float]:
         """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ..."""
@@ -150,13 +155,21 @@ class Profile:
 
 
 class StepTime:
-    """Predicts the seconds of a step: measured forwards, and an overhead corrected as we go."""
+    """Predicts the seconds of a step from measured forwards, and learns where that is wrong.
+
+    A plain step takes a forward and an overhead; a draft adds its nodes and its passes. What they
+    took in truth is compared after every step: the overhead, and for each kind of draft a factor
+    by which it is dearer than measured, follow.
+    """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._known: dict[tuple[int, float], float] = {}
-        self.overhead = 0.1 * costs.target(1, 1)  # time outside the forwards
-        self.drafting = 0.0  # seconds of the passes in the step under way
+        self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards
+        self._plain_steps = 0
+        self._dearness: dict[Hashable, float] = {}
+        self._kinds: set[Hashable] = set()  # of the drafts in the step under way
+        self._drafting = 0.0  # seconds of their passes
 
     def verify(self, batch: int, nodes: float) -> float:
         """A target forward over ``batch`` sequences with ``nodes`` draft nodes each."""
@@ -167,21 +180,38 @@ class StepTime:
             self._known[key] = self._costs.target(batch, 1 + nodes)
         return self._known[key]
 
-    def share(self, batch: int, nodes: float, drafting: float) -> float:
-        """A sequence's part of a step in which all sequences do the same."""
-        return (self.verify(batch, nodes) + drafting + self.overhead) / batch
+    def step(self, batch: int, nodes: float, drafting: float, kind: Hashable = None) -> float:
+        """A step of ``batch`` sequences that verify ``nodes`` each after ``drafting`` seconds."""
+        plain = self.verify(batch, 0)
+        extra = self.verify(batch, nodes) - plain + drafting
+        return plain + self._overhead + self._dearness.get(kind, 1.0) * extra
+
+    def begin(self, kind: Hashable, drafting: float) -> None:
+        """Drafts of a kind are made in the step under way; their passes take so many seconds."""
+        self._kinds.add(kind)
+        self._drafting += drafting
 
     def end(self, batch: int, nodes: int, seconds: float | None) -> None:
-        """A step is over: ``nodes`` were verified for ``batch`` sequences.
+        """The step is over: ``nodes`` were verified for ``batch`` sequences.
 
         ``seconds`` is None if the step is no measure (it prefilled, too).
         """
         if seconds is not None and batch:
-            expected = self.verify(batch, nodes / batch) + self.drafting
+            plain = self.verify(batch, 0)
+            extra = self.verify(batch, nodes / batch) - plain + self._drafting
             # Bounded, so that one hiccup of the machine does not change the policy.
-            surplus = min(max(0.0, seconds - expected), expected)
-            self.overhead += 0.05 * (surplus - self.overhead)
-        self.drafting = 0.0
+            if not nodes and not self._drafting:
+                self._plain_steps += 1
+                surplus = min(max(seconds - plain, -0.5 * plain), plain)
+                weight = max(0.05, 1 / (1 + self._plain_steps))
+                self._overhead += weight * (surplus - self._overhead)
+            elif len(self._kinds) == 1 and extra > 0:
+                (kind,) = self._kinds
+                factor = min(max((seconds - plain - self._overhead) / extra, 0.5), 3.0)
+                known = self._dearness.get(kind, 1.0)
+                self._dearness[kind] = known + 0.05 * (factor - known)
+        self._kinds.clear()
+        self._drafting = 0.0
 
 
 def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> list[int]:

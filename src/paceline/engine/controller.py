@@ -91,8 +91,10 @@ class AdaptiveLength:
             seq, name = seqs[place], names[place]
             wishes[place] = self._probe(seq, name, length, gain, tables[name])
             self._wished[seq.seq_id] = (name, min(wishes[place], seq.room - 1))
-        counted = [(names[place], wishes[place]) for place in own]
-        self._steps.drafting += self._drafting(counted)
+        for name in tables:
+            lengths = [wishes[place] for place in own if names[place] == name]
+            if any(lengths):
+                self._steps.begin(name, self._drafting(name, lengths))
         return wishes
 
     def _gains(self, seq_id: int, name: str) -> list[float]:
@@ -102,7 +104,7 @@ class AdaptiveLength:
         """A sequence's part of the step, by draft length."""
         profile, fill = self._profiles[name], self._fill[name].share
         return [
-            self._steps.share(batch, nodes * fill, profile.drafting(length, batch))
+            self._steps.step(batch, nodes * fill, profile.drafting(length, batch), name) / batch
             for length, nodes in enumerate(profile.nodes)
         ]
 
@@ -119,24 +121,24 @@ class AdaptiveLength:
         if batch == 1 or not any(chosen):
             return chosen
         # A pass costs nearly as much for one sequence as for all: it must pay for those that draft.
-        wishes = list(zip(names, chosen, strict=True))
         tokens = sum(gain[length] for gain, length in zip(gains, chosen, strict=True))
-        nodes = sum(self._profiles[name].nodes[length] for name, length in wishes)
-        step = self._steps.verify(batch, nodes / batch) + self._drafting(wishes)
-        plain = self._steps.verify(batch, 0.0)
-        overhead = self._steps.overhead
-        worth = tokens / (step + overhead) > len(chosen) / (plain + overhead)
-        return chosen if worth else [0] * len(chosen)
+        plain = self._steps.step(batch, 0.0, 0.0)
+        seconds = plain
+        for name in set(names):
+            lengths = [n for own, n in zip(names, chosen, strict=True) if own == name]
+            nodes = sum(self._profiles[name].nodes[length] for length in lengths) / batch
+            drafting = self._drafting(name, lengths)
+            seconds += self._steps.step(batch, nodes, drafting, name) - plain
+        return chosen if tokens / seconds > len(chosen) / plain else [0] * len(chosen)
 
-    def _drafting(self, wishes: Sequence[tuple[str, int]]) -> float:
-        """Seconds of all passes: each over the sequences that are not done yet."""
-        total = 0.0
-        for name in {name for name, _ in wishes}:
-            profile = self._profiles[name]
-            passes = [profile.passes[length] for own, length in wishes if own == name]
-            for number in range(max(passes)):
-                total += profile.seconds(sum(count > number for count in passes))
-        return total
+    def _drafting(self, name: str, lengths: Sequence[int]) -> float:
+        """Seconds of a drafter's passes: each over the sequences that are not done yet."""
+        profile = self._profiles[name]
+        passes = [profile.passes[length] for length in lengths]
+        return sum(
+            profile.seconds(sum(count > number for count in passes))
+            for number in range(max(passes))
+        )
 
     def _probe(
         self,
