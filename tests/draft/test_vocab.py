@@ -246,6 +246,13 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     assert overlap(ours, ours, shared_ids(ours, ours), SAMPLE) == 1.0
 
 
+def test_a_spare_byte_gives_way_to_a_token(texts: dict[str, TokenTexts]) -> None:
+    blank = texts["blank"]
+    ids = blank.tokenizer.get_vocab()
+    assert blank.ids[b"O"] == ids["O"] and blank.ids[b" "] == ids["\u2581"]
+    assert blank.ids[b"z"] == ids["<0x7A>"] and blank.ids[b" O"] == ids["\u2581O"]
+
+
 def test_logits_of_the_intersection(texts: dict[str, TokenTexts]) -> None:
     ours, near = texts["ours"], texts["near"]
     vocabulary, pairs = intersection(ours, near), shared_ids(ours, near)

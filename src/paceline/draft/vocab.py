@@ -77,9 +77,12 @@ class TokenTexts:
         added = tokenizer.added_tokens_decoder
         self.strings: dict[int, bytes] = {}
         self.special: dict[int, str] = {}
+        self._spare: set[int] = set()  # single bytes, kept for characters that have no token
         for token, index in tokenizer.get_vocab().items():
             if index not in added:
                 self.strings[index] = _bytes_of(token, kinds)
+                if "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
+                    self._spare.add(index)
             elif added[index].special:
                 self.special[index] = token
             else:
@@ -87,14 +90,9 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """One id for each string. Single bytes kept for unknown characters come last."""
-        names: dict[int, str] = self._names
-        order = sorted(self.strings, key=lambda i: (_BYTE_TOKEN.fullmatch(names[i]) is None, -i))
+        """One id for each string: the lowest, but one that is spare only for want of another."""
+        order = sorted(self.strings, key=lambda index: (index not in self._spare, -index))
         return {self.strings[index]: index for index in order if self.strings[index]}
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        return {index: token for token, index in self.tokenizer.get_vocab().items()}
 
     @cached_property
     def longest(self) -> int:
