@@ -142,14 +142,19 @@ def test_steps_teach_what_they_take() -> None:
         steps.end(1, 0, 1.3)
     assert steps.step(1, 0.0, 0.0) == pytest.approx(1.3, rel=0.02)
     for _ in range(100):
+        steps.end(1, 0, 1.3)
         steps.begin("dear", 0.2)
         steps.end(1, 4, 1.3 + 2 * (0.4 + 0.2))
     assert steps.step(1, 4, 0.2, "dear") == pytest.approx(2.5, rel=0.02)
     assert steps.step(1, 4, 0.2, "another") == pytest.approx(1.9, rel=0.02)
     before = steps.step(1, 0.0, 0.0)
     steps.end(1, 0, 1000.0)
-    assert steps.step(1, 0.0, 0.0) < 1.05 * before, "one hiccup is no policy"
+    assert steps.step(1, 0.0, 0.0) < 1.1 * before, "one hiccup is no policy"
     steps.end(1, 0, None)
+    for _ in range(300):  # no plain step to compare with: slow steps are not held against drafts
+        steps.begin("dear", 0.2)
+        steps.end(1, 4, 9.0)
+    assert steps.step(1, 4, 0.2, "dear") < steps.step(1, 0.0, 0.0) + 0.7
 
 
 def test_steps_without_a_proposal_teach_nothing_and_cost_nothing() -> None:

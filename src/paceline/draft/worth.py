@@ -167,6 +167,7 @@ class StepTime:
         self._known: dict[tuple[int, float], float] = {}
         self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards
         self._plain_steps = 0
+        self._since_plain = 0
         self._dearness: dict[Hashable, float] = {}
         self._kinds: set[Hashable] = set()  # of the drafts in the step under way
         self._drafting = 0.0  # seconds of their passes
@@ -199,15 +200,19 @@ class StepTime:
         if seconds is not None and batch:
             plain = self.verify(batch, 0)
             extra = self.verify(batch, nodes / batch) - plain + self._drafting
+            self._since_plain += 1
             # Bounded, so that one hiccup of the machine does not change the policy.
             if not nodes and not self._drafting:
                 self._plain_steps += 1
-                surplus = min(max(seconds - plain, -0.5 * plain), plain)
+                self._since_plain = 0
+                surplus = min(max(seconds - plain, -0.5 * plain), 2 * plain)
                 weight = max(0.05, 1 / (1 + self._plain_steps))
                 self._overhead += weight * (surplus - self._overhead)
             elif len(self._kinds) == 1 and extra > 0:
                 (kind,) = self._kinds
                 factor = min(max((seconds - plain - self._overhead) / extra, 0.5), 3.0)
+                if not self._plain_steps or self._since_plain > 64:
+                    factor = 1.0  # all may have become slower: it is not for drafts to answer
                 known = self._dearness.get(kind, 1.0)
                 self._dearness[kind] = known + 0.05 * (factor - known)
         self._kinds.clear()
