@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.batch import Check, Slice
-from paceline.core.draws import likeliest
+from paceline.core.draws import GREEDY_SHARPNESS, likeliest
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
@@ -104,7 +104,7 @@ def scores_by_hand(table: Table, seq: Sequence, depth: int, width: int) -> dict[
             logits = table.after(seq, path)[None]
             rows = Rows((seq,), (len(path),), torch.tensor([path], dtype=torch.int64))
             if seq.params.greedy:
-                weights = torch.log_softmax(logits, -1)[0]
+                weights = torch.log_softmax(GREEDY_SHARPNESS * logits, -1)[0]
             else:
                 weights = probabilities(logits, rows)[0].log()
             if seq.params.seed is not None:
@@ -143,7 +143,7 @@ def test_with_full_width_it_is_the_best_of_all_connected_trees(seed: int, nodes:
     for path in itertools.chain.from_iterable(
         itertools.product(range(vocab), repeat=n) for n in (1, 2)
     ):
-        law = torch.softmax(table.after(seq, path[:-1]), -1)
+        law = torch.softmax(GREEDY_SHARPNESS * table.after(seq, path[:-1]), -1)
         chance[path] = chance[path[:-1]] * float(law[path[-1]])
     del chance[()]
     # Products fall along paths, so the likeliest nodes are connected and nothing can beat them.
@@ -227,7 +227,8 @@ def test_likeliest_are_the_largest_laws() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     for params in (SamplingParams(), SamplingParams(temperature=0.7, top_k=5)):
         rows = Rows((request(params),) * 6, (0,) * 6)
-        law = torch.softmax(logits, -1) if params.greedy else probabilities(logits, rows)
+        sharp = torch.softmax(GREEDY_SHARPNESS * logits, -1)
+        law = sharp if params.greedy else probabilities(logits, rows)
         tokens, weights = likeliest(logits, rows, 4)
         assert tokens.equal(law.topk(4).indices)
         assert torch.allclose(weights, law.topk(4).values.log())

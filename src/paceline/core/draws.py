@@ -106,17 +106,25 @@ def draft(
     return Drafted(_race(q, scores, rows, generator).topk(k, dim=-1).indices, q)
 
 
+# A greedy target takes a draft's first choice more often than the draft's own law says: what the
+# draft holds for likely is mostly the largest probability of the target too. Trees of 8 nodes,
+# embedded target, mean of five suites, sharpness 1, 1.5, 2 and 3: a draft model 4.16, 4.70, 4.69
+# and 4.66 tokens a step (its chain of 8: 4.39), an EAGLE-3 head 3.88, 4.18, 4.18, 4.09 (3.92).
+GREEDY_SHARPNESS = 1.75
+
+
 def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k candidates that a draft model finds likeliest after each row of its logits [R, V].
 
     Returns tokens int64 ``[R, k]`` and their log-probabilities float32 ``[R, k]``, both in falling
-    order. Chosen without chance, hence POINT. For a seeded request it is the chance to win the
+    order. Chosen without chance, hence POINT. For a greedy request the law is sharpened, see
+    GREEDY_SHARPNESS. For a seeded request it is the chance to win the
     race that the verifier will run: a softmax of log q + gumbel, with the noise of that position.
     """
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
-        log_laws = torch.log_softmax(scores, dim=-1)
+        log_laws = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
     else:
         laws = laws_of_scores(scores, params)
         coupled = [row for row, p in enumerate(params) if is_coupled(p)]
@@ -130,7 +138,9 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
         log_laws = laws.log()
         if any(p.greedy for p in params):
             greedy = to_device([p.greedy for p in params], scores.device, torch.bool).unsqueeze(1)
-            log_laws = torch.where(greedy, torch.log_softmax(scores, dim=-1), log_laws)
+            log_laws = torch.where(
+                greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_laws
+            )
     best = log_laws.topk(k, dim=-1)
     return best.indices, best.values
 
