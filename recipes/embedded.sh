@@ -73,8 +73,9 @@ paceline train eagle3 "${own[@]}" --feature-layers 2,6,11 --draft-vocab-size 307
   --out "$out/eagle3" --compile --steps "${EAGLE_STEPS:-1500}" "$@"
 paceline train eagle "${own[@]}" --ttt-steps 3 --token-weight 1 --long-every 0 \
   --out "$out/eagle" --compile --steps "${EAGLE1_STEPS:-420}" "$@"
-paceline train medusa "${own[@]}" --heads 4 --layers 2 --shared-head \
-  --out "$out/medusa" --compile --steps "${MEDUSA_STEPS:-600}" "$@"
+paceline train medusa "${own[@]}" --heads 4 --layers 2 --shared-head --held-out 40 \
+  --long-every 0 --lr 0.012 --adam-lr 0.006 --warmup 25 \
+  --out "$out/medusa" --compile --steps "${MEDUSA_STEPS:-780}" "$@"
 
 echo "copy $out/target/model to src/paceline/assets/tiny, $out/draft/model to .../tiny-draft,"
 echo "and the folders head of eagle3, eagle and medusa to .../tiny-eagle3, tiny-eagle, tiny-medusa"

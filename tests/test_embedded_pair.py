@@ -51,6 +51,18 @@ def test_shapes_are_those_that_were_asked_for(llm: LLM) -> None:
     assert torch.equal(torch.tensor(sorted(llm.tokenizer.get_vocab().values())), torch.arange(4096))
 
 
+def test_the_medusa_heads_are_right_about_as_often_as_their_card_says(llm: LLM) -> None:
+    """The card has 2.2 tokens per step, on longer texts of more kinds."""
+    heads = LLM("paceline/tiny", "medusa:paceline/tiny-medusa", draft_length=4, dtype="float32")
+    prompts: list[list[int]] = [
+        llm.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS
+    ]
+    done = heads.generate([*prompts, llm.tokenizer.encode(STORY)], SamplingParams(max_tokens=60))
+    tokens = sum(len(completion.token_ids) for completion in done)
+    steps = sum(completion.stats.target_steps for completion in done)
+    assert tokens / steps > 1.8
+
+
 def test_each_has_a_model_card() -> None:
     for name in BUILT_IN:
         card = (Path(resolve(name)) / "README.md").read_text(encoding="utf-8")

@@ -33,6 +33,7 @@ DRAFTERS = {
     "model": ("paceline/tiny-draft", 4),
     "model, adaptive": ("paceline/tiny-draft", "auto"),
     "ngram": ("ngram", 6),
+    "medusa": ("medusa:paceline/tiny-medusa", 4),
     "tree": ("tree:paceline/tiny-draft,branching=3x2x1", 3),
 }
 

@@ -66,12 +66,13 @@ def write_checkpoint(
 
     The config comes last: a folder that has one has its weights.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     partial = folder / f"{file}.partial"
-    save_file(plain, partial, metadata={"format": "pt"})
+    # Not save_file: it makes files that nobody but their owner may read.
+    partial.write_bytes(save(plain, metadata={"format": "pt"}))
     partial.replace(folder / file)
     partial = folder / "config.json.partial"
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from paceline.errors import ModelLoadError
 
 PREFIX = "paceline/"
-BUILT_IN = ("paceline/tiny", "paceline/tiny-draft")
+BUILT_IN = ("paceline/tiny", "paceline/tiny-draft", "paceline/tiny-medusa")
 
 
 def resolve(name: str) -> str:
@@ -18,7 +18,7 @@ def resolve(name: str) -> str:
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     if name not in BUILT_IN:
-        known = " and ".join(BUILT_IN)
+        known = ", ".join(BUILT_IN)
         raise ModelLoadError(f"there is no built-in model {name!r}; the built-in ones are {known}")
     folder = Path(__file__).resolve().parent.parent / "assets" / name.removeprefix(PREFIX)
     if not any(folder.glob("*.safetensors")):

@@ -83,8 +83,8 @@ def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) ->
         "## Acceptance",
         "",
         f"On texts that the target wrote greedily, at most {config.held_out_tokens} tokens from "
-        f"{config.held_out} openings of each validation file, with drafts of "
-        f"{config.draft_length} tokens. Tokens per step count the target's own. A position's "
+        f"{config.held_out} openings of each validation file, with "
+        f"{trainer.measured_drafts}. Tokens per step count the target's own. A position's "
         "figure is the share accepted of the drafts that reached it (their number).",
         "",
         *acceptance_table(trainer.history),

@@ -171,6 +171,11 @@ class HeadTrainer(ABC):
                 f"{self.num_layers - 1}, and {self.num_layers} means the final norm's output"
             )
 
+    @property
+    def measured_drafts(self) -> str:
+        """What held-out acceptance is measured with, for the model card."""
+        return f"drafts of {self.config.draft_length} tokens"
+
     def new_optimizer(self) -> Optimizer:
         """What steps the head; and the target, if it learns too."""
         config = self.config

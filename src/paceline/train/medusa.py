@@ -108,6 +108,10 @@ class MedusaTrainer(HeadTrainer):
                 "leave --cache-windows out"
             )
 
+    @property
+    def measured_drafts(self) -> str:
+        return f"trees of {self.config.nodes} nodes and at most {self.config.draft_length} levels"
+
     def new_head(self) -> MedusaHeads:
         config = self.config
         heads = MedusaHeads(
