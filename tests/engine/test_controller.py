@@ -146,6 +146,12 @@ def test_steps_teach_what_they_take() -> None:
         steps.begin("dear", 0.2)
         steps.end(1, 4, 1.3 + 2 * (0.4 + 0.2))
     assert steps.step(1, 4, 0.2, "dear") == pytest.approx(2.5, rel=0.02)
+    for _ in range(100):
+        steps.end(1, 0, 1.3)
+        steps.begin("look-up", 0.0)
+        steps.end(1, 4, 1.3 + 0.4 + 0.25)
+    assert steps.step(1, 4, 0.0, "look-up") == pytest.approx(1.95, rel=0.02)
+    assert steps.step(1, 8, 0.0, "look-up") == pytest.approx(2.35, rel=0.02)
     assert steps.step(1, 4, 0.2, "another") == pytest.approx(1.9, rel=0.02)
     before = steps.step(1, 0.0, 0.0)
     steps.end(1, 0, 1000.0)

@@ -158,8 +158,8 @@ class StepTime:
     """Predicts the seconds of a step from measured forwards, and learns where that is wrong.
 
     A plain step takes a forward and an overhead; a draft adds its nodes and its passes. What they
-    took in truth is compared after every step: the overhead, and for each kind of draft a factor
-    by which it is dearer than measured, follow.
+    took in truth is compared after every step. It gives the overhead and, for each kind of draft,
+    a factor by which its passes are dearer than measured; if it has none, the time for handling it.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -169,6 +169,7 @@ class StepTime:
         self._plain_steps = 0
         self._since_plain = 0
         self._dearness: dict[Hashable, float] = {}
+        self._handling: dict[Hashable, float] = {}
         self._kinds: set[Hashable] = set()  # of the drafts in the step under way
         self._drafting = 0.0  # seconds of their passes
 
@@ -185,7 +186,8 @@ class StepTime:
         """A step of ``batch`` sequences that verify ``nodes`` each after ``drafting`` seconds."""
         plain = self.verify(batch, 0)
         extra = self.verify(batch, nodes) - plain + drafting
-        return plain + self._overhead + self._dearness.get(kind, 1.0) * extra
+        handling = self._handling.get(kind, 0.0) if nodes else 0.0
+        return plain + self._overhead + handling + self._dearness.get(kind, 1.0) * extra
 
     def begin(self, kind: Hashable, drafting: float) -> None:
         """Drafts of a kind are made in the step under way; their passes take so many seconds."""
@@ -208,15 +210,24 @@ class StepTime:
                 surplus = min(max(seconds - plain, -0.5 * plain), 2 * plain)
                 weight = max(0.05, 1 / (1 + self._plain_steps))
                 self._overhead += weight * (surplus - self._overhead)
-            elif len(self._kinds) == 1 and extra > 0:
-                (kind,) = self._kinds
-                factor = min(max((seconds - plain - self._overhead) / extra, 0.5), 3.0)
-                if not self._plain_steps or self._since_plain > 64:
-                    factor = 1.0  # all may have become slower: it is not for drafts to answer
-                known = self._dearness.get(kind, 1.0)
-                self._dearness[kind] = known + 0.05 * (factor - known)
+            elif len(self._kinds) == 1:
+                self._correct(next(iter(self._kinds)), plain, extra, seconds)
         self._kinds.clear()
         self._drafting = 0.0
+
+    def _correct(self, kind: Hashable, plain: float, extra: float, seconds: float) -> None:
+        """Passes may be dearer than measured; trees alone take time to be put together."""
+        # Without a plain step to compare with, all may have become slower: drafts need not answer.
+        known = self._plain_steps and self._since_plain <= 64
+        surplus = seconds - plain - self._overhead - extra if known else 0.0
+        if self._drafting:
+            factor = min(max(1 + surplus / extra, 0.5), 3.0)
+            before = self._dearness.get(kind, 1.0)
+            self._dearness[kind] = before + 0.05 * (factor - before)
+        else:
+            handling = min(max(surplus, 0.0), plain)
+            before = self._handling.get(kind, 0.0)
+            self._handling[kind] = before + 0.05 * (handling - before)
 
 
 def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> list[int]:
