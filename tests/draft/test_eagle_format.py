@@ -441,7 +441,7 @@ def test_an_interrupted_write_leaves_no_head(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    monkeypatch.setattr("safetensors.torch.save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_eagle(head_of(EAGLE3), tmp_path)
     assert list(tmp_path.iterdir()) == []

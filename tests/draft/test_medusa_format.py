@@ -207,6 +207,14 @@ def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message
         load_medusa(str(tmp_path), width, vocab, DEPTH)
 
 
-def test_a_folder_that_does_not_exist() -> None:
-    with pytest.raises(ModelLoadError, match="does not exist"):
-        load_medusa("./no/such/heads", WIDTH, VOCAB, DEPTH)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./no/such/heads", "does not exist"),
+        ("nobody/heads-that-are-not-there", "no local folder, and no Medusa heads of that name"),
+        ("paceline/other", "no built-in model"),
+    ],
+)
+def test_heads_that_are_nowhere(name: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_medusa(name, WIDTH, VOCAB, DEPTH)

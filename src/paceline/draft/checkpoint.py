@@ -40,6 +40,11 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     if not local and (path.startswith((".", "/")) or path.count("/") != 1):
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
     found = _file(name, path, "config.json", local, kind)
+    if found is None and not local:
+        raise ModelLoadError(
+            f"{name} is no local folder, and no {kind} of that name can be had from the hub; "
+            "check the spelling, go online, or give the path of a downloaded folder"
+        )
     if found is None:
         raise ModelLoadError(
             f"folder {name} has no config.json; {kind} need one beside the weights"
