@@ -78,6 +78,26 @@ def test_the_written_names_are_the_public_ones(tmp_path: Path) -> None:
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, 1)
 
 
+def test_a_full_disk_leaves_the_former_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = random_heads()
+    save_medusa(heads, tmp_path)
+
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        save_medusa(random_heads(heads=1), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "medusa_lm_head.safetensors",
+        "config.json",
+    }
+    assert torch.equal(logits(load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH)), logits(heads))
+
+
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_public_checkpoints_of_either_kind(tmp_path: Path, suffix: str) -> None:
     heads = random_heads()

@@ -75,13 +75,19 @@ def write_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    partial = folder / f"{file}.partial"
     # Not save_file: it makes files that nobody but their owner may read.
-    partial.write_bytes(save(plain, metadata={"format": "pt"}))
-    partial.replace(folder / file)
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "config.json")
+    _write(folder / file, save(plain, metadata={"format": "pt"}))
+    _write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write all of a file or nothing."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | None:
