@@ -193,7 +193,7 @@ def _layer_skip(spec: DraftSpec, loading: Loading) -> Prepared:
         view = LayerView(loading.target, [n for n in range(total) if n not in skipped])
         return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
     choice, tries = skippable(total), spec.integer("tries", 160)
-    window, interval = spec.integer("window", 32), spec.integer("interval", 8)
+    window, interval = spec.integer("window", 32), spec.integer("interval", 32)
     ratio = spec.number("ratio", 0.45)
     if not choice:
         raise ConfigError("draft 'layer_skip': the target has one layer, which it needs")

@@ -149,7 +149,7 @@ class SwiftDrafter(SelfDrafter):
         generator: torch.Generator | None,
         search: SkipSearch,
         window: int = 32,
-        interval: int = 8,
+        interval: int = 32,
         name: str = "layer_skip",
     ) -> None:
         super().__init__(_without(view, search.best), cache, policy, generator, name)
