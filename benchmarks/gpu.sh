@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The decoding benchmark on a CUDA machine: the embedded pair, and the pair inflated to 8B and 0.6B.
+# The benchmarks on a CUDA machine: the embedded pair, the pair inflated to 8B and 0.6B, and every
+# drafter on both.
 # Run from the root of the repository, in an environment where Paceline and a CUDA build of torch
 # are installed. Needs about 20 GB of disk for the inflated pair and 110 GB of GPU memory; with
 # less memory, pass --no-rules (75 GB). Options are handed on to decoding.py.
@@ -22,3 +23,5 @@ python=${PYTHON:-python}
 "$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b
 "$python" benchmarks/decoding.py --device cuda --presets 8b,0.6b --per-suite 2 \
     --json "$out/gpu.json" "$@"
+"$python" benchmarks/drafters.py --device cuda --presets 8b,0.6b \
+    --json "$out/drafters.json" --markdown "$out/drafters.md"

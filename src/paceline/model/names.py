@@ -7,7 +7,13 @@ from pathlib import Path
 from paceline.errors import ModelLoadError
 
 PREFIX = "paceline/"
-BUILT_IN = ("paceline/tiny", "paceline/tiny-draft", "paceline/tiny-medusa")
+BUILT_IN = (
+    "paceline/tiny",
+    "paceline/tiny-draft",
+    "paceline/tiny-eagle",
+    "paceline/tiny-eagle3",
+    "paceline/tiny-medusa",
+)
 
 
 def resolve(name: str) -> str:
