@@ -22,9 +22,6 @@ from functools import partial
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.draws import draft
-from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows
 from paceline.core.sequence import Sequence as Request
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -32,6 +29,7 @@ from paceline.draft.eagle_head import EagleHead
 from paceline.draft.eagle_lean import LeanEagle
 from paceline.draft.grow import Growing, grow
 from paceline.draft.policy import Policy
+from paceline.draft.rehearsal import rehearse_level
 from paceline.model.attention import paged_attention
 from paceline.model.blocks import OutOfBlocksError
 from paceline.model.cache import Feed, PagedCache
@@ -243,23 +241,14 @@ class EagleDrafter:
     @torch.inference_mode()
     def rehearse(self, batch_size: int) -> None:
         """One pass: a row of each sequence, its logits and the choice."""
-        size = self.cache.block_size
-        blocks = min(4, self.cache.num_blocks)
-        batch_size = max(1, min(batch_size, self.cache.num_blocks // blocks))
-        context = blocks * size - 1
-        ids = range(-batch_size, 0)
-        seqs = tuple(Request(seq_id, [0], 1, SamplingParams()) for seq_id in ids)
-        for seq_id in ids:
-            self.cache.admit(seq_id, [0])
-            self.cache.reserve(seq_id, context + 1)
-        try:
+
+        def forward(feeds: Sequence[Feed]) -> torch.Tensor:
             like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
-            hidden = like.new_zeros(batch_size, self.head.config.hidden_size)
-            outputs = self._run([Feed(seq_id, context, (0,)) for seq_id in ids], hidden)
-            draft(self._logits(outputs), Rows(seqs, (0,) * batch_size), 1, self._generator)
-        finally:
-            for seq_id in ids:
-                self.cache.free(seq_id)
+            hidden = like.new_zeros(len(feeds), self.head.config.hidden_size)
+            return self._logits(self._run(feeds, hidden))
+
+        positions = self.head.config.max_positions
+        rehearse_level(forward, self.cache, batch_size, positions, self._generator)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

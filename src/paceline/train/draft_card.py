@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.train.card import data_table
 from paceline.train.draft import DraftTrainer
-from paceline.train.head_card import acceptance_table, loss_table
+from paceline.train.head_card import run_sections, write_card
 from paceline.train.lm import run_name
 
 _LOSS = {
@@ -32,7 +31,6 @@ def write_draft_card(trainer: DraftTrainer, command: str) -> Path:
         )
         if share
     ]
-    excluded = ", ".join(config.exclude_licenses) or "nothing"
     lines = [
         "# Model card",
         "",
@@ -42,36 +40,6 @@ def write_draft_card(trainer: DraftTrainer, command: str) -> Path:
         "with float32 master weights. It speaks the target's vocabulary: "
         "`paceline generate --model TARGET --draft FOLDER`.",
         "",
-        "## Data",
-        "",
-        *data_table(trainer.sources, config.exclude_licenses),
-        "",
-        f"Records left out when their licence contains: {excluded}.",
-        "",
-        "## Training",
-        "",
-        f"{trainer.step:,} steps of {config.batch_tokens:,} tokens:",
-        "",
-        "```",
-        command,
-        "```",
-        "",
-        "## Losses",
-        "",
-        *loss_table(trainer.history),
-        "",
-        "## Acceptance",
-        "",
-        f"On texts that the target wrote greedily, at most {config.held_out_tokens} tokens from "
-        f"{config.held_out} openings of each validation file, with drafts of "
-        f"{config.draft_length} tokens. Tokens per step count the target's own. A position's "
-        "figure is the share accepted of the drafts that reached it (their number).",
-        "",
-        *acceptance_table(trainer.history),
-        "",
+        *run_sections(trainer, f"drafts of {config.draft_length} tokens", command),
     ]
-    path = trainer.out / "model" / "README.md"
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines), encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_card(trainer.out / "model", lines)

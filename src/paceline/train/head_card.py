@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.train.acceptance import Acceptance, total
 from paceline.train.card import data_table
-from paceline.train.heads import HeadTrainer
+
+if TYPE_CHECKING:
+    from paceline.train.draft import DraftTrainer
+    from paceline.train.heads import HeadTrainer
 
 _LOSSES = 12  # rows of the table of losses
 
@@ -44,24 +47,11 @@ def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) -> Path:
-    """Write ``out/head/README.md`` for a finished run; returns its path.
-
-    ``what`` names the kind of head, ``spec`` the word before the colon of ``--draft``,
-    ``command`` is what the user typed. Files are named without their folders.
-    """
+def run_sections(trainer: HeadTrainer | DraftTrainer, drafts: str, command: str) -> list[str]:
+    """Markdown: data, training, losses and acceptance. ``drafts`` says which were tried."""
     config = trainer.config
-    target = Path(config.target).name if Path(config.target).exists() else config.target
-    parameters = sum(parameter.numel() for parameter in trainer.head.parameters())
     excluded = ", ".join(config.exclude_licenses) or "nothing"
-    lines = [
-        "# Model card",
-        "",
-        f"{what} for `{target}` ({trainer.num_layers} layers, width {trainer.shape.hidden_size}, "
-        f"vocabulary {trainer.vocab_size:,}): {parameters:,} parameters in {config.dtype}, trained "
-        "by Paceline on that target's hidden states and probabilities. It drafts for this target "
-        f"only: `paceline generate --model TARGET --draft {spec}:FOLDER`.",
-        "",
+    return [
         "## Data",
         "",
         *data_table(trainer.sources, config.exclude_licenses),
@@ -83,15 +73,41 @@ def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) ->
         "## Acceptance",
         "",
         f"On texts that the target wrote greedily, at most {config.held_out_tokens} tokens from "
-        f"{config.held_out} openings of each validation file, with "
-        f"{trainer.measured_drafts}. Tokens per step count the target's own. A position's "
-        "figure is the share accepted of the drafts that reached it (their number).",
+        f"{config.held_out} openings of each validation file, with {drafts}. Tokens per step "
+        "count the target's own. A position's figure is the share accepted of the drafts that "
+        "reached it (their number).",
         "",
         *acceptance_table(trainer.history),
         "",
     ]
-    path = trainer.out / "head" / "README.md"
+
+
+def write_card(folder: Path, lines: list[str]) -> Path:
+    """Write ``folder/README.md`` whole or not at all; returns its path."""
+    path = folder / "README.md"
     partial = path.with_suffix(".partial")
     partial.write_text("\n".join(lines), encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def write_head_card(trainer: HeadTrainer, what: str, spec: str, command: str) -> Path:
+    """Write ``out/head/README.md`` for a finished run; returns its path.
+
+    ``what`` names the kind of head, ``spec`` the word before the colon of ``--draft``,
+    ``command`` is what the user typed. Files are named without their folders.
+    """
+    config = trainer.config
+    target = Path(config.target).name if Path(config.target).exists() else config.target
+    parameters = sum(parameter.numel() for parameter in trainer.head.parameters())
+    lines = [
+        "# Model card",
+        "",
+        f"{what} for `{target}` ({trainer.num_layers} layers, width {trainer.shape.hidden_size}, "
+        f"vocabulary {trainer.vocab_size:,}): {parameters:,} parameters in {config.dtype}, trained "
+        "by Paceline on that target's hidden states and probabilities. It drafts for this target "
+        f"only: `paceline generate --model TARGET --draft {spec}:FOLDER`.",
+        "",
+        *run_sections(trainer, trainer.measured_drafts, command),
+    ]
+    return write_card(trainer.out / "head", lines)
