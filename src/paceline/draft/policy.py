@@ -32,7 +32,7 @@ class Policy:
 
     def depth(self, length: int) -> int:
         """Levels of a tree for draft length ``length``: passes of the drafter."""
-        return length if self.nodes else min(length, self.shape.depth)
+        return min(length, self.nodes or self.shape.depth)
 
     def max_nodes(self, length: int) -> int:
         """Most nodes of a tree."""
@@ -49,7 +49,7 @@ class Policy:
 
     def start(self, item: Slice, device: torch.device) -> Growing:
         """An empty tree for a sequence with a draft length above 0."""
-        length = item.draft_length
+        length = self.depth(item.draft_length)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device)
         if is_free(item.seq.params):
