@@ -191,7 +191,7 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
         assert engine.cache.pool.available == engine.cache.num_blocks
         length = 4
         nodes = engine.drafter.max_nodes(length)
-            assert 1 <= engine.drafter.passes(length) <= min(length, nodes)
+        assert 1 <= engine.drafter.passes(length) <= min(length, nodes)
 
 
 def test_swift_scores_what_each_view_predicts(model: CausalModel) -> None:
