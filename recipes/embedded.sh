@@ -63,14 +63,14 @@ done
   mv "$out/written-long.jsonl.part" "$out/written-long.jsonl"
 }
 own=(--target "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
-for item in greedy=48 greedy-on=12 sampled=4 long=22; do
+for item in greedy=38 greedy-on=22 sampled=5 long=20; do
   own+=(--data "$out/written-${item%=*}.jsonl=${item#*=}")
 done
 for item in stories=3 math_synthetic=2 math=1 code=3 chat=3 summ=2; do
   own+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
 done
 paceline train eagle3 "${own[@]}" --feature-layers 2,6,11 --draft-vocab-size 3072 \
-  --out "$out/eagle3" --compile --steps "${EAGLE_STEPS:-1500}" "$@"
+  --ttt-steps 6 --step-decay 0.9 --out "$out/eagle3" --compile --steps "${EAGLE_STEPS:-2250}" "$@"
 paceline train eagle "${own[@]}" --ttt-steps 3 --token-weight 1 --long-every 0 \
   --out "$out/eagle" --compile --steps "${EAGLE1_STEPS:-420}" "$@"
 paceline train medusa "${own[@]}" --heads 4 --layers 2 --shared-head --held-out 40 \

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from paceline import ModelLoadError
 from paceline.cli.main import app
+from paceline.drafters import DRAFTERS
 from paceline.model.names import BUILT_IN, resolve
 from tiny_models import TinyPair
 
@@ -98,7 +99,10 @@ def links(page: Path) -> list[str]:
     return [target for target in targets if "://" not in target]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+DRAFTER_PAGES = sorted((ROOT / "docs" / "drafters").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES + DRAFTER_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
     assert not missing
@@ -114,3 +118,11 @@ def test_the_tour_names_what_exists() -> None:
         name = word.rpartition(".")[2]
         defined = rf"(class|def) {name}\b|^ *{name} *[:=]"
         assert re.search(defined, source, re.M), f"`{word}` is not in the code"
+
+
+def test_every_drafter_has_a_page() -> None:
+    """Each kind of draft spec is shown as a spec on some page about drafters."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DRAFTER_PAGES)
+    kinds = set(DRAFTERS) - {"none"}
+    missing = [kind for kind in kinds if not re.search(rf"`{kind}\b|--draft {kind}\b", text)]
+    assert not missing
