@@ -27,7 +27,7 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.eagle_head import EagleHead
 from paceline.draft.eagle_lean import LeanEagle
-from paceline.draft.grow import Growing, grow
+from paceline.draft.grow import Growing, grow, level_feed
 from paceline.draft.policy import Policy
 from paceline.draft.rehearsal import rehearse_level
 from paceline.model.attention import paged_attention
@@ -209,12 +209,12 @@ class EagleDrafter:
             seq_id = tree.item.seq.seq_id
             own = self._drafts[seq_id]
             assert own.outputs is not None
-            first_new = len(tree.fed_parents) - len(tree.fresh)
-            above = [parent - own.first for parent in tree.fed_parents[first_new:]]
+            feed = level_feed(tree, own.base)
+            above = [parent - own.first for parent in tree.fed_parents[feed.first_new :]]
             same = above == list(range(len(own.outputs)))
             inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
-            own.first = first_new
-            feeds.append(Feed(seq_id, own.base, (), tree.fed_parents, tree.fresh, first_new))
+            own.first = feed.first_new
+            feeds.append(feed)
             ids.append(seq_id)
             counts.append(len(tree.fresh))
         outputs = self._run(feeds, torch.cat(inputs) if len(inputs) > 1 else inputs[0])

@@ -26,6 +26,7 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.draft.shape import Shape
+from paceline.model.cache import Feed
 
 
 class Growing(Protocol):
@@ -64,6 +65,12 @@ class Growing(Protocol):
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
         """The tree, and ``slots``."""
         ...
+
+
+def level_feed(tree: Growing, base: int) -> Feed:
+    """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
+    parents = tree.fed_parents
+    return Feed(tree.item.seq.seq_id, base, (), parents, tree.fresh, len(parents) - len(tree.fresh))
 
 
 def _rows(tree: Growing) -> int:
@@ -254,7 +261,7 @@ class BestFirstTree:
 
     A node's score is the drafter's log-probability of its whole path, so no node outranks its
     parent. The nodes are point masses: they are chosen, not drawn (EAGLE-2, section 4). Which
-    nodes a level expands is known to the device first: one synchronisation a level.
+    nodes a level expands is known to the device first: one synchronisation a level and tree.
     """
 
     samples = False

@@ -10,14 +10,14 @@ draft model has a paged cache of its own. One forward drafts one level for the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree
-from paceline.draft.grow import Growing, grow
+from paceline.draft.grow import Growing, grow, level_feed
 from paceline.draft.policy import Policy
 from paceline.draft.rehearsal import rehearse_level
 from paceline.draft.vocab import Vocabulary
@@ -108,9 +108,8 @@ class ModelDrafter:
         feeds = []
         for tree in trees:
             seq_id = tree.item.seq.seq_id
-            base, parents = self._states[seq_id].base, tree.fed_parents
-            fresh = self._vocabulary.nodes(tree.fresh)
-            feeds.append(Feed(seq_id, base, (), parents, fresh, len(parents) - len(fresh)))
+            feed = level_feed(tree, self._states[seq_id].base)
+            feeds.append(replace(feed, nodes=self._vocabulary.nodes(tree.fresh)))
         return self._logits(feeds)
 
     def _finish(self, tree: Growing) -> TokenTree:

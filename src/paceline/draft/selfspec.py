@@ -20,7 +20,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree
-from paceline.draft.grow import Growing, grow
+from paceline.draft.grow import Growing, grow, level_feed
 from paceline.draft.policy import Policy
 from paceline.draft.rehearsal import rehearse_level
 from paceline.draft.swift import Layers, SkipSearch
@@ -98,12 +98,7 @@ class SelfDrafter:
 
     def _level(self, trees: list[Growing]) -> torch.Tensor:
         """Feed the newest nodes of some trees."""
-        feeds = []
-        for tree in trees:
-            seq, parents = tree.item.seq, tree.fed_parents
-            first_new = len(parents) - len(tree.fresh)
-            feeds.append(Feed(seq.seq_id, len(seq.tokens), (), parents, tree.fresh, first_new))
-        return self._logits(feeds)
+        return self._logits([level_feed(tree, len(tree.item.seq.tokens)) for tree in trees])
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Nothing to do: what is committed is in the target's cache."""
