@@ -20,11 +20,19 @@ LAYERS = (
     {"draft", "verify"},
     {"engine", "train", "export", "completion"},
     {"llm", "build", "drafters", "request", "difference"},
-    {"cli", "server", "bench", "distributed"},
+    {"report"},
+    {"bench", "certify", "doctor", "profiling", "tune"},
+    {"cli", "server", "distributed"},
 )
 # Alone in their layer: these do not know their neighbours.
 STRANGERS = [{"draft", "verify"}, {"engine", "train"}]
-FOREIGN = {"typer": {"cli"}, "rich": {"cli", "llm"}, "fastapi": {"server"}, "ray": {"distributed"}}
+FOREIGN = {
+    "typer": {"cli"},
+    "rich": {"cli", "llm", "report"},
+    "matplotlib": {"report"},
+    "fastapi": {"server"},
+    "ray": {"distributed"},
+}
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 

@@ -112,6 +112,9 @@ def test_completion_and_its_stats() -> None:
         "decode_seconds",
         "tokens_per_second",
         "lossy",
+        "time_to_first_token",
+        "reached_per_position",
+        "arrivals",
     ]
 
 

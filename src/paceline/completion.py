@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.batch import TokenLogprob
-from paceline.core.sequence import DraftCounts
+from paceline.core.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,10 @@ class CompletionStats:
 
     ``acceptance_per_position[i]`` is conditional: of the drafts that had a token to try at
     position i, all earlier ones having been accepted, the share whose token was accepted.
-    ``mean_accepted_length`` counts tokens per target step, the target's own included.
+    ``reached_per_position[i]`` is how many drafts those were. ``mean_accepted_length`` counts
+    tokens per target step, the target's own included. ``time_to_first_token`` is in seconds since
+    the request was queued, as are the times in ``arrivals``: one ``(seconds, tokens)`` for every
+    step that yielded tokens.
     ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
     ``lossy`` figures come from an engine that was asked for typical acceptance.
     """
@@ -28,11 +31,14 @@ class CompletionStats:
     decode_seconds: float
     tokens_per_second: float
     lossy: bool = False
+    time_to_first_token: float = 0.0
+    reached_per_position: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(
-        cls, counts: DraftCounts, generated: int, seconds: float, lossy: bool = False
-    ) -> CompletionStats:
+    def of(cls, seq: Sequence, lossy: bool = False) -> CompletionStats:
+        counts, generated, seconds = seq.counts, seq.generated, seq.seconds
+        arrivals = [(moment - seq.queued, count) for moment, count in seq.arrivals]
         return cls(
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
@@ -46,6 +52,9 @@ class CompletionStats:
             decode_seconds=seconds,
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,
             lossy=lossy,
+            time_to_first_token=arrivals[0][0] if arrivals else 0.0,
+            reached_per_position=list(counts.reached_at),
+            arrivals=arrivals,
         )
 
 

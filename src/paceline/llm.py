@@ -69,12 +69,55 @@ class LLM:
             prefix_sharing=prefix_sharing,
             lossy=lossy,
         )
-        self.target: CausalModel = CausalModel.load(model, dtype=dtype, device=device)
-        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(model)
-        self._generator = seeded_generator(self.target.device, seed)
-        prepared = prepare_all(draft, Loading(self.target, self.tokenizer, dtype))
+        target = CausalModel.load(model, dtype=dtype, device=device)
+        self._assemble(target, load_tokenizer(model), dtype, draft, options, seed)
+
+    def beside(
+        self,
+        draft: str | Sequence[str] | None = None,
+        *,
+        max_batch_size: int = 8,
+        kv_cache_memory: int | None = None,
+        draft_length: int | str = "auto",
+        rule: str = "auto",
+        prefix_sharing: bool = True,
+        seed: int | None = None,
+        lossy: bool = False,
+    ) -> LLM:
+        """Another LLM over the same weights, with a drafter, cache and settings of its own.
+
+        For comparing settings without loading a large model twice. Raises what the constructor
+        does.
+        """
+        options = EngineOptions(
+            max_batch_size=max_batch_size,
+            kv_cache_memory=kv_cache_memory,
+            draft_length=draft_length,
+            rule=rule,
+            prefix_sharing=prefix_sharing,
+            lossy=lossy,
+        )
+        other = LLM.__new__(LLM)
+        other._assemble(self.target, self.tokenizer, self._dtype, draft, options, seed)
+        return other
+
+    def _assemble(
+        self,
+        target: CausalModel,
+        tokenizer: PreTrainedTokenizerFast,
+        dtype: str,
+        draft: str | Sequence[str] | None,
+        options: EngineOptions,
+        seed: int | None,
+    ) -> None:
+        """Everything around a loaded target."""
+        self.target = target
+        self.tokenizer = tokenizer
+        self._dtype = dtype
+        self._generator = seeded_generator(target.device, seed)
+        prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
         self.drafters = prepared.names
-        self.engine: Engine = build_engine(self.target, prepared, options, self._generator)
+        self.engine: Engine = build_engine(target, prepared, options, self._generator)
         self._coupled = options.rule == "coupled"
         self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id

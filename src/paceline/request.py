@@ -80,7 +80,7 @@ class Request:
             finish_reason=reason,
             index=self.index,
             draft_mask=self._draft_mask,
-            stats=CompletionStats.of(seq.counts, seq.generated, seq.seconds, self._lossy),
+            stats=CompletionStats.of(seq, self._lossy),
             lossy=self._lossy,
         )
         return rest

@@ -27,6 +27,8 @@ STATS = (
     "decode_seconds",
     "tokens_per_second",
     "lossy",
+    "time_to_first_token",
+    "reached_per_position",
 )
 _WINDOW = 8  # tokens of context that decide how the next one is spelt (spaces, UTF-8 pieces)
 

@@ -58,6 +58,8 @@ class Sequence:
     cached: int = 0
     text: TextSink | None = None
     seconds: float = 0.0  # wall time of the steps it took part in
+    queued: float = 0.0  # when the engine got it, by time.perf_counter
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     @property

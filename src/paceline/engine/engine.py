@@ -12,6 +12,7 @@ from paceline.core.batch import Batch, Check, Commit, Plan, Verdict
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
+from paceline.engine.clock import PhaseClock
 from paceline.engine.controller import Controller
 from paceline.engine.scheduler import Scheduler
 from paceline.model.cache import Feed, PagedCache, path_moves
@@ -41,11 +42,13 @@ class Engine:
         self.verifier = verifier
         self.scheduler = scheduler
         self.controller = controller
+        self.clock = PhaseClock(target.device)
         self.steps = 0
 
     def add(self, seq: Request) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
         self.scheduler.add(seq)
+        seq.queued = time.perf_counter()
 
     def abort(self, seq_id: int) -> None:
         """Drop a sequence and free what it holds; unknown ids are ignored."""
@@ -61,15 +64,25 @@ class Engine:
     def step(self) -> list[Commit]:
         """Advance every scheduled sequence; each decoding one gains at least one token."""
         start = time.perf_counter()
+        lap = self.clock.lap
+        self.clock.start()
         plan = self.scheduler.plan(self.controller.lengths)
+        lap("other")
         trees = self.drafter.propose(plan)
+        lap("draft")
         batch, checks = self._pack(plan, trees)
+        lap("other")
         out = self.target(batch, self.cache, self.drafter.features)
+        lap("target")
         verdicts = self.verifier(out.logits, checks)  # the step's one device synchronisation
+        lap("verify")
         commits = self._commit(plan, batch, checks, verdicts)
+        lap("other")
         self.drafter.observe(commits, out)
-        self._account(plan, commits, time.perf_counter() - start)
+        lap("draft")
+        self._account(plan, commits, start)
         self._retire(commits)
+        lap("other")
         return commits
 
     # -- pack: pending tokens and tree nodes -> ids, positions, slots ------------------------
@@ -159,11 +172,14 @@ class Engine:
 
     # -- after the step ----------------------------------------------------------------------
 
-    def _account(self, plan: Plan, commits: Sequence[Commit], seconds: float) -> None:
+    def _account(self, plan: Plan, commits: Sequence[Commit], start: float) -> None:
+        now = time.perf_counter()
         self.steps += 1
-        self.controller.observe(commits, seconds)
-        for seq in plan.seqs:
-            seq.seconds += seconds
+        self.controller.observe(commits, now - start)
+        for seq, commit in zip(plan.seqs, commits, strict=True):
+            seq.seconds += now - start
+            if commit.tokens:
+                seq.arrivals.append((now, len(commit.tokens)))
 
     def _retire(self, commits: Sequence[Commit]) -> None:
         for commit in commits:

@@ -1,0 +1,1 @@
+"""Measuring decoding: prompts, contestants, rounds, figures."""

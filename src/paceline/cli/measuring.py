@@ -1,0 +1,135 @@
+"""Options and manners that the measuring commands share: prompts, reports, progress, Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.cli.output import print_json
+
+if TYPE_CHECKING:
+    from paceline.bench.prompts import Prompt
+    from paceline.report.document import Report
+
+_PROMPTS = "Prompts"
+_OUTPUT = "Output"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts are decoded."""
+
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
+            rich_help_panel=_PROMPTS,
+            show_default="the shipped set",
+        ),
+    ] = None
+    category: Annotated[
+        list[str],
+        typer.Option(
+            help="Only this category; repeatable.", rich_help_panel=_PROMPTS, show_default="all"
+        ),
+    ] = field(default_factory=list)
+    per_category: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many prompts of each category.", rich_help_panel=_PROMPTS),
+    ] = None
+
+    def load(self, per_category: int | None = None) -> list[Prompt]:
+        """``per_category`` is the command's own default. Raises DataError."""
+        from paceline.bench.prompts import load_prompts
+
+        return load_prompts(self.prompts, self.category, self.per_category or per_category)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Where the result goes besides the terminal."""
+
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object instead of tables.", rich_help_panel=_OUTPUT),
+    ] = False
+    report: Annotated[
+        str | None,
+        typer.Option(
+            help="Also write a report, with plots, to this .html or .md file.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse a bad report name before the work begins. Raises ConfigError."""
+        if self.report is not None:
+            from paceline.report.document import check_path
+
+            check_path(self.report)
+
+    def emit(self, record: dict[str, Any], report: Report) -> None:
+        """Tables or JSON to stdout, and the report's file if one was asked for."""
+        from paceline.report.terminal import print_report
+
+        if self.as_json:
+            print_json(record)
+        else:
+            print_report(report, Console())
+        if self.report is not None:
+            written = report.write(self.report)
+            print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
+
+
+class Advance(Protocol):
+    """``advance(1, "chat: ngram")``: so many steps are done, and what comes next."""
+
+    def __call__(self, steps: int = 1, description: str | None = None) -> None: ...
+
+
+@contextmanager
+def progress_bar(description: str, total: int) -> Iterator[Advance]:
+    """A bar on stderr (stdout carries the result); gone when the work is done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(steps: int = 1, description: str | None = None) -> None:
+            bar.update(task, advance=steps, description=description)
+
+        yield advance
+
+
+@contextmanager
+def partial_results() -> Iterator[list[bool]]:
+    """Ctrl-C ends the block early instead of the program; the list is then not empty.
+
+    with partial_results() as interrupted:
+        measure_into(record)
+    emit(record)
+    finish(interrupted)
+    """
+    interrupted: list[bool] = []
+    try:
+        yield interrupted
+    except KeyboardInterrupt:
+        interrupted.append(True)
+        print("interrupted: the figures are of what was measured until now", file=sys.stderr)
+
+
+def finish(interrupted: list[bool]) -> None:
+    """Exit 130 if the work was cut short."""
+    if interrupted:
+        raise typer.Exit(130)
