@@ -17,6 +17,7 @@ NAMES = [
     "Completion",
     "ConfigError",
     "DataError",
+    "Grammar",
     "ModelLoadError",
     "PacelineError",
     "PromptError",
@@ -66,6 +67,8 @@ def test_sampling_params_fields() -> None:
         "logprobs",
         "n",
         "drafter",
+        "draft_length",
+        "grammar",
     ]
 
 
@@ -83,6 +86,7 @@ def test_llm_signature() -> None:
         "prefix_sharing",
         "seed",
         "lossy",
+        "profile",
     ]
     for method in ("generate", "stream", "chat", "close"):
         assert callable(getattr(paceline.LLM, method))

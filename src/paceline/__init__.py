@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.completion import Completion
-    from paceline.core.params import SamplingParams
+    from paceline.core.params import Grammar, SamplingParams
     from paceline.errors import (
         CacheMemoryError,
         ConfigError,
@@ -36,6 +36,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DataError",
+    "Grammar",
     "ModelLoadError",
     "PacelineError",
     "PromptError",
@@ -48,6 +49,7 @@ __all__ = [
 _HOMES = {
     "LLM": "paceline.llm",
     "Completion": "paceline.completion",
+    "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
 }
 

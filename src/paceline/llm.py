@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,10 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as EngineSequence
 from paceline.drafters import Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PromptError
+from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
 from paceline.request import Request
+from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,6 +45,12 @@ class LLM:
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
     then NOT distributed as the target's own, and every completion says ``lossy``.
 
+    ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft and,
+    with that draft, its length and, on the machine that it was made on, its costs, which are then
+    not measured at start-up. What is given here wins; a draft of your own has its length measured
+    anew, and ``draft="none"`` decodes plainly. Without a profile, None is 8 sequences, rule "auto",
+    no draft, length "auto". ``notes`` says what did not fit.
+
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
     """
@@ -53,24 +62,37 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
-        max_batch_size: int = 8,
+        max_batch_size: int | None = None,
         kv_cache_memory: int | None = None,
-        draft_length: int | str = "auto",
-        rule: str = "auto",
+        draft_length: int | str | None = None,
+        rule: str | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
         lossy: bool = False,
+        profile: str | Path | None = None,
     ) -> None:
+        tuned = None if profile is None else TunedProfile.read(profile)
+        follows = tuned is not None and draft in (None, tuned.draft.spec)
+        settings: dict[str, Any] = tuned.settings(follows, lossy) if tuned else {}
+        given = {"max_batch_size": max_batch_size, "draft_length": draft_length, "rule": rule}
+        settings |= {key: value for key, value in given.items() if value is not None}
         options = EngineOptions(
-            max_batch_size=max_batch_size,
             kv_cache_memory=kv_cache_memory,
-            draft_length=draft_length,
-            rule=rule,
             prefix_sharing=prefix_sharing,
             lossy=lossy,
+            **settings,
         )
         target = CausalModel.load(model, dtype=dtype, device=device)
+        if tuned is not None and profile is not None:
+            tuned.check_model(target, profile)
+        if tuned is not None and profile is not None and follows:
+            draft = tuned.draft.spec
+            known, note = tuned.costs_here(target, profile)
+            options = replace(options, known=known)
+            self.notes = (note,) if note else ()
         self._assemble(target, load_tokenizer(model), dtype, draft, options, seed)
+
+    notes: tuple[str, ...] = ()  # what the user should know about how it was set up
 
     def beside(
         self,
@@ -123,6 +145,7 @@ class LLM:
         eos = self.tokenizer.eos_token_id
         self._eos = self.target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
+        self._grammars = GrammarCompiler(tokenizer, self._width, self._eos)
         self._host_generator = seeded_generator(torch.device("cpu"), seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
@@ -257,6 +280,7 @@ class LLM:
         if not params.ignore_eos:
             stops |= self._eos
         requests = []
+        grammar = params.grammar
         for index in range(params.n):
             seq = EngineSequence(
                 seq_id=next(self._ids),
@@ -264,6 +288,7 @@ class LLM:
                 prompt_length=len(tokens),
                 params=self._params_of_sample(params, index),
                 stop_ids=stops,
+                constraint=None if grammar is None else self._grammars.matcher(grammar),
             )
             requests.append(
                 Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy)

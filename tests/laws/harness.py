@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 
+from paceline.core.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import Sequence as Request
@@ -53,13 +54,17 @@ class Setting:
     draft: Fake
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset({1})
+    constraint: Callable[[Context], Constraint] | None = None
 
     @property
     def vocab(self) -> int:
         return self.target.vocab
 
     def request(self, context: Context) -> Request:
-        return Request(0, list(context), len(PROMPT), self.params, self.stop_ids)
+        request = Request(0, list(context), len(PROMPT), self.params, self.stop_ids)
+        if self.constraint is not None:
+            request.constraint = self.constraint(context)
+        return request
 
     @classmethod
     def random(cls, vocab: int, params: SamplingParams, seed: int = 0) -> Setting:

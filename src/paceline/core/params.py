@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,28 @@ def _require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What a text must look like. ``kind``: "json" (``text`` is a JSON schema; ``{}`` is any JSON,
+    ``{"type": "object"}`` any object), "regex" or "lark".
+
+    Raises ConfigError on another kind; the text is checked when a request is made.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "lark")
+        _require(self.kind in kinds, f"grammar kind is {self.kind!r}; use {', '.join(kinds)}")
+        _require(isinstance(self.text, str), "the text of a grammar must be a string")
+
+    @classmethod
+    def json(cls, schema: Mapping[str, object] | None = None) -> Grammar:
+        """A JSON schema; without one any JSON object."""
+        return cls("json", json.dumps({"type": "object"} if schema is None else schema))
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
 
@@ -23,6 +46,8 @@ class SamplingParams:
     output only. With a ``seed`` the sampled text does not depend on drafter, batch or machine
     load (coupled rule). ``logprobs`` asks for that many alternatives beside the chosen token's.
     ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
+    ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
+    only text that it matches, at every position of every draft, and ends with it.
 
     Raises ConfigError, a ValueError, on a value out of range.
     """
@@ -44,6 +69,8 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     drafter: str | None = None
+    draft_length: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -94,6 +121,19 @@ class SamplingParams:
         _require(
             self.drafter is None or isinstance(self.drafter, str),
             f'drafter is {self.drafter!r}; give the name of a loaded one, or "none"',
+        )
+        length = self.draft_length
+        _require(
+            length is None or (type(length) is int and 0 <= length <= 64),
+            f"draft_length is {length!r}; it must be from 0 to 64, or left out",
+        )
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            "grammar must be a paceline.Grammar, as in Grammar.json(schema)",
+        )
+        _require(
+            self.grammar is None or not self.min_tokens,
+            "min_tokens and grammar contradict each other: the grammar says where a text ends",
         )
         _require(all(self.stop), "a stop string is empty; leave it out")
 

@@ -1,8 +1,8 @@
 """From logits to the law of a request: penalties, temperature and truncation, along tree paths.
 
 Order, as in vLLM: ``logit_bias`` and ``min_tokens``; repetition, presence and frequency penalties;
-temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use the same functions, on
-the logits of their own model.
+what a grammar forbids; temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use
+the same functions, on the logits of their own model.
 
 Ties never depend on the order of a sort, so a law depends on nothing but its logits: top_k keeps
 every token as likely as the k-th, top_p every token as likely as the last of the smallest set
@@ -19,6 +19,7 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Check
+from paceline.core.constraint import any_of, forbid
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
@@ -93,7 +94,7 @@ class Rows:
 
 def needs_paths(seqs: Iterable[Sequence]) -> bool:
     """True if a law of these sequences depends on the drafted tokens before its row."""
-    return any(seq.params.penalises for seq in seqs)
+    return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
 def is_plain_greedy(seq: Sequence) -> bool:
@@ -103,6 +104,7 @@ def is_plain_greedy(seq: Sequence) -> bool:
         params.greedy
         and not params.logit_bias
         and not params.penalises
+        and seq.constraint is None
         and seq.generated >= params.min_tokens
     )
 
@@ -133,22 +135,28 @@ def log_probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: logits after logit_bias, min_tokens and penalties; never the input."""
+    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars.
+
+    They may be the input itself where nothing applies and it is float32 already.
+    """
     scores = logits.to(torch.float32)
     distinct = {id(seq): seq for seq in rows.seqs}
     params = [seq.params for seq in distinct.values()]
     biased = any(p.logit_bias for p in params)
     barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
     penalised = any(p.penalises for p in params)
-    if not (biased or barred or penalised):
-        return scores
-    if scores is logits:
+    constraints = [seq.constraint for seq in rows.seqs]
+    if (biased or barred) and scores is logits:
         scores = scores.clone()
     if biased:
         _add_bias(scores, rows)
     if barred:
         _bar_stops(scores, rows)
-    return _penalised(scores, rows, list(distinct.values())) if penalised else scores
+    if penalised:
+        scores = _penalised(scores, rows, list(distinct.values()))
+    if any_of(constraints):
+        scores = forbid(scores, constraints, rows.depths, rows.paths)
+    return scores
 
 
 def _add_bias(scores: torch.Tensor, rows: Rows) -> None:

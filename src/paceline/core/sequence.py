@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.core.constraint import Constraint
 from paceline.core.params import SamplingParams
 
 
@@ -57,6 +58,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
     text: TextSink | None = None
+    constraint: Constraint | None = None  # what a grammar allows next
     seconds: float = 0.0  # wall time of the steps it took part in
     queued: float = 0.0  # when the engine got it, by time.perf_counter
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens

@@ -138,6 +138,8 @@ class Engine:
         taken = 0
         for token in verdict.tokens:
             seq.tokens.append(token)
+            if seq.constraint is not None:
+                seq.constraint.advance(token)
             taken += 1
             reason = self._finish_reason(seq, token)
             if reason is not None:
@@ -164,7 +166,7 @@ class Engine:
         stopped = seq.text is not None and seq.text.push(token)
         if token in seq.stop_ids and seq.generated >= seq.params.min_tokens:
             return "stop"
-        if stopped:
+        if stopped or (seq.constraint is not None and seq.constraint.finished):
             return "stop"
         if seq.room <= 0 or len(seq.tokens) >= self.scheduler.config.max_positions:
             return "length"

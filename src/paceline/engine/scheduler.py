@@ -108,6 +108,8 @@ class Scheduler:
         """The last token of the budget and of the context is the target's own: never draft it."""
         if seq.params.drafter == "none":
             return 0
+        if seq.params.draft_length is not None:
+            wish = seq.params.draft_length
         context_left = self.config.max_positions - len(seq.tokens)
         return max(0, min(wish, seq.room - 1, context_left - 1))
 

@@ -1,0 +1,68 @@
+"""Constrained decoding: which tokens a request may take next, at every node of a draft.
+
+A constraint is part of a request's law, like a penalty: what it forbids has probability zero. The
+verifier and every drafter that has a law apply it along the tree's paths, so constrained output is
+as lossless as any other; a drafter that knows nothing of it merely proposes some tokens in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Constraint(Protocol):
+    """Follows one sequence's committed tokens; see grammar.py for the one we have."""
+
+    @property
+    def finished(self) -> bool:
+        """No token can follow: the sequence ends here."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """A token was committed. It was allowed."""
+        ...
+
+    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        """bool [vocab] on the CPU: tokens that may follow the committed ones and then ``path``.
+
+        None where nothing is forbidden, also behind a path that is itself forbidden or final: no
+        text leads there.
+        """
+        ...
+
+
+def forbid(
+    scores: torch.Tensor,
+    constraints: Sequence[Constraint | None],
+    depths: Sequence[int],
+    paths: torch.Tensor | None,
+) -> torch.Tensor:
+    """float32 ``[R, V]``: minus infinity where a row's constraint forbids the token.
+
+    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. On a GPU this waits for
+    the device once: a grammar is walked on the host.
+    """
+    width = scores.shape[1]
+    host = paths.tolist() if paths is not None else [[]] * len(constraints)
+    mask = torch.ones(scores.shape, dtype=torch.bool)
+    for row, (constraint, depth) in enumerate(zip(constraints, depths, strict=True)):
+        if constraint is None:
+            continue
+        allowed = constraint.allowed(tuple(host[row][:depth]))
+        if allowed is not None:
+            mask[row] = _wide(allowed, width)
+    return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+
+
+def _wide(allowed: torch.Tensor, width: int) -> torch.Tensor:
+    """The mask for ``width`` rows of logits; padding beyond the vocabulary is forbidden."""
+    if len(allowed) >= width:
+        return allowed[:width]
+    return torch.nn.functional.pad(allowed, (0, width - len(allowed)), value=False)
+
+
+def any_of(constraints: Iterable[Constraint | None]) -> bool:
+    return any(constraint is not None for constraint in constraints)

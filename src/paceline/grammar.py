@@ -1,0 +1,120 @@
+"""Grammars for constrained decoding: JSON schemas, regular expressions, Lark, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from paceline.core.params import Grammar
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+
+# JSON on one line, as models mostly write it. Free white space would let a model write blanks until
+# its tokens run out.
+_LAYOUT: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer. Compiled grammars are kept, as servers repeat them."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: frozenset[int]
+    ) -> None:
+        """``end_tokens`` may stand where a text is complete, and nowhere else."""
+        self._tokenizer, self._width = tokenizer, vocab_size
+        self._ends = sorted(end_tokens)
+        self._wrapped: LLTokenizer | None = None
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A fresh matcher. Raises ConfigError if the grammar is malformed or not supported."""
+        return Matcher(self._compiled(grammar).deep_copy(), self._width)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        try:
+            text = _compiled_text(grammar)
+            tokenizer = self._tokens()
+            trouble = LLMatcher.validate_grammar(text, tokenizer)
+        except ValueError as error:
+            trouble = str(error)
+        if trouble:
+            line = " ".join(trouble.split())
+            raise ConfigError(f"grammar ({grammar.kind}): {line[:300]}; mend it or leave it out")
+        return LLMatcher(tokenizer, text, log_level=0)
+
+    def _tokens(self) -> LLTokenizer:
+        if self._wrapped is None:
+            from llguidance.hf import from_tokenizer
+
+            # Logits may be wider than the tokenizer (padding) or, rarely, narrower.
+            width = max(self._width, len(self._tokenizer))
+            self._wrapped = from_tokenizer(
+                self._tokenizer, n_vocab=width, eos_token=self._ends or None
+            )
+        return self._wrapped
+
+
+def _compiled_text(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.text))
+    schema: dict[str, Any] = json.loads(grammar.text)
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _LAYOUT)))
+
+
+class Matcher:
+    """Where one sequence stands in its grammar: a ``core.constraint.Constraint``."""
+
+    def __init__(self, matcher: LLMatcher, width: int) -> None:
+        self._matcher, self._width = matcher, width
+        self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def advance(self, token: int) -> None:
+        taken = self._matcher.consume_token(token)
+        assert taken, f"token {token} was committed against its grammar"
+        self._known.clear()
+
+    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        # Drafter and verifier ask for the same rows.
+        if path not in self._known:
+            self._known[path] = self._mask_after(path)
+        return self._known[path]
+
+    def _mask_after(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        matcher = self._matcher
+        if matcher.is_stopped() or matcher.validate_tokens(list(path)) < len(path):
+            return None
+        if path:
+            matcher.consume_tokens(list(path))
+        final = matcher.is_stopped()
+        mask = None if final else _unpacked(matcher.compute_bitmask(), self._width)
+        if path:
+            matcher.rollback(len(path))
+        return mask
+
+
+def _unpacked(bits: bytes, width: int) -> torch.Tensor:
+    """bool [width] from one bit a token, lowest first."""
+    packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+    single = packed.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+    return single.view(-1)[:width].to(torch.bool)
