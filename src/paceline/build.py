@@ -22,6 +22,7 @@ from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.cache import Feed, PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
+from paceline.tuned import KnownCosts
 from paceline.verify.rule import RULES, Verifier
 from paceline.verify.typical import TypicalVerifier
 
@@ -40,6 +41,7 @@ class EngineOptions:
     prefix_sharing: bool = True  # requests that begin alike share cache blocks
     rule: str = "auto"
     lossy: bool = False  # typical acceptance: sampled text is no longer the target's own
+    known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
@@ -118,7 +120,12 @@ def build_engine(
         members = {prepared.names[0] if prepared.names else drafter.name: drafter}
         if isinstance(drafter, Router):
             members = drafter.members
-        costs = measure_costs(target, cache, drafter, options)
+        known = options.known
+        costs = (
+            measure_costs(target, cache, drafter, options)
+            if known is None
+            else known.steps(options.max_batch_size)
+        )
         controller = adaptive_length(members, costs, options, device)
     else:
         length = options.draft_length if isinstance(options.draft_length, int) else 0
@@ -145,7 +152,9 @@ def adaptive_length(
     steps = StepTime(costs)
 
     def profile(member: Drafter) -> Profile:
-        seconds = measure(member.rehearse, sorted({1, costs.batch}), device)
+        seconds = options.known.passes_of(member.name) if options.known else None
+        if seconds is None:
+            seconds = measure(member.rehearse, sorted({1, costs.batch}), device)
         return Profile.of(member, options.max_draft_length, seconds)
 
     profiles: dict[str, Profile] = {}

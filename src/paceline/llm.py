@@ -45,9 +45,9 @@ class LLM:
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
     then NOT distributed as the target's own, and every completion says ``lossy``.
 
-    ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft and,
-    with that draft, its length and, on the machine that it was made on, its costs, which are then
-    not measured at start-up. What is given here wins; a draft of your own has its length measured
+    ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
+    and, with that draft, its length and, on the machine that it was made on, its costs, which are
+    then not measured at start-up. What is given here wins; a draft of your own has its length measured
     anew, and ``draft="none"`` decodes plainly. Without a profile, None is 8 sequences, rule "auto",
     no draft, length "auto". ``notes`` says what did not fit.
 

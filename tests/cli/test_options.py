@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -78,7 +79,12 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     import paceline
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(paceline, "LLM", lambda *args, **kwargs: calls.append((args, kwargs)))
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return SimpleNamespace(notes=())
+
+    monkeypatch.setattr(paceline, "LLM", engine)
     ModelOptions(
         model="m",
         draft_length="3",
@@ -100,6 +106,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "draft_length": 3,
                 "rule": "block",
                 "lossy": False,
+                "profile": None,
             },
         )
     ]

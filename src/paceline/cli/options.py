@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -81,7 +82,9 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def parse_draft_length(text: str) -> int | Literal["auto"]:
+def parse_draft_length(text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
     if text == "auto":
         return "auto"
     if not text.isdecimal():
@@ -149,18 +152,21 @@ class ModelOptions:
         ),
     ] = None
     draft_length: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Tokens drafted a step: a number, or auto to adapt.", rich_help_panel=_MODEL
+            help="Tokens drafted a step: a number, or auto to adapt.",
+            rich_help_panel=_MODEL,
+            show_default="auto",
         ),
-    ] = "auto"
+    ] = None
     rule: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Acceptance rule of sampled drafts without a seed: auto, token, block, coupled.",
             rich_help_panel=_MODEL,
+            show_default="auto",
         ),
-    ] = "auto"
+    ] = None
     lossy: Annotated[
         bool,
         typer.Option(
@@ -191,11 +197,33 @@ class ModelOptions:
         ),
     ] = None
     max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences decoded together.", rich_help_panel=_MODEL)
-    ] = 8
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences decoded together.",
+            rich_help_panel=_MODEL,
+            show_default="8",
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="A file of paceline tune; it gives what the options above leave open.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
 
     @property
     def resolved_draft(self) -> str | None:
+        """The draft asked for, else the profile's, else the model's own; None decodes plainly.
+
+        Raises ConfigError on a profile that cannot be used.
+        """
+        if self.draft is None and self.profile is not None:
+            from paceline.tuned import TunedProfile
+
+            spec = TunedProfile.read(self.profile).draft.spec
+            return None if spec == "none" else spec
         if self.draft is None:
             return DEFAULT_DRAFT if self.model == DEFAULT_MODEL else None
         return None if self.draft.lower() == "none" else self.draft
@@ -208,9 +236,9 @@ class ModelOptions:
         set_threads(self.threads)
         from paceline import LLM
 
-        return LLM(
+        llm = LLM(
             self.model,
-            draft=draft,
+            draft="none" if draft is None else draft,  # a profile's draft is resolved already
             dtype=self.dtype,
             device=self.device,
             max_batch_size=self.max_batch_size,
@@ -218,7 +246,11 @@ class ModelOptions:
             draft_length=length,
             rule=self.rule,
             lossy=self.lossy,
+            profile=self.profile,
         )
+        for note in llm.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return llm
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,373 @@
+"""What ``paceline tune`` found out about one model on one machine: a small TOML file.
+
+``LLM(model, profile="paceline.toml")`` takes the drafter, its length, the batch size and the rule
+from it and, on the machine it was made on, the measured costs as well. Everything is checked on
+reading, so a damaged or foreign profile is one clear line and never a strange decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from paceline.core.costs import CostCurve, StepCosts
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.model.target import CausalModel
+
+VERSION = 1
+_HEADER = (
+    "# A profile made by `paceline tune`. Use it with LLM(model, profile=FILE) or --profile FILE.\n"
+    "# It serves this model only; on another machine the costs are measured anew.\n"
+    "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
+)
+_SAMPLED = 16  # weights that are compared
+_IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model a profile is for: its configuration's digest and a few of its weights."""
+
+    name: str
+    architecture: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    parameters: int
+    config: str
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, target: CausalModel) -> ModelIdentity:
+        config = target.hf.config.to_dict()
+        kept = {key: value for key, value in config.items() if key not in _IGNORED}
+        digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+        return cls(
+            name=target.name,
+            architecture=str(target.hf.config.model_type),
+            layers=target.num_layers,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            parameters=sum(p.numel() for p in target.hf.parameters()),
+            config=digest.hexdigest()[:16],
+            weights=_sample_weights(target),
+        )
+
+    def difference(self, other: ModelIdentity) -> str | None:
+        """How the ``other`` model differs, in words; None if it is the same one, wherever it lies.
+
+        Weights are compared to within 2 %, which loading in another dtype never exceeds.
+        """
+        for key, what in (
+            ("architecture", "architecture"),
+            ("layers", "number of layers"),
+            ("hidden_size", "hidden size"),
+            ("vocab_size", "vocabulary size"),
+        ):
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if ours != theirs:
+                return f"its {what} is {theirs}, not {ours}"
+        if self.config != other.config:
+            return "its configuration is another one"
+        pairs = zip(self.weights, other.weights, strict=False)
+        same = all(abs(a - b) <= 0.02 * max(abs(a), abs(b)) + 1e-6 for a, b in pairs)
+        if not same or len(self.weights) != len(other.weights):
+            return "its weights are others"
+        return None
+
+
+def _sample_weights(target: CausalModel) -> tuple[float, ...]:
+    """Single weights from all over the model, rounded as a file of text has them."""
+    tensors = [p for _, p in sorted(target.hf.named_parameters()) if p.is_floating_point()]
+    if not tensors:
+        return ()
+    picked = [tensors[i * len(tensors) // _SAMPLED] for i in range(_SAMPLED)]
+    values = [t.detach().flatten()[7 * t.numel() // 13].float().item() for t in picked]
+    return tuple(float(f"{value:.4g}") for value in values)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when the costs were measured."""
+
+    processor: str
+    device: str
+    threads: int
+    dtype: str
+    torch: str
+    transformers: str
+    paceline: str
+    python: str
+    date: str  # ISO 8601, UTC
+
+    @classmethod
+    def of(cls, target: CausalModel) -> Machine:
+        """This machine, as ``target`` uses it."""
+        from datetime import datetime, timezone
+        from importlib.metadata import version
+
+        import torch
+
+        device = target.device
+        cuda = device.type == "cuda"
+        return cls(
+            processor=torch.cuda.get_device_name(device) if cuda else _processor(),
+            device=device.type,
+            threads=0 if cuda else torch.get_num_threads(),
+            dtype=str(target.dtype).removeprefix("torch."),
+            torch=str(torch.__version__),
+            transformers=version("transformers"),
+            paceline=version("paceline"),
+            python=platform.python_version(),
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def differences(self, here: Machine) -> list[str]:
+        """What makes costs measured there useless here, as "threads 2, here 8"."""
+        keys = ("processor", "device", "threads", "dtype", "torch")
+        return [
+            f"{key} {getattr(self, key)}, here {getattr(here, key)}"
+            for key in keys
+            if getattr(self, key) != getattr(here, key)
+        ]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """``spec`` "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
+
+    spec: str
+    length: int | str
+    max_length: int
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    max_batch_size: int
+    rule: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the choice rests on. ``break_even_batch`` is the largest batch at which it beats plain
+    decoding, by the cost model; 0 is none, and the largest measured batch may be exceeded."""
+
+    concurrency: int
+    temperature: float
+    prompts: str
+    prompt_count: int
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    speedup: float
+    predicted_speedup: float
+    tokens_per_step: float
+    acceptance: tuple[float, ...]
+    break_even_batch: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of one pass of a drafter, by number of sequences."""
+
+    batches: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def curve(self) -> CostCurve:
+        return CostCurve(self.batches, self.seconds)
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """Costs that need no measuring: of target steps by batch size, of drafters' passes by name."""
+
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]  # per sequence
+    target: tuple[tuple[float, ...], ...]  # seconds, a row for each batch size
+    passes: dict[str, PassCosts]
+
+    def curve(self, batch: int) -> CostCurve:
+        return CostCurve(self.tokens, self.target[self.batches.index(batch)])
+
+    def passes_of(self, drafter: str) -> CostCurve | None:
+        return self.passes[drafter].curve if drafter in self.passes else None
+
+    def steps(self, max_batch_size: int) -> StepCosts:
+        """What a controller needs for batches up to ``max_batch_size``."""
+        full = max((b for b in self.batches if b <= max_batch_size), default=self.batches[0])
+        return StepCosts(self.curve(self.batches[0]), self.curve(full), full)
+
+
+@dataclass(frozen=True)
+class TunedProfile:
+    """All of a profile. Lists are tuples, so that a profile may be shared."""
+
+    version: int
+    model: ModelIdentity
+    draft: DraftChoice
+    engine: EngineChoice
+    measured: Measured
+    costs: KnownCosts
+    machine: Machine
+
+    @classmethod
+    def read(cls, path: str | Path) -> TunedProfile:
+        """Raises ConfigError if the file cannot be read or is no profile of this version."""
+        tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"profile {path} cannot be read ({error.strerror}); make one with paceline tune"
+            ) from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(
+                f"profile {path} is not valid TOML ({error}); make it anew with paceline tune"
+            ) from None
+        version = table.get("version")
+        if version != VERSION:
+            raise ConfigError(
+                f"profile {path} has version {version}, but this paceline reads {VERSION}; "
+                "make it anew with paceline tune"
+            )
+        profile = _build(cls, table, str(path), "")
+        profile._check(path)
+        return profile
+
+    def _check(self, path: str | Path) -> None:
+        """Values that have the right type and make no sense all the same."""
+        costs, length = self.costs, self.draft.length
+        rows = [costs.tokens, *costs.target]
+        curves = [(p.batches, p.seconds) for p in costs.passes.values()]
+        shapes = [len(row) == len(rows[0]) > 0 for row in rows] + [
+            len(batches) == len(seconds) > 0 for batches, seconds in curves
+        ]
+        axes = [costs.batches, costs.tokens, *(batches for batches, _ in curves)]
+        times = [*costs.target, *(seconds for _, seconds in curves)]
+        wrong = {
+            "draft.length": length != "auto" and not (isinstance(length, int) and length >= 0),
+            "draft.max_length": self.draft.max_length < 1,
+            "engine.max_batch_size": self.engine.max_batch_size < 1,
+            "costs": not costs.batches
+            or len(costs.target) != len(costs.batches)
+            or not all(shapes)
+            or any(list(axis) != sorted(set(axis)) or axis[0] < 1 for axis in axes)
+            or any(not 0 < second < 1e6 for row in times for second in row),
+        }
+        for key, bad in wrong.items():
+            if bad:
+                raise ConfigError(
+                    f"profile {path}: {key} makes no sense; make it anew with paceline tune"
+                )
+
+    def write(self, path: str | Path) -> None:
+        """Raises ConfigError if the place is not writable."""
+        import tomli_w
+
+        text = _HEADER + tomli_w.dumps(_plain(asdict(self)))
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from None
+
+    def settings(self, follows: bool, lossy: bool) -> dict[str, Any]:
+        """Fields of EngineOptions. A draft length holds only for the draft it was measured with.
+
+        ``follows``: whether that draft is used. ``lossy`` acceptance has a rule of its own.
+        """
+        found: dict[str, Any] = {"max_batch_size": self.engine.max_batch_size}
+        if not lossy:
+            found["rule"] = self.engine.rule
+        if follows:
+            found["draft_length"] = self.draft.length
+            found["max_draft_length"] = self.draft.max_length
+        return found
+
+    def check_model(self, target: CausalModel, path: str | Path) -> None:
+        """Raises ConfigError if the profile was made for another model than ``target``."""
+        difference = self.model.difference(ModelIdentity.of(target))
+        if difference is not None:
+            raise ConfigError(
+                f"profile {path} was made for {self.model.name}, not for {target.name}: "
+                f"{difference}; run paceline tune --model {target.name}"
+            )
+
+    def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:
+        """The costs if they were measured on a machine like this one; else None, and a note why."""
+        differences = self.machine.differences(Machine.of(target))
+        if not differences:
+            return self.costs, ""
+        return None, (
+            f"profile {path} was measured elsewhere ({'; '.join(differences)}): its choices hold, "
+            "but its costs are measured anew; paceline tune makes one for this machine"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as TOML's arrays."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+def _build(kind: type[_T], table: Any, path: str, where: str) -> _T:
+    """A dataclass from a TOML table of exactly its keys. Raises ConfigError."""
+    hints = get_type_hints(kind)
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(table, dict):
+        raise ConfigError(f"profile {path}: {where} is not a table; make it anew")
+    prefix = f"{where}." if where else ""
+    for problem, keys in (
+        ("has the unknown key", sorted(set(table) - set(names))),
+        ("lacks the key", [name for name in names if name not in table]),
+    ):
+        if keys:
+            raise ConfigError(
+                f"profile {path} {problem} {prefix}{keys[0]}; make it anew with paceline tune"
+            )
+    return kind(**{name: _value(hints[name], table[name], path, prefix + name) for name in names})
+
+
+def _value(hint: Any, value: Any, path: str, where: str) -> Any:
+    origin = getattr(hint, "__origin__", None)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _build(hint, value, path, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(hint.__args__[0], item, path, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _value(hint.__args__[1], item, path, where) for key, item in value.items()}
+    wanted = hint if isinstance(hint, type) else getattr(hint, "__args__", ())
+    number = wanted is float and isinstance(value, int)
+    plain = origin is None or not isinstance(hint, type)
+    if isinstance(value, bool) or not (number or (plain and isinstance(value, wanted))):
+        raise ConfigError(
+            f"profile {path}: {where} is {value!r}, which is of the wrong type; "
+            "make it anew with paceline tune"
+        )
+    return float(value) if number else value
