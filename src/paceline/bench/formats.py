@@ -97,5 +97,5 @@ def _lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _object(record: object, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise DataError(f"{place}: a {type(record).__name__}, not a JSON object with a prompt")
+        raise DataError(f"{place}: no JSON object; each record is one, with a prompt")
     return record

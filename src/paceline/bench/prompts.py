@@ -163,9 +163,8 @@ def _conversation(value: object, place: str) -> list[tuple[str, str]]:
     """(role, content) up to the last user's message; the answer that a record has is dropped."""
     messages: list[tuple[str, str]] = []
     for item in value if isinstance(value, list) else []:
-        role, content = (
-            (item.get("role"), item.get("content")) if isinstance(item, dict) else ("",) * 2
-        )
+        fields = item if isinstance(item, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(role, str) or not isinstance(content, str):
