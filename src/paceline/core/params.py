@@ -118,15 +118,7 @@ class SamplingParams:
             self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
             f"seed is {self.seed!r}; it must be a whole number from 0 to 2**63 - 1",
         )
-        _require(
-            self.drafter is None or isinstance(self.drafter, str),
-            f'drafter is {self.drafter!r}; give the name of a loaded one, or "none"',
-        )
-        length = self.draft_length
-        _require(
-            length is None or (type(length) is int and 0 <= length <= 64),
-            f"draft_length is {length!r}; it must be from 0 to 64, or left out",
-        )
+        self._check_speculation()
         _require(
             self.grammar is None or isinstance(self.grammar, Grammar),
             "grammar must be a paceline.Grammar, as in Grammar.json(schema)",
@@ -136,6 +128,17 @@ class SamplingParams:
             "min_tokens and grammar contradict each other: the grammar says where a text ends",
         )
         _require(all(self.stop), "a stop string is empty; leave it out")
+
+    def _check_speculation(self) -> None:
+        _require(
+            self.drafter is None or isinstance(self.drafter, str),
+            f'drafter is {self.drafter!r}; give the name of a loaded one, or "none"',
+        )
+        length = self.draft_length
+        _require(
+            length is None or (type(length) is int and 0 <= length <= 64),
+            f"draft_length is {length!r}; it must be from 0 to 64, or left out",
+        )
 
     @property
     def greedy(self) -> bool:
