@@ -31,7 +31,7 @@ from paceline.errors import ConfigError, ModelLoadError
 
 WEIGHTS = "model.safetensors"
 LAYOUTS = ("eagle", "speculators")
-_FILES = (WEIGHTS, "pytorch_model.bin")
+FILES = (WEIGHTS, "pytorch_model.bin")
 _TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
 # Copies of the target's weights and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -76,7 +76,25 @@ def load_eagle(
     Raises ModelLoadError, in one line, if files are missing or damaged, hold another algorithm's
     weights, or belong to another target.
     """
-    checkpoint = read_checkpoint(name, _FILES, "EAGLE head")
+    checkpoint = read_checkpoint(name, FILES, "EAGLE head")
+    head, tensors = build_eagle(checkpoint, target, version, feature_layers, target_head)
+    head.load_state_dict(tensors)
+    return head.to(tensors["fc.weight"].dtype)
+
+
+def build_eagle(
+    checkpoint: Checkpoint,
+    target: Target,
+    version: int | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    target_head: TargetHead | None = None,
+) -> tuple[EagleHead, dict[str, torch.Tensor]]:
+    """An empty head of the right shape, and the checkpoint's tensors by the head's names.
+
+    Reads no values but those of ``d2t`` and ``t2d``: the others may be on the meta device, and
+    with meta as the default device so is the head. Arguments and errors as of ``load_eagle``.
+    """
+    name = checkpoint.name
     tensors = _public_names(checkpoint)
     found = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
     if version is not None and version != found:
@@ -98,8 +116,7 @@ def load_eagle(
             "installed transformers does not know or which is incomplete"
         ) from None
     _check_tensors(name, head, tensors)
-    head.load_state_dict(tensors)
-    return head.to(tensors["fc.weight"].dtype)
+    return head, tensors
 
 
 def save_eagle(

@@ -20,7 +20,7 @@ from paceline.draft.medusa_head import MedusaConfig, MedusaHeads
 from paceline.errors import ModelLoadError
 
 WEIGHTS = "medusa_lm_head.safetensors"
-_FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _VOCABULARY = re.compile(r"(\d+)\.(\d+)\.weight")
 _VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -35,7 +35,20 @@ def load_medusa(name: str, hidden_size: int, vocab_size: int, target_layers: int
     Raises ModelLoadError, in one line, if the files are missing or damaged, hold another
     algorithm's weights, or belong to another target.
     """
-    checkpoint = read_checkpoint(name, _FILES, "Medusa heads")
+    checkpoint = read_checkpoint(name, FILES, "Medusa heads")
+    heads, tensors = build_medusa(checkpoint, hidden_size, vocab_size, target_layers)
+    heads.load_state_dict(tensors)
+    return heads
+
+
+def build_medusa(
+    checkpoint: Checkpoint, hidden_size: int, vocab_size: int, target_layers: int
+) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
+    """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
+
+    Reads no values but those of ``token_map``: the others may be on the meta device, and with meta
+    as the default device so are the heads. Arguments and errors as of ``load_medusa``.
+    """
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
     _check_target(checkpoint, config, hidden_size, vocab_size, target_layers)
@@ -49,11 +62,10 @@ def load_medusa(name: str, hidden_size: int, vocab_size: int, target_layers: int
     wrong = sorted(own.items() ^ {key: value.shape for key, value in kept.items()}.items())
     if wrong:
         raise ModelLoadError(
-            f"the Medusa heads {name} are incomplete or damaged: tensor {wrong[0][0]} is missing, "
-            "has another shape, or should not be there; download or copy the file again"
+            f"the Medusa heads {checkpoint.name} are incomplete or damaged: tensor {wrong[0][0]} "
+            "is missing, has another shape, or should not be there; download or copy the file again"
         )
-    heads.load_state_dict(kept)
-    return heads
+    return heads, kept
 
 
 def save_medusa(heads: MedusaHeads, folder: Path, target_layers: int | None = None) -> None:

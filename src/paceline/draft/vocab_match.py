@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.draft.vocab import TokenTexts, overlap, shared_ids
 from paceline.errors import ConfigError, VocabularyMismatchError
-from paceline.model.vocabulary import check_embeddings, differences
+from paceline.model.vocabulary import Named, check_embeddings, differences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from paceline.model.target import CausalModel
 
 METHODS = ("auto", "intersection", "string")
 ENOUGH = 0.5  # from here on token by token: measured, see docs/decisions.md
@@ -65,8 +63,8 @@ class Match:
 
 
 def match_vocabularies(
-    target: CausalModel,
-    draft: CausalModel,
+    target: Named,
+    draft: Named,
     tokenizer: PreTrainedTokenizerFast,
     draft_tokenizer: PreTrainedTokenizerFast,
     wish: str = "auto",

@@ -45,13 +45,14 @@ def load_module(
     path = resolve(name)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
-    if _is_path(path):
-        _check_folder(name, Path(path))
+    if is_path(path):
+        check_folder(name, Path(path))
+        _check_weights(name, Path(path))
     from paceline.model.probe import ATTENTION, register
 
     register()
     with _quiet():
-        config = _config(name, path)
+        config = read_config(name, path)
         check_architecture(config)
         module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
@@ -123,13 +124,14 @@ def cpu_has_bf16() -> bool:
 # -- before any weight is read ---------------------------------------------------------------
 
 
-def _is_path(path: str) -> bool:
+def is_path(path: str) -> bool:
     """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
     looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
     return looks or Path(path).exists()
 
 
-def _check_folder(name: str, folder: Path) -> None:
+def check_folder(name: str, folder: Path) -> dict[str, Any]:
+    """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
         near = []
         if folder.parent.is_dir():
@@ -146,11 +148,17 @@ def _check_folder(name: str, folder: Path) -> None:
             "give the folder written by save_pretrained or downloaded from the hub"
         )
     try:
-        json.loads(config.read_text(encoding="utf-8"))
+        options = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(
             f"{config} is not valid JSON ({_line(error)}); copy the file again"
         ) from None
+    if not isinstance(options, dict):
+        raise ModelLoadError(f"{config} holds no JSON object; copy the file again")
+    return options
+
+
+def _check_weights(name: str, folder: Path) -> None:
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
@@ -158,18 +166,19 @@ def _check_folder(name: str, folder: Path) -> None:
         )
 
 
-def _config(name: str, path: str) -> Any:
+def read_config(name: str, path: str) -> Any:
+    """The transformers config of a folder or hub name. Raises ModelLoadError."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if _is_path(path):
+        if is_path(path):
             raise ModelLoadError(
                 f"the config.json of {name} cannot be used: {_line(error)}; "
                 "a newer transformers may know this model type"
             ) from None
-        raise ModelLoadError(_hub_message(name, error)) from None
+        raise ModelLoadError(hub_message(name, error)) from None
 
 
 def check_architecture(config: Any) -> None:
@@ -222,9 +231,9 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
             f"a weights file of {name} is damaged ({_line(error)}); download or copy it again"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if _is_path(path):
+        if is_path(path):
             raise ModelLoadError(f"the weights of {name} cannot be read: {_line(error)}") from None
-        raise ModelLoadError(_hub_message(name, error)) from None
+        raise ModelLoadError(hub_message(name, error)) from None
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
         bad = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key])
         if bad:
@@ -236,7 +245,8 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
     return module
 
 
-def _hub_message(name: str, error: Exception) -> str:
+def hub_message(name: str, error: Exception) -> str:
+    """One line for a name that is no folder and could not be had from the hub."""
     reason = _line(error)
     offline = any(word in reason.lower() for word in ("offline", "connect", "internet", "reach"))
     if offline or "cached files" in reason:

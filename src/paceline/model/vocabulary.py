@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import VocabularyMismatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from paceline.model.target import CausalModel
+
+class Named(Protocol):
+    """What is held against a vocabulary: a loaded model, or only its description.
+
+    ``vocab_size`` counts rows of logits.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 def differences(
@@ -30,7 +41,7 @@ def differences(
     return f"{len(differing)} of {len(ours)} vocabulary entries ({shown})"
 
 
-def check_embeddings(draft: CausalModel, tokens: int) -> None:
+def check_embeddings(draft: Named, tokens: int) -> None:
     """Raise VocabularyMismatchError if the draft lacks embeddings for the ``tokens`` it shares."""
     if draft.vocab_size < tokens:
         raise VocabularyMismatchError(
