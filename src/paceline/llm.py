@@ -13,6 +13,7 @@ import torch
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.completion import Completion, StreamEvent
+from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as EngineSequence
 from paceline.drafters import Loading, load_tokenizer, prepare_all
@@ -47,9 +48,9 @@ class LLM:
 
     ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
     and, with that draft, its length and, on the machine that it was made on, its costs, which are
-    then not measured at start-up. What is given here wins; a draft of your own has its length measured
-    anew, and ``draft="none"`` decodes plainly. Without a profile, None is 8 sequences, rule "auto",
-    no draft, length "auto". ``notes`` says what did not fit.
+    then not measured at start-up. What is given here wins; a draft of your own adapts its length,
+    and ``draft="none"`` decodes plainly. Without a profile, None is 8 sequences, rule "auto", no
+    draft, length "auto". ``notes`` says what did not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
@@ -170,10 +171,10 @@ class LLM:
             try:
                 while any(request.completion is None for request in requests):
                     before = sum(request.completion is not None for request in requests)
-                    self._step()
+                    self.step()
                     advance(sum(r.completion is not None for r in requests) - before)
             finally:
-                self._release(requests)
+                self.release(requests)
         return [request.completion for request in requests if request.completion is not None]
 
     def stream(
@@ -225,7 +226,7 @@ class LLM:
 
     def close(self) -> None:
         """Cancel everything and let go of the models."""
-        self._release(list(self._requests.values()))
+        self.release(list(self._requests.values()))
         self.__dict__.pop("engine", None)
 
     # -- requests ----------------------------------------------------------------------------
@@ -250,20 +251,19 @@ class LLM:
         requests = [
             request
             for number, (prompt, wish) in enumerate(zip(prompt_list, param_list, strict=True))
-            for request in self._requests_of(number, prompt, wish, streams)
+            for request in self.prepare(prompt, wish, number, streams)
         ]
-        try:
-            for request in requests:
-                self.engine.add(request.seq)
-                self._requests[request.seq.seq_id] = request
-        except CacheMemoryError:
-            self._release(requests)
-            raise
+        self.enqueue(requests)
         return requests
 
-    def _requests_of(
-        self, number: int, prompt: Prompt, params: SamplingParams, streams: bool
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
+        """The ``n`` requests of a prompt, checked and ready for ``enqueue``.
+
+        Touches no state of the engine, so a server may do it beside the thread that decodes.
+        Raises PromptError or ConfigError.
+        """
         tokens = self._encode(prompt)
         bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < self._width]
         if bad:
@@ -318,13 +318,27 @@ class LLM:
             )
         return tokens
 
-    # -- the loop ----------------------------------------------------------------------------
+    # -- the loop: for callers with a loop of their own, as a server has ------------------------
 
-    def _step(self) -> None:
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Queue all or, if one is refused, none. Raises CacheMemoryError."""
+        try:
+            for request in requests:
+                self.engine.add(request.seq)
+                self._requests[request.seq.seq_id] = request
+        except CacheMemoryError:
+            self.release(requests)
+            raise
+
+    def step(self) -> list[tuple[Request, Commit]]:
+        """One step of the engine; every request has absorbed what was committed to it."""
+        advanced = []
         for commit in self.engine.step():
             request = self._requests.get(commit.seq_id)
             if request is not None:
                 request.absorb(commit)
+                advanced.append((request, commit))
+        return advanced
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
@@ -334,11 +348,11 @@ class LLM:
                         yield request.events.popleft()
                 if all(request.completion is not None for request in requests):
                     return
-                self._step()
+                self.step()
         finally:
-            self._release(requests)
+            self.release(requests)
 
-    def _release(self, requests: Iterable[Request]) -> None:
+    def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
         for request in requests:
             if request.completion is None:
