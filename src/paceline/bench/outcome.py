@@ -1,0 +1,65 @@
+"""What a timed run gives back, and what every contestant can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.core.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt's token ids, and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """New tokens, and when they came: ``(seconds since the request was sent, tokens)``."""
+
+    tokens: tuple[int, ...]
+    arrivals: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One timed run over some requests, answers in their order. Times in seconds.
+
+    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` is None where a
+    contestant does not say. ``reached`` and ``accepted_at`` count drafts by position, as in
+    CompletionStats. ``phases`` are the seconds by phase of the ``decoding_steps``: the engine's
+    steps in which nobody read a prompt.
+    """
+
+    answers: Sequence[Answer]
+    seconds: float
+    steps: int
+    drafted: int | None = None
+    accepted: int = 0
+    reached: Sequence[int] = ()
+    accepted_at: Sequence[int] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    decoding_steps: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
+class Contestant(Protocol):
+    """Something that answers requests; what is to be compared."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refresh(self) -> None:
+        """Forget what earlier requests taught it: a round begins, with the same prompts."""
+        ...
+
+    def run(self, asks: Sequence[Ask]) -> Outcome:
+        """Answer all, from reading the prompts on; timed."""
+        ...
