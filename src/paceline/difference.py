@@ -30,6 +30,7 @@ class Difference:
     ``gap`` is the distance of their scores (logits, over the temperature and with the seed's noise
     if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
     the two stands at the border of the truncated law, which rounding moves by a token.
+    ``scores``: those of the two tokens; None where there are none to compare.
     """
 
     at: int
@@ -38,6 +39,7 @@ class Difference:
     gap: float
     step: float
     on_edge: bool
+    scores: tuple[float, float] | None = None
 
     @property
     def is_tie(self) -> bool:
@@ -79,14 +81,19 @@ def explain(
     seq = Request(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
-        gap = abs(float(scores[0, pair[0]] - scores[0, pair[1]]))
-        return Difference(at, one, other, gap, step, on_edge=False)
+        found = _pair(scores[0], pair)
+        return Difference(at, one, other, abs(found[0] - found[1]), step, False, found)
     noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
     noisy = scores / params.temperature + noise
-    gap = abs(float(noisy[0, pair[0]] - noisy[0, pair[1]]))
+    found = _pair(noisy[0], pair)
     law = laws_of_scores(scores, [params])[0]
     on_edge = params.truncates and _at_border(scores[0], law > 0, pair, 2 * step)
-    return Difference(at, one, other, gap, step / params.temperature, on_edge)
+    gap = abs(found[0] - found[1])
+    return Difference(at, one, other, gap, step / params.temperature, on_edge, found)
+
+
+def _pair(scores: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
+    return float(scores[tokens[0]]), float(scores[tokens[1]])
 
 
 def _at_border(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolerance: float) -> bool:

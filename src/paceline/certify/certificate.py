@@ -1,0 +1,156 @@
+"""What a certification found, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.certify.chisquare import holm
+from paceline.certify.exact import ExactCheck
+from paceline.certify.sampled import Frequencies, LawTest
+from paceline.certify.texts import Parting, TextCheck
+
+POWER = 0.9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong: in which part, and what, in one line."""
+
+    part: str
+    what: str
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """A distribution test among its family.
+
+    ``adjusted``: p-value after Holm's correction. ``smallest_bias``: total variation over the
+    cells that the test finds with probability ``POWER``, at its share of the family's alpha.
+    """
+
+    test: LawTest
+    adjusted: float
+    smallest_bias: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The outcome. ``lossless`` only if everything was looked at and nothing is wrong.
+
+    ``texts``: token-for-token comparisons. ``laws``: distribution tests. ``exact``: enumerations.
+    ``notes``: what was left out, and why. ``complete`` is false if the run was cut short.
+    """
+
+    target: str
+    draft: str
+    dtype: str
+    alpha: float
+    texts: tuple[TextCheck, ...]
+    laws: tuple[LawResult, ...]
+    exact: tuple[ExactCheck, ...]
+    frequencies: tuple[Frequencies, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    complete: bool
+
+    @property
+    def lossless(self) -> bool:
+        return self.complete and not self.problems
+
+    @property
+    def ties(self) -> int:
+        return sum(len(check.ties) for check in self.texts)
+
+    @property
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.problems:
+            first, more = self.problems[0], len(self.problems) - 1
+            others = f" (and {more} more)" if more else ""
+            return f"NOT LOSSLESS: {first.part}: {first.what}{others}"
+        if not self.complete:
+            return "NOT CERTIFIED: interrupted; nothing was wrong until then"
+        parts = []
+        if self.texts:
+            tokens = sum(check.tokens for check in self.texts)
+            ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
+            parts.append(f"{tokens} tokens equal to plain decoding's but for {ties}")
+        if self.laws:
+            bias = max(result.smallest_bias for result in self.laws)
+            parts.append(f"no bias in {len(self.laws)} distribution tests (each sees {bias:.1%})")
+        if self.exact:
+            worst = max(check.distance for check in self.exact)
+            parts.append(f"the rule is exact to {worst:.0e}")
+        return "CERTIFIED: " + "; ".join(parts)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON knows it; infinite gaps are null."""
+        return {
+            "lossless": self.lossless,
+            "verdict": self.verdict,
+            "complete": self.complete,
+            "target": self.target,
+            "draft": self.draft,
+            "dtype": self.dtype,
+            "alpha": self.alpha,
+            "power": POWER,
+            "problems": [asdict(problem) for problem in self.problems],
+            "texts": [_text_record(check) for check in self.texts],
+            "laws": [_law_record(result) for result in self.laws],
+            "exact": [{**asdict(check), "passed": check.passed} for check in self.exact],
+            "notes": list(self.notes),
+        }
+
+
+def _text_record(check: TextCheck) -> dict[str, Any]:
+    return {
+        **asdict(check),
+        "ties": [_parting_record(item) for item in check.ties],
+        "bugs": [_parting_record(item) for item in check.bugs],
+    }
+
+
+def _parting_record(item: Parting) -> dict[str, Any]:
+    found = item.difference
+    return {
+        "task": item.task,
+        "at": found.at,
+        "plain": item.plain,
+        "speculative": item.speculative,
+        "plain_id": found.left,
+        "speculative_id": found.right,
+        "scores": found.scores,
+        "gap": found.gap if math.isfinite(found.gap) else None,
+        "rounding_step": found.step,
+        "on_edge": found.on_edge,
+    }
+
+
+def _law_record(result: LawResult) -> dict[str, Any]:
+    test = result.test
+    return {
+        "prefix": test.prefix,
+        "draft_length": test.draft_length,
+        "what": test.what,
+        "samples": test.samples,
+        "cells": test.cells,
+        "statistic": test.outcome.statistic,
+        "degrees_of_freedom": test.outcome.df,
+        "p_value": test.outcome.p_value,
+        "adjusted_p_value": result.adjusted,
+        "smallest_bias": result.smallest_bias,
+        "rounding": test.rounding,
+    }
+
+
+def results_of(tests: Sequence[LawTest], alpha: float) -> tuple[LawResult, ...]:
+    """The tests as one family (Holm 1979), each with what it could have found."""
+    adjusted = holm([test.outcome.p_value for test in tests])
+    share = alpha / max(1, len(tests))
+    return tuple(
+        LawResult(test, value, test.outcome.smallest_bias(share, POWER))
+        for test, value in zip(tests, adjusted, strict=True)
+    )

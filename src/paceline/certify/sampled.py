@@ -1,0 +1,177 @@
+"""The output distribution of unseeded sampling, tested on many short continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.certify.cells import Cells, String, make_cells
+from paceline.certify.chisquare import ChiSquare, goodness, homogeneity
+from paceline.certify.decoding import Decoded, Start, decode
+from paceline.certify.scoring import Scorer
+from paceline.core.params import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.model.target import CausalModel
+
+DEPTH = 3  # tokens of a continuation that are tested together
+PORTIONS = 10
+_EVERY = 2  # output tokens between the places that are looked at for a prefix
+_MOST_CELLS = 100
+_LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
+# Either sample may differ from the scored law by what two batch shapes differ by.
+_MARGIN = 2.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cells over the first tokens, and how far rounding moves their chances.
+
+    ``slack`` is the effect size w² that the test allows for it, ``rounding`` the total variation
+    between the laws of the two batch shapes.
+    """
+
+    tokens: int
+    cells: Cells
+    slack: float
+    rounding: float
+
+    @classmethod
+    def of(cls, scorer: Scorer, tokens: int, samples: int) -> Partition:
+        least = max(_LEAST_EXPECTED / samples, 1 / _MOST_CELLS)
+        cells = make_cells(scorer.at_once, tokens, least)
+        moved = cells.chances_under(scorer.stepwise)
+        pairs = list(zip(cells.chances, moved, strict=True))
+        effect = sum((a - b) ** 2 / a for a, b in pairs if a > 0)
+        rounding = sum(abs(a - b) for a, b in pairs) / 2
+        return cls(tokens, cells, _MARGIN**2 * effect, rounding)
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """One test: ``what`` was compared, on which prefix, at which draft length (0 is plain)."""
+
+    prefix: str
+    draft_length: int
+    what: str
+    samples: int
+    cells: int
+    outcome: ChiSquare
+    rounding: float
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """What the figure shows: the likeliest first tokens, expected and observed."""
+
+    prefix: str
+    draft_length: int
+    samples: int
+    tokens: tuple[int, ...]
+    expected: tuple[float, ...]
+    observed: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A place at which continuations are drawn, with what is known of the law there."""
+
+    name: str
+    start: Start
+    scorer: Scorer
+    partitions: tuple[Partition, ...]  # of the first token, and of the first DEPTH together
+
+
+def choose_start(
+    model: CausalModel,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    rank: float,
+) -> Start:
+    """A beginning of prompt and output after which the target is undecided.
+
+    Of the places in ``output`` the one whose law's entropy has this ``rank`` (1 is the highest).
+    """
+    whole = Start(tuple(prompt))
+    heads: list[String] = [tuple(output[:end]) for end in range(0, len(output), _EVERY)] or [()]
+    laws = Scorer(model, whole, params).at_once(heads)
+    entropies = torch.special.entr(laws).sum(-1)
+    order = entropies.argsort().tolist()
+    return Start(whole.prompt, heads[order[round(rank * (len(order) - 1))]])
+
+
+def describe(
+    model: CausalModel, name: str, start: Start, params: SamplingParams, samples: int
+) -> Prefix:
+    scorer = Scorer(model, start, params)
+    partitions = tuple(Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH))
+    return Prefix(name, start, scorer, partitions)
+
+
+def continuations(
+    engine: Engine,
+    prefix: Prefix,
+    params: SamplingParams,
+    length: int,
+    samples: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Decoded]:
+    """So many samples of DEPTH tokens each, in portions that report to ``advance``."""
+    room = len(prefix.start.output) + DEPTH + length + 1
+    wish = replace(params, seed=None, n=1, min_tokens=0, max_tokens=room)
+    found: list[Decoded] = []
+    for size in portions(samples):
+        found += decode(engine, [prefix.start] * size, wish, length, enough=DEPTH)
+        advance()
+    return found
+
+
+def portions(samples: int) -> list[int]:
+    """PORTIONS parts of the samples, so that progress shows."""
+    parts = min(PORTIONS, samples)
+    return [samples * (i + 1) // parts - samples * i // parts for i in range(parts)]
+
+
+def tests_of(
+    prefix: Prefix, length: int, drawn: Sequence[String], plain: Sequence[String]
+) -> list[LawTest]:
+    """All tests of one prefix and draft length; where nothing is left to chance there are none."""
+    tests: list[LawTest] = []
+    for partition in prefix.partitions:
+        cells, slack = partition.cells, partition.slack
+        if len(cells) < 2:
+            continue
+        name = "first token" if partition.tokens == 1 else f"first {partition.tokens} tokens"
+        counts = cells.counts(drawn)
+        against: list[tuple[str, ChiSquare]] = [
+            (f"{name}, target's law", goodness(counts, cells.chances, slack))
+        ]
+        if length and partition.tokens == DEPTH:
+            two = homogeneity(counts, cells.counts(plain), slack)
+            against.append((f"{name}, plain sampling", two))
+        tests += [
+            LawTest(prefix.name, length, what, len(drawn), len(cells), found, partition.rounding)
+            for what, found in against
+            if found.df > 0
+        ]
+    return tests
+
+
+def frequencies(prefix: Prefix, length: int, drawn: Sequence[String], most: int = 12) -> Frequencies:
+    """Expected and observed shares of the likeliest first tokens."""
+    cells = prefix.partitions[0].cells
+    alone = [(cells.chances[cell], string[0], cell) for string, cell in cells.leaves.items()]
+    # A cell that took the rare tokens in is no longer one token's.
+    alone = [entry for entry in alone if entry[2] not in cells.rest.values()]
+    likeliest = sorted(alone, reverse=True)[:most]
+    counts = cells.counts(drawn)
+    return Frequencies(
+        prefix.name,
+        length,
+        len(drawn),
+        tuple(token for _, token, _ in likeliest),
+        tuple(chance for chance, _, _ in likeliest),
+        tuple(counts[cell] / len(drawn) for _, _, cell in likeliest),
+    )
