@@ -83,7 +83,9 @@ class Completion:
 class StreamEvent:
     """What one step added to one sequence; the last event of a sequence carries its completion.
 
-    ``request`` is the place of the prompt in the list given to ``stream``.
+    ``request`` is the place of the prompt in the list given to ``stream``. Tokens with
+    ``from_draft`` come first, in the order of their positions in the draft. ``logprobs`` has one
+    entry a token if the request asked for them.
     """
 
     request: int
@@ -92,3 +94,4 @@ class StreamEvent:
     token_ids: list[int]
     from_draft: list[bool]
     completion: Completion | None = None
+    logprobs: list[TokenLogprob] | None = None

@@ -50,15 +50,22 @@ class Request:
             return
         mask = [place < len(commit.path) for place in range(len(commit.tokens))]
         self._draft_mask.extend(mask)
-        if self._logprobs is not None and commit.logprobs is not None:
-            self._logprobs.extend(commit.logprobs)
+        logprobs = None if commit.logprobs is None else list(commit.logprobs)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.extend(logprobs)
         text = self._text.take() if self._text is not None else ""
         if commit.finish_reason is not None:
             text += self._finish(commit.finish_reason)
         if self._streams:
             self.events.append(
                 StreamEvent(
-                    self.number, self.index, text, list(commit.tokens), mask, self.completion
+                    self.number,
+                    self.index,
+                    text,
+                    list(commit.tokens),
+                    mask,
+                    self.completion,
+                    logprobs,
                 )
             )
 

@@ -1,0 +1,84 @@
+"""From a request's fields to ``SamplingParams``."""
+
+from __future__ import annotations
+
+import json
+
+from paceline.core.params import Grammar, SamplingParams
+from paceline.errors import ConfigError
+from paceline.server.errors import APIError
+from paceline.server.protocol import Generation, ResponseFormat, Speculation
+
+
+def sampling_params(
+    request: Generation,
+    max_tokens: int,
+    logprobs: int | None,
+    drafters: tuple[str, ...],
+    grammar: Grammar | None = None,
+) -> SamplingParams:
+    """``drafters`` are the loaded ones; ``grammar`` that of a tool call, else the request's own.
+
+    Raises APIError.
+    """
+    stop = request.stop if request.stop is not None else ()
+    speculation = request.speculation or Speculation()
+    try:
+        return SamplingParams(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=_biases(request.logit_bias or {}),
+            seed=request.seed,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            logprobs=logprobs,
+            n=request.n,
+            drafter=_drafter(speculation.method, drafters),
+            draft_length=speculation.draft_length,
+            grammar=grammar or _grammar(request.response_format),
+        )
+    except ConfigError as error:
+        raise APIError(str(error)) from None
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not token.isdecimal():
+            raise APIError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+        if not -100 <= bias <= 100:
+            raise APIError(
+                f"logit_bias: {bias} for token {token} is not from -100 to 100", param="logit_bias"
+            )
+        biases[int(token)] = bias
+    return biases
+
+
+def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
+    if method == "auto":
+        return None
+    if method == "off":
+        return "none"
+    if method not in drafters:
+        offered = ", ".join(dict.fromkeys(("auto", "off", *drafters)))
+        raise APIError(
+            f"speculation.method {method!r} is not loaded; use one of {offered}",
+            param="speculation.method",
+        )
+    return method
+
+
+def _grammar(wish: ResponseFormat | None) -> Grammar | None:
+    if wish is None or wish.type == "text":
+        return None
+    if wish.json_schema is None:
+        return Grammar.json()
+    return Grammar("json", json.dumps(wish.json_schema.schema_))

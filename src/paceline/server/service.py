@@ -1,0 +1,104 @@
+"""What all handlers share: the engine's loop, the served model, and what may be asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastapi import Request as HTTPRequest
+
+from paceline.completion import Completion, StreamEvent
+from paceline.server.errors import APIError
+from paceline.server.loop import EngineLoop, Ticket
+
+if TYPE_CHECKING:
+    from paceline.core.params import SamplingParams
+    from paceline.llm import LLM, Prompt
+
+
+@dataclass
+class Service:
+    """The served model and its loop. ``created`` is seconds since the epoch."""
+
+    loop: EngineLoop
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def llm(self) -> LLM:
+        return self.loop.llm
+
+    def check_model(self, name: str) -> None:
+        """Raises APIError 404 for another model."""
+        if name != self.model:
+            raise APIError(
+                f"the model {name!r} does not exist; this server has {self.model!r}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def room(self, prompt_tokens: int, param: str) -> int:
+        """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
+        limit = self.llm.target.max_positions
+        if prompt_tokens >= limit:
+            raise APIError(
+                f"the prompt has {prompt_tokens} tokens, but this model's context is {limit} with "
+                "the answer; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return limit - prompt_tokens
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
+        if not isinstance(prompt, str):
+            return prompt
+        ids = await asyncio.to_thread(self.llm.tokenizer.encode, prompt)
+        if not ids:
+            raise APIError("a prompt is empty; give at least one token of text", param="prompt")
+        return list(ids)
+
+    def now(self) -> int:
+        """Seconds since the epoch, for ``created``."""
+        return int(time.time())
+
+    async def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, deadline: float | None
+    ) -> Ticket:
+        return await self.loop.submit(prompts, params, deadline)
+
+
+async def gather(ticket: Ticket, http: HTTPRequest) -> list[Completion]:
+    """All completions of a ticket, in order; cancels them if the client goes away meanwhile."""
+
+    async def collect() -> None:
+        async for _ in ticket:
+            pass
+
+    work = asyncio.create_task(collect())
+    try:
+        while not work.done():
+            await asyncio.wait({work}, timeout=0.25)
+            if not work.done() and await http.is_disconnected():
+                work.cancel()
+        await work
+    except asyncio.CancelledError:
+        raise APIError("the client has gone", 499, "server_error", code="cancelled") from None
+    finally:
+        ticket.cancel()
+        work.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await work
+    return [r.completion for r in ticket.requests if r.completion is not None]
+
+
+async def events_of(ticket: Ticket) -> AsyncIterator[StreamEvent]:
+    """Every event of a ticket, as it comes."""
+    async for delivery in ticket:
+        for event in delivery:
+            yield event
