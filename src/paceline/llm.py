@@ -102,6 +102,7 @@ class LLM:
         max_batch_size: int = 8,
         kv_cache_memory: int | None = None,
         draft_length: int | str = "auto",
+        max_draft_length: int = 8,
         rule: str = "auto",
         prefix_sharing: bool = True,
         seed: int | None = None,
@@ -109,13 +110,14 @@ class LLM:
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
-        For comparing settings without loading a large model twice. Raises what the constructor
-        does.
+        For comparing settings without loading a large model twice. ``max_draft_length`` bounds
+        the length "auto". Raises what the constructor does.
         """
         options = EngineOptions(
             max_batch_size=max_batch_size,
             kv_cache_memory=kv_cache_memory,
             draft_length=draft_length,
+            max_draft_length=max_draft_length,
             rule=rule,
             prefix_sharing=prefix_sharing,
             lossy=lossy,

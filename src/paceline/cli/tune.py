@@ -1,0 +1,146 @@
+"""``paceline tune``: which drafter, how long, for this model on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.measuring import (
+    PromptOptions,
+    ReportOptions,
+    finish,
+    partial_results,
+    progress_bar,
+)
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    expand,
+    parse_bytes,
+    quiet_libraries,
+    set_threads,
+)
+
+if TYPE_CHECKING:
+    from paceline import LLM
+
+_TARGET = "Model"
+_PER_CATEGORY = 8
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """The target and the drafters to try."""
+
+    model: Annotated[
+        str,
+        typer.Option(help="Model folder, hub name or built-in name.", rich_help_panel=_TARGET),
+    ] = DEFAULT_MODEL
+    draft: Annotated[
+        list[str],
+        typer.Option(
+            help="A drafter to try, as for generate; repeatable. Draft models and EAGLE heads are "
+            "tried as chains and trees. Drafters that need no training are tried besides.",
+            rich_help_panel=_TARGET,
+            show_default="what is at hand",
+        ),
+    ] = field(default_factory=list)
+    only: Annotated[
+        bool,
+        typer.Option("--only", help="Try nothing but the drafters given.", rich_help_panel=_TARGET),
+    ] = False
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_TARGET),
+    ] = "auto"
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_TARGET)
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processor threads.", rich_help_panel=_TARGET, show_default="torch's choice"
+        ),
+    ] = None
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for keys and values, as in 512M or 2G.",
+            rich_help_panel=_TARGET,
+            show_default="auto",
+        ),
+    ] = None
+
+    def open(self) -> LLM:
+        """The target alone."""
+        memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
+        quiet_libraries()
+        set_threads(self.threads)
+        from paceline import LLM
+
+        return LLM(
+            self.model,
+            draft="none",
+            dtype=self.dtype,
+            device=self.device,
+            max_batch_size=1,
+            kv_cache_memory=memory,
+        )
+
+
+@expand
+def tune(
+    target: TargetOptions,
+    prompts: PromptOptions,
+    output: ReportOptions,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Requests expected at once.")
+    ] = 1,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")
+    ] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each prompt.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the confirmation.")] = 4,
+    out: Annotated[str, typer.Option(help="Where the profile is written.")] = "paceline.toml",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the profile.")] = False,
+) -> None:
+    """Find the fastest drafter and settings; write them to a profile for --profile."""
+    output.check()
+    _check_out(out, force)
+    chosen_prompts = prompts.load(_PER_CATEGORY)
+    from paceline.tune.candidates import at_hand
+    from paceline.tune.plan import Outcome, Wish, turns
+    from paceline.tune.plan import tune as run
+    from paceline.tune.present import profile_of, record_of, report_of
+
+    source = prompts.prompts or "shipped prompts"
+    wish = Wish(concurrency, temperature, max_tokens, rounds, source)
+    candidates = at_hand(target.model, target.draft, target.only)
+    llm = target.open()
+    outcome = Outcome.start(wish, llm)
+    with (
+        partial_results() as interrupted,
+        progress_bar("tuning", turns(candidates, wish)) as advance,
+    ):
+        run(llm, candidates, chosen_prompts, outcome, lambda what: advance(1, what))
+    record = record_of(outcome)
+    output.emit({**record, "profile": None if interrupted else out}, report_of(outcome))
+    if interrupted:
+        print("no profile was written: nothing is confirmed", file=sys.stderr)
+        finish(interrupted)
+    profile_of(outcome, llm).write(out)
+    print(f"profile: {out} (use it with --profile {out})", file=sys.stderr)
+
+
+def _check_out(out: str, force: bool) -> None:
+    """Refuse before the minutes of measuring. Raises ConfigError."""
+    from paceline.errors import ConfigError
+
+    path = Path(out)
+    if path.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it, as in paceline.toml")
+    if path.exists() and not force:
+        raise ConfigError(f"{out} exists already; give --force to overwrite it, or another --out")

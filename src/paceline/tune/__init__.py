@@ -1,0 +1,1 @@
+"""Finding the drafter and the settings that decode fastest on this machine."""

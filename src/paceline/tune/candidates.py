@@ -1,0 +1,84 @@
+"""Which drafters are tried: those that the user names, and what is at hand anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.config import DraftSpec
+from paceline.drafters import DRAFTERS, POLICY_OPTIONS
+
+EMBEDDED = "paceline/tiny"
+_EMBEDDED_DRAFTS = (
+    "model:paceline/tiny-draft",
+    "eagle3:paceline/tiny-eagle3",
+    "eagle:paceline/tiny-eagle",
+    "medusa:paceline/tiny-medusa",
+)
+_LOOKUPS = ("ngram", "suffix", "recycling")
+_TRAINED_ON_NOTHING = ("lookahead", "layer_skip")
+_TREE_KINDS = {"model", "tree", "eagle", "eagle2", "eagle3"}
+BRANCHING, NODES = "2x2x1", 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """``shape``: how its trees grow. ``given``: the user asked for it, so it must load."""
+
+    label: str
+    spec: str
+    family: str
+    shape: str
+    given: bool = False
+
+
+def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Candidate]:
+    """The user's drafts with their tree variants, and drafters that need no training.
+
+    Without any of the user's, the embedded target's own are taken. ``only``: nothing but the
+    user's. Raises ConfigError on a spec that cannot be read.
+    """
+    given = [found for text in drafts for found in variants(text, given=True)]
+    if only and given:
+        return _unique(given)
+    own: list[Candidate] = []
+    if not drafts and model == EMBEDDED:
+        own = [found for text in _EMBEDDED_DRAFTS for found in variants(text)]
+    free = _LOOKUPS if model == EMBEDDED else _LOOKUPS + _TRAINED_ON_NOTHING
+    return _unique([*given, *own, *(found for text in free for found in variants(text))])
+
+
+def variants(text: str, given: bool = False) -> list[Candidate]:
+    """A draft as a chain, a static tree and a best-first tree, unless its spec already says."""
+    spec = DraftSpec.parse(text, tuple(DRAFTERS))
+    if spec.kind == "none":
+        return []  # plain decoding is always measured
+    fixed = set(spec.options) & set(POLICY_OPTIONS) or spec.kind in ("tree", "eagle2")
+    if spec.kind not in _TREE_KINDS or fixed:
+        return [Candidate(text, text, spec.kind, _shape_of(spec), given)]
+    base = f"{spec.kind}:{spec.argument or ''}"
+    rest = "".join(f",{key}={value}" for key, value in spec.options.items())
+    shapes = {
+        "chain": f"{base}{rest},nodes=0",
+        BRANCHING: f"{base}{rest},branching={BRANCHING}",
+        f"{NODES} nodes": f"{base}{rest},nodes={NODES}",
+    }
+    name = f"{spec.kind}:{(spec.argument or '').rstrip('/').rpartition('/')[2]}"
+    return [Candidate(f"{name} {s}", full, spec.kind, s, given) for s, full in shapes.items()]
+
+
+def _shape_of(spec: DraftSpec) -> str:
+    if "branching" in spec.options:
+        return spec.options["branching"]
+    if spec.options.get("nodes", "0") != "0":
+        return f"{spec.options['nodes']} nodes"
+    return {"tree": BRANCHING, "eagle2": "tree"}.get(spec.kind, "chain")
+
+
+def hybrid_of(first: str, second: str) -> Candidate:
+    """Two drafters that take turns; the one that looks text up comes first."""
+    return Candidate(f"hybrid: {first} + {second}", f"hybrid:{first}+{second}", "hybrid", "")
+
+
+def _unique(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return list({candidate.spec: candidate for candidate in candidates}.values())

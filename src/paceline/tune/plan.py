@@ -1,0 +1,265 @@
+"""The whole of tuning: measure once, search, confirm, and put the outcome into a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from paceline.bench.prompts import Prompt, fit
+from paceline.errors import DataError, PacelineError
+from paceline.tune.candidates import Candidate, hybrid_of
+from paceline.tune.confirm import PLAIN, Confirmation, Contestant, Rounds, confirm, winner
+from paceline.tune.decode import Run, decode
+from paceline.tune.measure import Sample, measure_method, measure_plain, target_costs
+from paceline.tune.search import (
+    Method,
+    Setting,
+    TargetCosts,
+    batch_sizes,
+    best_batch,
+    break_even,
+    predict,
+    search,
+)
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+LARGEST_BATCH = 32  # to which break-even is sought
+_DEFAULT_LENGTH = 8  # of the adaptive length
+_ALONE = 4  # prompts decoded one at a time
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user tunes for. ``source`` names the prompts."""
+
+    concurrency: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 64
+    rounds: int = 4
+    source: str = "shipped prompts"
+
+
+@dataclass
+class Outcome:
+    """All that was found out so far; Ctrl-C leaves what there is."""
+
+    wish: Wish
+    model: str
+    parameters: int
+    prompt_count: int = 0
+    target: TargetCosts | None = None
+    plain: Method | None = None
+    methods: list[Method] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
+    copied: float = 0.0  # share of plain decoding's text that stood in the text before it
+    at_other: tuple[float, float] | None = None  # another temperature, acceptance there
+    results: list[Confirmation] = field(default_factory=list)
+    chosen: Confirmation | None = None  # only once everything is confirmed
+
+    @classmethod
+    def start(cls, wish: Wish, llm: LLM) -> Outcome:
+        """Of the target that ``llm`` has loaded."""
+        parameters = sum(p.numel() for p in llm.target.hf.parameters())
+        return cls(wish, llm.target.name, parameters)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """The best setting of every method at the wished concurrency, the fastest first."""
+        if self.target is None:
+            return []
+        return search(self.methods, self.target, self.wish.concurrency)
+
+    @property
+    def plain_rate(self) -> float:
+        """Predicted tokens per second of plain decoding at the wished concurrency."""
+        assert self.target is not None and self.plain is not None
+        return predict(self.plain, self.target, 0, self.wish.concurrency).rate
+
+    def break_even_of(self, method: Method) -> int:
+        assert self.target is not None and self.plain is not None
+        return break_even(method, self.plain, self.target, self.largest_batch)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(LARGEST_BATCH, self.wish.concurrency)
+
+    def method_of(self, spec: str) -> Method | None:
+        return next((method for method in self.methods if method.spec == spec), None)
+
+
+Advance = Callable[[str], None]
+
+
+def turns(candidates: Sequence[Candidate], wish: Wish) -> int:
+    """About how often ``tune`` reports progress."""
+    return 3 + len(candidates) + 6 * wish.rounds
+
+
+def tune(
+    llm: LLM,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[Prompt],
+    outcome: Outcome,
+    advance: Advance,
+) -> None:
+    """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
+
+    Raises DataError if no prompt leaves room for the answers, and what a given candidate raises
+    when it loads; one that was only at hand is left out instead.
+    """
+    wish = outcome.wish
+    ids, left_out = fit(_mixed(prompts), llm, wish.max_tokens)
+    if not ids:
+        raise DataError(
+            f"no prompt leaves room for {wish.max_tokens} tokens in the {llm.target.max_positions} "
+            f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+        )
+    encoded = [tokens for _, tokens in ids]
+    outcome.prompt_count = len(encoded)
+    outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
+    sample = _sample(encoded, wish)
+    advance("measuring the target")
+    with_room = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
+    outcome.target = target_costs(with_room, batch_sizes(wish.concurrency, LARGEST_BATCH))
+    advance("measuring plain decoding")
+    outcome.plain, runs = measure_plain(with_room, outcome.target, sample)
+    with_room.close()
+    outcome.copied = _copied_share(sample, runs)
+    for candidate in candidates:
+        advance(f"measuring {candidate.label}")
+        _measure(llm, candidate, sample, outcome)
+    advance("measuring another temperature")
+    _other_temperature(llm, sample, outcome)
+    contestants = choose(outcome)
+    params = sample.params()
+    rounds = Rounds.of(encoded, wish.rounds, params, wish.concurrency)
+    confirm(llm, contestants, rounds, outcome.results, advance)
+    outcome.chosen = winner(outcome.results)
+
+
+def _mixed(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One of each category in turn, so that any part of them has all."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [item for row in zip_longest(*by_category.values()) for item in row if item is not None]
+
+
+def _sample(prompts: list[list[int]], wish: Wish) -> Sample:
+    """Those decoded alone are others than those decoded together, if there are enough."""
+    wide = min(max(8, wish.concurrency), LARGEST_BATCH)
+    together = [prompts[place % len(prompts)] for place in range(2 * wide)]
+    alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
+    return Sample(alone, together, (1, wide), wish.max_tokens, wish.temperature)
+
+
+def _measure(llm: LLM, candidate: Candidate, sample: Sample, outcome: Outcome) -> None:
+    assert outcome.target is not None and outcome.plain is not None
+    try:
+        own = _beside(llm, candidate.spec, sample)
+    except PacelineError as error:
+        if candidate.given:
+            raise
+        outcome.left_out.append((candidate.label, str(error)))
+        return
+    method = measure_method(own, candidate, outcome.target, outcome.plain, sample)
+    own.close()
+    if not any(method.reached):
+        outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
+        return
+    outcome.methods.append(method)
+
+
+def _beside(llm: LLM, spec: str, sample: Sample) -> LLM:
+    return llm.beside(
+        spec, max_batch_size=sample.batches[1], draft_length=0, prefix_sharing=False, seed=0
+    )
+
+
+def _other_temperature(llm: LLM, sample: Sample, outcome: Outcome) -> None:
+    """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
+    best = next(iter(outcome.settings), None)
+    if best is None:
+        return
+    other = 0.0 if outcome.wish.temperature else 1.0
+    changed = replace(sample, temperature=other)
+    own = _beside(llm, best.method.spec, sample)
+    longest = best.method.longest
+    run = decode(own, changed.together, changed.batches[1], changed.params(longest), longest)
+    own.close()
+    tried = sum(run.levels.reached)
+    if tried:
+        outcome.at_other = (other, sum(run.levels.accepted) / tried)
+
+
+def _copied_share(sample: Sample, runs: Sequence[Run]) -> float:
+    """Share of the generated tokens that end a run of four that stood in the text before."""
+    copied = total = 0
+    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
+        for prompt, output in zip(prompts, run.outputs, strict=True):
+            hits = copied_tokens(prompt, output)
+            copied, total = copied + hits, total + len(output)
+    return copied / total if total else 0.0
+
+
+def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
+    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
+    text = [*prompt, *output]
+    seen: set[tuple[int, ...]] = set()
+    copied = 0
+    for end in range(width, len(text) + 1):
+        run = tuple(text[end - width : end])
+        copied += end > len(prompt) and run in seen
+        seen.add(run)
+    return copied
+
+
+def choose(outcome: Outcome) -> list[Contestant]:
+    """Plain decoding; the best two families, each at its best length and adapting; a hybrid.
+
+    The hybrid is of the best drafter that looks text up and the best that runs a model, if both
+    are predicted to gain anything.
+    """
+    assert outcome.target is not None
+    wish = outcome.wish
+    contestants = [Contestant("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, wish.concurrency)]
+    best: dict[str, Setting] = {}
+    for setting in outcome.settings:
+        best.setdefault(setting.method.family, setting)
+    for setting in list(best.values())[:2]:
+        contestants += _both_lengths(setting, outcome)
+    gaining = [s for s in best.values() if s.rate > outcome.plain_rate]
+    lookup = next((s for s in gaining if s.method.lookup), None)
+    model = next((s for s in gaining if not s.method.lookup), None)
+    if lookup and model:
+        both = hybrid_of(lookup.method.spec, model.method.spec)
+        longest = max(_DEFAULT_LENGTH, model.length)
+        contestants.append(
+            Contestant(both.label, both.spec, both.family, "auto", longest, wish.concurrency)
+        )
+    return contestants
+
+
+def _both_lengths(setting: Setting, outcome: Outcome) -> list[Contestant]:
+    assert outcome.target is not None
+    method = setting.method
+    found = best_batch(method, outcome.target, outcome.wish.concurrency)
+    predicted = found.rate / outcome.plain_rate
+    longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
+    return [
+        Contestant(
+            method.label,
+            method.spec,
+            method.family,
+            length,
+            longest,
+            found.batch,
+            found,
+            predicted if length != "auto" else None,
+        )
+        for length in (found.length, "auto")
+    ]
