@@ -170,15 +170,20 @@ def _model(spec: DraftSpec, loading: Loading) -> Prepared:
 
 def _early_exit(spec: DraftSpec, loading: Loading) -> Prepared:
     spec.check_options(("layers", *POLICY_OPTIONS))
-    policy, total = tree_policy(spec), loading.target.num_layers
+    policy = tree_policy(spec)
+    view = LayerView(loading.target, range(exit_layers(spec, loading.target.num_layers)))
+    return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
+
+
+def exit_layers(spec: DraftSpec, total: int) -> int:
+    """How many of the target's ``total`` layers an early exit runs. Raises ConfigError."""
     layers = spec.integer("layers", max(1, round(total / 3)))
     if not 0 < layers < total:
         raise ConfigError(
             f"draft 'early_exit': layers={layers}, but the target has {total}; "
             "use at least 1 and fewer than all"
         )
-    view = LayerView(loading.target, range(layers))
-    return Prepared(lambda c: SelfDrafter(view, c.cache, policy, c.generator, spec.kind))
+    return layers
 
 
 def _layer_skip(spec: DraftSpec, loading: Loading) -> Prepared:
@@ -261,7 +266,7 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
         spec.argument,
         target,
         version=3 if spec.kind == "eagle3" else 1,
-        feature_layers=_feature_layers(spec),
+        feature_layers=feature_layers(spec),
         target_head=target.hf.get_output_embeddings(),
     )
     head = head.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -275,7 +280,7 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
     return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
 
 
-def _feature_layers(spec: DraftSpec) -> tuple[int, ...] | None:
+def feature_layers(spec: DraftSpec) -> tuple[int, ...] | None:
     """``layers=2x16x29``: layers whose inputs a head reads, in the place of its config's."""
     value = spec.options.get("layers")
     if value is None:

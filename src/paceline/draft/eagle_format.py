@@ -92,7 +92,7 @@ def build_eagle(
     """An empty head of the right shape, and the checkpoint's tensors by the head's names.
 
     Reads no values but those of ``d2t`` and ``t2d``: the others may be on the meta device, and
-    with meta as the default device so is the head. Arguments and errors as of ``load_eagle``.
+    then so is the head. Arguments and errors as of ``load_eagle``.
     """
     name = checkpoint.name
     tensors = _public_names(checkpoint)
@@ -109,7 +109,8 @@ def build_eagle(
     config = _config(name, flat, tensors, target, found)
     ids = _vocabulary(name, config, tensors) if found == 3 else None
     try:
-        head = EagleHead(config, ids, target_head)
+        with tensors["fc.weight"].device:
+            head = EagleHead(config, ids, target_head)
     except (KeyError, TypeError, ValueError):
         raise ModelLoadError(
             f"the config.json of {name} has rope_scaling {config.rope_scaling}, which the "

@@ -230,13 +230,14 @@ class EagleHead(nn.Module):
     def _register_vocabulary(self, draft_ids: Sequence[int] | None) -> None:
         config = self.config
         count = config.draft_vocab_size
-        ids = torch.tensor(list(range(count) if draft_ids is None else draft_ids))
+        # On the CPU even if the head is built without storage: these values are looked at.
+        ids = torch.tensor(list(range(count) if draft_ids is None else draft_ids), device="cpu")
         ordered = len(ids) == count and bool((ids[1:] > ids[:-1]).all())
         if not ordered or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
             raise ConfigError(f"draft ids must be {count} ascending ids below {config.vocab_size}")
-        known = torch.zeros(config.vocab_size, dtype=torch.bool)
+        known = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
         known[ids] = True
-        self.register_buffer("d2t", ids - torch.arange(count))
+        self.register_buffer("d2t", ids - torch.arange(count, device="cpu"))
         self.register_buffer("t2d", known)
 
     @property

@@ -46,13 +46,14 @@ def build_medusa(
 ) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
     """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
 
-    Reads no values but those of ``token_map``: the others may be on the meta device, and with meta
-    as the default device so are the heads. Arguments and errors as of ``load_medusa``.
+    Reads no values but those of ``token_map``: the others may be on the meta device, and then so
+    are the heads. Arguments and errors as of ``load_medusa``.
     """
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
     _check_target(checkpoint, config, hidden_size, vocab_size, target_layers)
-    heads = MedusaHeads(config).to(_dtype(tensors))
+    with next(value for key, value in tensors.items() if key != "token_map").device:
+        heads = MedusaHeads(config).to(_dtype(tensors))
     kept = {
         key: value
         for key, value in tensors.items()

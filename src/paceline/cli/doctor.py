@@ -1,0 +1,74 @@
+"""``paceline doctor``: what is wrong with a target and a drafter, before they are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.measuring import ReportOptions, finish, partial_results, progress_bar
+from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, parse_bytes, quiet_libraries
+
+if TYPE_CHECKING:
+    from paceline.doctor.findings import Finding
+    from paceline.doctor.trial import Trial
+
+
+def _trial(engine: ModelOptions) -> Trial:
+    """Load the pair and measure it."""
+    from paceline.doctor.trial import SECONDS, run_trial
+
+    with progress_bar("loading", total=int(SECONDS)) as advance:
+        plain = engine.open(None)
+        spec = plain.beside(engine.resolved_draft, max_batch_size=1, draft_length=1)
+        shown = 0
+
+        def progress(passed: float) -> None:
+            nonlocal shown
+            steps = min(int(passed), int(SECONDS)) - shown
+            shown += steps
+            advance(steps, "measuring")
+
+        return run_trial(plain, spec, SECONDS, progress)
+
+
+@expand
+def doctor(
+    engine: ModelOptions,
+    output: ReportOptions,
+    run: Annotated[
+        bool, typer.Option("--run", help="Load the pair as well, and measure it for ten seconds.")
+    ] = False,
+) -> None:
+    """Look at a model and its draft before loading them: what will go wrong, and what helps.
+
+    Exits with 1 if there is an error among the findings.
+    """
+    output.check()
+    draft = engine.resolved_draft
+    if run and draft is None:
+        raise typer.BadParameter(f"--run measures a draft; try --draft {DEFAULT_DRAFT} or ngram")
+    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    quiet_libraries()
+    from paceline.doctor import Severity, examine, summary
+    from paceline.doctor.findings import by_severity
+    from paceline.doctor.verdict import judge
+
+    findings: list[Finding] = examine(
+        engine.model,
+        draft,
+        dtype=engine.dtype,
+        device=engine.device,
+        max_batch_size=engine.max_batch_size or 8,
+        kv_cache_memory=memory,
+    )
+    trial = None
+    with partial_results() as interrupted:
+        if run and not any(item.severity is Severity.ERROR for item in findings):
+            trial = _trial(engine)
+            findings = by_severity([*findings, *judge(trial)])
+    document = summary.report(engine.model, draft, findings, trial)
+    output.emit(summary.record(engine.model, draft, findings, trial), document)
+    finish(interrupted)
+    if any(item.severity is Severity.ERROR for item in findings):
+        raise typer.Exit(1)

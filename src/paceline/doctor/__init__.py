@@ -1,0 +1,5 @@
+"""What is wrong with a target and a drafter, found before anything is loaded."""
+
+from paceline.doctor.examination import examine as examine
+from paceline.doctor.findings import Finding as Finding
+from paceline.doctor.findings import Severity as Severity
