@@ -156,7 +156,8 @@ class Commit:
 
     ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path`` are the
     tree nodes whose keys and values stay: ``tokens[:len(path)]`` came from the draft. ``drafted``
-    counts the tree's nodes, ``reached`` the levels at which it had a token to try.
+    counts the tree's nodes, ``levels`` its depth, ``reached`` the levels at which it had a token to
+    try.
     ``finish_reason`` is "stop", "length" or None. A prefill chunk commits no tokens.
 
     Where to find the step's output: the features of fed token i (at absolute position
@@ -170,6 +171,7 @@ class Commit:
     tokens: tuple[int, ...]
     path: tuple[int, ...] = ()
     drafted: int = 0
+    levels: int = 0
     reached: int = 0
     fed: int = 0  # pending tokens whose keys and values are now cached
     position: int = 0

@@ -61,6 +61,8 @@ class Sequence:
     constraint: Constraint | None = None  # what a grammar allows next
     seconds: float = 0.0  # wall time of the steps it took part in
     queued: float = 0.0  # when the engine got it, by time.perf_counter
+    started: float = 0.0  # when it first ran, and how many of its tokens were cached by then
+    shared: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 

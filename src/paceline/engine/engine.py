@@ -153,6 +153,7 @@ class Engine:
             tokens=verdict.tokens[:taken],
             path=path,
             drafted=len(tree),
+            levels=max(tree.depths, default=0),
             reached=len(path) + (tried and taken > len(path)),
             logit_row=check.start,
             choices=verdict.choices,
@@ -177,7 +178,7 @@ class Engine:
     def _account(self, plan: Plan, commits: Sequence[Commit], start: float) -> None:
         now = time.perf_counter()
         self.steps += 1
-        self.controller.observe(commits, now - start)
+        self.controller.observe(commits, now - start, self.clock.current("draft"))
         for seq, commit in zip(plan.seqs, commits, strict=True):
             seq.seconds += now - start
             if commit.tokens:

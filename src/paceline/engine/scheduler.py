@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ class Scheduler:
                 return
             self.waiting.popleft()
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens)
+            if not seq.started:
+                seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)
 
     def _prefilled_by_another(self, seq: Request) -> bool:

@@ -35,6 +35,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_models(service))
     app.include_router(_tokens(service))
     app.include_router(_state(service))
+    app.include_router(service.metrics.router())
     app.add_exception_handler(PacelineError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)

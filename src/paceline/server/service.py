@@ -6,31 +6,32 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HTTPRequest
 
 from paceline.completion import Completion, StreamEvent
 from paceline.server.errors import APIError
-from paceline.server.loop import EngineLoop, Ticket
+from paceline.server.loop import EngineLoop, Limits, Ticket
+from paceline.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.llm import LLM, Prompt
 
 
-@dataclass
 class Service:
-    """The served model and its loop. ``created`` is seconds since the epoch."""
+    """A model under the name by which it is served, its loop and its metrics.
 
-    loop: EngineLoop
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    ``created`` is seconds since the epoch.
+    """
 
-    @property
-    def llm(self) -> LLM:
-        return self.loop.llm
+    def __init__(self, llm: LLM, model: str, limits: Limits | None = None) -> None:
+        self.llm, self.model = llm, model
+        self.created = self.now()
+        self.metrics = Metrics()
+        self.loop = EngineLoop(llm, limits, self.metrics)
+        self.metrics.watch(self.loop)
 
     def check_model(self, name: str) -> None:
         """Raises APIError 404 for another model."""

@@ -1,0 +1,233 @@
+"""Prometheus metrics: requests, latencies, tokens, cache, and what speculation does.
+
+Counters and histograms are written on the engine thread as steps end; gauges are read when a
+scraper asks. Everything about speculation is labelled with the drafter's name, as requests know it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from paceline.core.batch import Commit
+from paceline.engine.clock import PHASES
+from paceline.server.choices import drafter_of
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.request import Request
+    from paceline.server.loop import EngineLoop
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DECAY = 0.995  # of the gauges' memory, a draft: about the last two hundred
+
+
+class Metrics:
+    """The observer of one ``EngineLoop``, with a registry of its own (no global state)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests()
+        self._engine()
+        self._speculation()
+        self._recent: dict[str, _Recent] = {}
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._preempted = 0
+        self._begun: set[int] = set()
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"paceline_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(f"paceline_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"paceline_{name}", text, buckets=tuple(buckets), registry=self.registry)
+
+    def _requests(self) -> None:
+        self.requests = self._counter(
+            "requests",
+            "Requests that ended, by outcome (stop, length, cancelled, ...).",
+            ["outcome"],
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.tokens = self._counter("generation_tokens", "Tokens written.")
+        self.queue_time = self._histogram(
+            "queue_seconds", "From arrival to the first step of a request.", _SLOW
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SLOW
+        )
+        self.token_gap = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between deliveries, divided by the tokens delivered together.",
+            _FAST,
+        )
+        self.request_time = self._histogram(
+            "request_seconds", "From arrival to the last token.", _SLOW
+        )
+
+    def _engine(self) -> None:
+        self.running = self._gauge("requests_running", "Sequences being decoded.")
+        self.waiting = self._gauge("requests_waiting", "Sequences that wait for room.")
+        self.cache_usage = self._gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
+        self.batch = self._histogram("batch_size", "Sequences of a step.", _SIZES)
+        self.prefix_hits = self._counter(
+            "prefix_cache_hit_tokens", "Tokens of prompts that were cached already."
+        )
+        self.preemptions = self._counter(
+            "preemptions", "Sequences that had to give up their cache."
+        )
+
+    def _speculation(self) -> None:
+        own = ["drafter"]
+        at = ["drafter", "position"]
+        name = "spec_decode_"
+        self.drafts = self._counter(f"{name}num_drafts", "Drafts verified.", own)
+        self.drafted = self._counter(f"{name}num_draft_tokens", "Tokens drafted.", own)
+        self.accepted = self._counter(f"{name}num_accepted_tokens", "Draft tokens accepted.", own)
+        self.drafted_at = self._counter(
+            f"{name}num_draft_tokens_per_pos", "Drafts that had a token to try at a position.", at
+        )
+        self.accepted_at = self._counter(
+            f"{name}num_accepted_tokens_per_pos", "Draft tokens accepted at a position.", at
+        )
+        self.acceptance = self._gauge(
+            f"{name}acceptance_rate", "Accepted by drafted tokens, of the last drafts.", own
+        )
+        self.mean_length = self._gauge(
+            f"{name}mean_accepted_length",
+            "Tokens a target step, its own included, of the last steps.",
+            own,
+        )
+        self.draft_length = self._gauge(
+            f"{name}draft_length", "Levels drafted in the last step, mean over its sequences.", own
+        )
+        self.phase_seconds = self._counter(
+            "step_seconds",
+            "Seconds of steps, by phase; shared among a step's drafters.",
+            ["phase", "drafter"],
+        )
+
+    # -- the engine thread ---------------------------------------------------------------------
+
+    def queued(self, requests: Sequence[Request]) -> None:
+        # The n requests of one prompt share it, and so it counts once.
+        self.prompt_tokens.inc(
+            sum(request.seq.prompt_length for request in requests if request.index == 0)
+        )
+
+    def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
+        self.batch.observe(len(advanced))
+        sequences: Tally[str] = Tally()
+        levels: Tally[str] = Tally()
+        for request, commit in advanced:
+            drafter = drafter_of(request, llm.drafters)
+            sequences[drafter] += 1
+            levels[drafter] += commit.levels
+            self._started(request)
+            if commit.tokens:
+                self._committed(request, commit, drafter)
+        for drafter, count in sequences.items():
+            self.draft_length.labels(drafter).set(levels[drafter] / count)
+        self._clock(llm, sequences)
+        preempted = llm.engine.scheduler.preemptions
+        self.preemptions.inc(preempted - self._preempted)
+        self._preempted = preempted
+
+    def _started(self, request: Request) -> None:
+        seq = request.seq
+        if seq.seq_id not in self._begun:
+            self._begun.add(seq.seq_id)
+            self.queue_time.observe(max(0.0, seq.started - seq.queued))
+            self.prefix_hits.inc(seq.shared)
+
+    def _committed(self, request: Request, commit: Commit, drafter: str) -> None:
+        arrivals = request.seq.arrivals
+        count = len(commit.tokens)
+        self.tokens.inc(count)
+        if len(arrivals) == 1:
+            self.first_token.observe(arrivals[0][0] - request.seq.queued)
+        else:
+            gap = (arrivals[-1][0] - arrivals[-2][0]) / count
+            for _ in range(count):
+                self.token_gap.observe(gap)
+        recent = self._recent.setdefault(drafter, _Recent())
+        recent.record(commit)
+        self.mean_length.labels(drafter).set(recent.mean_length)
+        if not commit.drafted:
+            return
+        self.drafts.labels(drafter).inc()
+        self.drafted.labels(drafter).inc(commit.drafted)
+        self.accepted.labels(drafter).inc(len(commit.path))
+        for position in range(commit.reached):
+            self.drafted_at.labels(drafter, position).inc()
+            if position < len(commit.path):
+                self.accepted_at.labels(drafter, position).inc()
+        self.acceptance.labels(drafter).set(recent.acceptance)
+
+    def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
+        totals = llm.engine.clock.totals()
+        everyone = sum(sequences.values())
+        for phase in PHASES:
+            passed = totals[phase] - self._phases[phase]
+            for drafter, count in sequences.items():
+                self.phase_seconds.labels(phase, drafter).inc(max(0.0, passed) * count / everyone)
+        self._phases = totals
+
+    def finished(self, request: Request, outcome: str) -> None:
+        self.requests.labels(outcome).inc()
+        self.request_time.observe(time.perf_counter() - request.seq.queued)
+        self._begun.discard(request.seq.seq_id)
+
+    # -- scraping --------------------------------------------------------------------------------
+
+    def watch(self, loop: EngineLoop) -> None:
+        """Let the gauges read a loop's state whenever they are scraped."""
+        engine = loop.llm.engine
+        pool = engine.cache.pool
+        self.running.set_function(lambda: len(engine.scheduler.running))
+        self.waiting.set_function(lambda: loop.waiting)
+        self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
+
+    def router(self) -> APIRouter:
+        routes = APIRouter()
+
+        @routes.get("/metrics", response_class=Response)
+        async def metrics() -> Response:
+            return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+        return routes
+
+
+class _Recent:
+    """Decayed sums of the last steps."""
+
+    def __init__(self) -> None:
+        self._drafted = self._accepted = self._tokens = self._steps = 0.0
+
+    def record(self, commit: Commit) -> None:
+        if commit.drafted:
+            self._drafted = _DECAY * self._drafted + commit.drafted
+            self._accepted = _DECAY * self._accepted + len(commit.path)
+        self._tokens = _DECAY * self._tokens + len(commit.tokens)
+        self._steps = _DECAY * self._steps + 1
+
+    @property
+    def acceptance(self) -> float:
+        return self._accepted / self._drafted if self._drafted else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        return self._tokens / self._steps if self._steps else 0.0
