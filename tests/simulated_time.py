@@ -12,7 +12,8 @@ from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import Hybrid
-from paceline.draft.worth import Profile, StepTime
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Profile
 from paceline.engine.controller import AdaptiveLength
 
 STEP = 1.0  # seconds of a target step over one token

@@ -13,7 +13,8 @@ from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.router import Router
-from paceline.draft.worth import Profile, StepTime
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Profile
 from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
 from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
 from paceline.engine.costs import measure

@@ -14,7 +14,8 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
-from paceline.draft.worth import AcceptanceEstimate, Profile, StepTime, best
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import AcceptanceEstimate, Profile, best
 from paceline.engine.controller import AdaptiveLength, FixedLength
 from paceline.engine.costs import measure
 from simulated_time import REST, STEP, Guesser, Machine, always

@@ -27,7 +27,8 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.draft.worth import Acceptance, Probe, Profile, StepTime, best, levels_tried
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Acceptance, Probe, Profile, best, levels_tried
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
 

@@ -1,8 +1,8 @@
 """What a draft is worth: the tokens it is expected to add, for the seconds it takes.
 
 Both are learnt where they are needed: acceptance from what the target made of earlier drafts, the
-seconds from measurements at start-up. The draft length of every drafter and the choice between
-drafters follow from them.
+seconds from measurements at start-up and from steps since (steptime.py). The draft length of every
+drafter and the choice between drafters follow from them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 
 from paceline.core.batch import Commit
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
 
 
@@ -49,6 +50,12 @@ class AcceptanceEstimate:
         """Changes whenever the rates do."""
         prior = self._prior
         return self._records + (prior._age if isinstance(prior, AcceptanceEstimate) else 0)
+
+    def fade(self, share: float) -> None:
+        """Trust what was seen less, as it is of long ago: keep so much of its weight."""
+        self._records += 1
+        self._reached = [share * count for count in self._reached]
+        self._accepted = [share * count for count in self._accepted]
 
     def rates(self) -> list[float]:
         prior, weight = self._prior, self._weight
@@ -149,85 +156,14 @@ class Profile:
         """Whether proposing takes no forward, so that one may look before deciding."""
         return not any(self.passes)
 
+    @cached_property
+    def row_seconds(self) -> float:
+        """Seconds by which a pass grows for each further row, as when a prompt is read."""
+        return max(0.0, self.seconds(1024) - self.seconds(1)) / 1023
+
     def drafting(self, length: int, batch: int) -> float:
         """Seconds in which ``batch`` sequences are drafted for."""
         return self.passes[length] * self.seconds(batch) if batch else 0.0
-
-
-class StepTime:
-    """Predicts the seconds of a step from measured forwards, and learns where that is wrong.
-
-    A plain step takes a forward and an overhead; a draft adds its nodes and its passes. What they
-    took in truth is compared after every step. It gives the overhead and, for each kind of draft,
-    a factor by which its passes are dearer than measured; if it has none, the time for handling it.
-    """
-
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._known: dict[tuple[int, float], float] = {}
-        self._overhead = 0.1 * costs.target(1, 1)  # time outside the forwards
-        self._plain_steps = 0
-        self._since_plain = 0
-        self._dearness: dict[Hashable, float] = {}
-        self._handling: dict[Hashable, float] = {}
-        self._kinds: set[Hashable] = set()  # of the drafts in the step under way
-        self._drafting = 0.0  # seconds of their passes
-
-    def verify(self, batch: int, nodes: float) -> float:
-        """A target forward over ``batch`` sequences with ``nodes`` draft nodes each."""
-        key = (batch, round(nodes, 1))
-        if key not in self._known:
-            if len(self._known) > 4096:
-                self._known.clear()
-            self._known[key] = self._costs.target(batch, 1 + nodes)
-        return self._known[key]
-
-    def step(self, batch: int, nodes: float, drafting: float, kind: Hashable = None) -> float:
-        """A step of ``batch`` sequences that verify ``nodes`` each after ``drafting`` seconds."""
-        plain = self.verify(batch, 0)
-        extra = self.verify(batch, nodes) - plain + drafting
-        handling = self._handling.get(kind, 0.0) if nodes else 0.0
-        return plain + self._overhead + handling + self._dearness.get(kind, 1.0) * extra
-
-    def begin(self, kind: Hashable, drafting: float) -> None:
-        """Drafts of a kind are made in the step under way; their passes take so many seconds."""
-        self._kinds.add(kind)
-        self._drafting += drafting
-
-    def end(self, batch: int, nodes: int, seconds: float | None) -> None:
-        """The step is over: ``nodes`` were verified for ``batch`` sequences.
-
-        ``seconds`` is None if the step is no measure (it prefilled, too).
-        """
-        if seconds is not None and batch:
-            plain = self.verify(batch, 0)
-            extra = self.verify(batch, nodes / batch) - plain + self._drafting
-            self._since_plain += 1
-            # Bounded, so that one hiccup of the machine does not change the policy.
-            if not nodes and not self._drafting:
-                self._plain_steps += 1
-                self._since_plain = 0
-                surplus = min(max(seconds - plain, -0.5 * plain), 2 * plain)
-                weight = max(0.05, 1 / (1 + self._plain_steps))
-                self._overhead += weight * (surplus - self._overhead)
-            elif len(self._kinds) == 1:
-                self._correct(next(iter(self._kinds)), plain, extra, seconds)
-        self._kinds.clear()
-        self._drafting = 0.0
-
-    def _correct(self, kind: Hashable, plain: float, extra: float, seconds: float) -> None:
-        """Passes may be dearer than measured; trees alone take time to be put together."""
-        # Without a plain step to compare with, all may have become slower: drafts need not answer.
-        known = self._plain_steps and self._since_plain <= 64
-        surplus = seconds - plain - self._overhead - extra if known else 0.0
-        if self._drafting:
-            factor = min(max(1 + surplus / extra, 0.5), 3.0)
-            before = self._dearness.get(kind, 1.0)
-            self._dearness[kind] = before + 0.05 * (factor - before)
-        else:
-            handling = min(max(surplus, 0.0), plain)
-            before = self._handling.get(kind, 0.0)
-            self._handling[kind] = before + 0.05 * (handling - before)
 
 
 def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> list[int]:
@@ -247,6 +183,30 @@ def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -
         before = chosen
         chosen = [
             max(range(len(own)), key=lambda k: own[k] - rate * times[k])
+            for own, times in zip(gains, seconds, strict=True)
+        ]
+        if chosen == before:
+            break
+    return chosen
+
+
+def fairest(
+    gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], start: Sequence[int]
+) -> list[int]:
+    """The option of each sequence with the best geometric mean of the sequences' speeds.
+
+    As ``best``, but maximises the sum of log(gain) minus n log(time): a step is the same time for
+    all, so drafting for some slows those down that gain nothing by it. Each round bounds the
+    logarithm by its tangent at the time so far, so it never gets worse than ``start``
+    (majorisation; Hunter and Lange 2004).
+    """
+    chosen = list(start)
+    for _ in range(4):
+        time = sum(times[k] for times, k in zip(seconds, chosen, strict=True))
+        price = len(chosen) / time
+        before = chosen
+        chosen = [
+            max(range(len(own)), key=lambda k: log(own[k]) - price * times[k])
             for own, times in zip(gains, seconds, strict=True)
         ]
         if chosen == before:

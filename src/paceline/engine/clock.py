@@ -36,6 +36,17 @@ class PhaseClock:
         self._phases.append(phase)
         self._mark()
 
+    def current(self, phase: str) -> float | None:
+        """Seconds of a phase in the step under way; None on CUDA, where that is known later."""
+        if self._events:
+            return None
+        marks: list[float] = self._marks
+        return sum(
+            marks[place + 1] - marks[place]
+            for place, name in enumerate(self._phases)
+            if name == phase
+        )
+
     def totals(self) -> dict[str, float]:
         """Seconds by phase of all steps so far; on CUDA this waits for the last one."""
         self._settle()

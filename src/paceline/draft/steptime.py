@@ -1,0 +1,136 @@
+"""What a step takes: start-up's measurements, corrected by what steps took since."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from paceline.core.costs import StepCosts
+
+_BOUND = 1.5  # by which one step may differ from what is known: a hiccup is no policy
+
+
+class Correction:
+    """How many times longer something takes than predicted, learnt where it happens.
+
+    A factor for each group (concurrency), which follows what happens quickly, times one for each
+    of its cells (draft nodes), which moves slowly. What has not been seen takes the nearest
+    group's factor, so that a change of load starts from what is known.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, tuple[float, int]] = {}  # factor, observations
+        self._cells: dict[tuple[int, int], tuple[float, int]] = {}
+
+    def factor(self, group: int, cell: int) -> float:
+        return self._group(group)[0] * self._cells.get((group, cell), (1.0, 0))[0]
+
+    def _group(self, group: int) -> tuple[float, int]:
+        if group in self._groups:
+            return self._groups[group]
+        if not self._groups:
+            return 1.0, 0
+        nearest = min(self._groups, key=lambda known: abs(known - group))
+        return self._groups[nearest][0], 2
+
+    def observe(self, group: int, cell: int, ratio: float) -> None:
+        """It took ``ratio`` times what was predicted without any correction."""
+        whole, seen = self._group(group)
+        own, count = self._cells.get((group, cell), (1.0, 0))
+        bound = _BOUND if self._groups else 4.0
+        ratio = min(max(ratio, whole * own / bound), whole * own * bound)
+        fast, slow = max(0.1, 1 / (1 + seen)), max(0.03, 1 / (4 + count))
+        self._groups[group] = (whole + fast * (ratio / own - whole), seen + 1)
+        if seen:  # the first step of all says nothing about its cell
+            self._cells[group, cell] = (own + slow * (ratio / whole - own), count + 1)
+
+
+class StepTime:
+    """Predicts the seconds of a step, and learns from each step where that is wrong.
+
+    A step is drafting (passes of a drafter, or looking something up) and the rest: the target's
+    forward over its sequences and their draft nodes, and the host's work. Both are predicted from
+    forwards measured at start-up and corrected by concurrency (in powers of two) and nodes.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._known: dict[tuple[int, float], float] = {}
+        self._rest = Correction()
+        self._passes: dict[Hashable, Correction] = {}
+        self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
+        self._kinds: set[Hashable] = set()  # of the drafts in the step under way
+        self._drafting = 0.0  # seconds of their passes, as measured
+
+    def verify(self, batch: int, nodes: float) -> float:
+        """A target forward over ``batch`` sequences and ``nodes`` draft nodes each, as measured."""
+        key = (batch, round(nodes, 1))
+        if key not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known[key] = self._costs.target(batch, 1 + key[1])
+        return self._known[key]
+
+    def rest(self, batch: int, nodes: float) -> float:
+        """All of a step but the drafting."""
+        return self.verify(batch, nodes) * self._rest.factor(_group(batch), _cell(nodes))
+
+    def drafting(self, batch: int, nodes: float, seconds: float, kind: Hashable) -> float:
+        """Drafting of ``nodes`` each for ``batch`` sequences, by passes measured to ``seconds``."""
+        if not seconds:
+            return self._handling.get(kind, 0.0) * batch if nodes else 0.0
+        own = self._passes.get(kind)
+        return seconds if own is None else seconds * own.factor(_group(batch), _cell(nodes))
+
+    def step(self, batch: int, nodes: float, drafting: float, kind: Hashable = None) -> float:
+        """A step of ``batch`` sequences that verify ``nodes`` each after ``drafting`` seconds.
+
+        ``drafting`` is as measured at start-up, of a drafter of this ``kind``.
+        """
+        return self.rest(batch, nodes) + self.drafting(batch, nodes, drafting, kind)
+
+    def begin(self, kind: Hashable, drafting: float) -> None:
+        """Drafts of a kind are made in the step under way; passes measured to take so long."""
+        self._kinds.add(kind)
+        self._drafting += drafting
+
+    def end(
+        self, batch: int, nodes: int, seconds: float | None, drafting: float | None = None
+    ) -> None:
+        """The step is over: ``nodes`` were verified for ``batch`` sequences.
+
+        ``seconds`` is None if the step is no measure (it prefilled, too). ``drafting`` is the part
+        of them that went into drafting; None if only the whole is known.
+        """
+        if seconds is not None and batch:
+            self._learn(batch, nodes / batch, seconds, drafting)
+        self._kinds.clear()
+        self._drafting = 0.0
+
+    def _learn(self, batch: int, nodes: float, seconds: float, drafting: float | None) -> None:
+        kind = next(iter(self._kinds)) if len(self._kinds) == 1 else None
+        group, cell = _group(batch), _cell(nodes)
+        known = self.rest(batch, nodes)
+        if drafting is None:  # both are as wrong as the whole
+            expected = self.drafting(batch, nodes, self._drafting, kind)
+            drafting = seconds * expected / (known + expected)
+        rest = seconds - drafting if self._kinds else seconds
+        self._rest.observe(group, cell, rest / self.verify(batch, nodes))
+        if len(self._kinds) != 1:
+            return
+        if self._drafting:
+            own = self._passes.setdefault(kind, Correction())
+            own.observe(group, cell, drafting / self._drafting)
+        else:
+            before = self._handling.get(kind, 0.0)
+            each = min(drafting, known) / batch
+            self._handling[kind] = before + 0.05 * (each - before)
+
+
+def _group(batch: int) -> int:
+    """Powers of two: 1, 2 and 3, 4 to 7, ..."""
+    return batch.bit_length()
+
+
+def _cell(nodes: float) -> int:
+    """0, 1, 2 and 3, 4 to 7, ...; a few nodes among many sequences are not none."""
+    return 0 if nodes <= 0 else max(1, round(nodes)).bit_length()
