@@ -1,0 +1,113 @@
+"""``paceline profile``: what a decoding step waits for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.measuring import (
+    PromptOptions,
+    ReportOptions,
+    finish,
+    partial_results,
+    progress_bar,
+)
+from paceline.cli.options import ModelOptions, debugging, expand, parse_bytes
+
+if TYPE_CHECKING:
+    from paceline import LLM
+    from paceline.profiling.runs import Result
+
+_BATCH = 8  # sequences together where nobody says how many
+
+
+@expand
+def profile(
+    engine: ModelOptions,
+    source: PromptOptions,
+    output: ReportOptions,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
+    steps: Annotated[int, typer.Option(min=5, help="Steady steps a round.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write the profiler's trace of the drafting run (or the plain one, without a "
+            "draft) for ui.perfetto.dev; .json or .json.gz.",
+        ),
+    ] = None,
+) -> None:
+    """Say whether steady decoding waits for memory, compute, kernel launches or Python."""
+    output.check()
+    if not debugging():  # the profiler's library reports its starts and stops on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from paceline.profiling import runs, steady
+    from paceline.profiling.presentation import report_of
+    from paceline.profiling.trace import check_path
+
+    if trace is not None:
+        check_path(trace)
+    prompts = source.load()
+    contestants = _contestants(engine, concurrency)
+    target = contestants[0][1]
+    encoded = [prompt.encode(target) for prompt in prompts]
+    places = steady.choose(encoded, concurrency, target.target.max_positions)
+    chosen = [encoded[place] for place in places]
+    wish = runs.Wish(steps, rounds, trace)
+    result = runs.Result()
+    with (
+        partial_results() as interrupted,
+        progress_bar("profile", runs.stages(len(contestants), wish)) as advance,
+    ):
+        advance(0, "loading")
+
+        def begin(what: str) -> None:
+            advance(1, what)
+
+        runs.profile_all(contestants, chosen, wish, result, begin)
+    names = list(dict.fromkeys(prompts[place].name for place in places))
+    record = {
+        "model": engine.model,
+        "draft": engine.resolved_draft,
+        "concurrency": concurrency,
+        "prompts": names,
+        **result.record(),
+        "trace": trace if len(result.runs) == len(contestants) else None,
+    }
+    output.emit(record, report_of(result, _setting(engine, concurrency, names, result)))
+    finish(interrupted)
+
+
+def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
+    """Plain decoding first, then with the draft if there is one, over the same weights.
+
+    Raises ConfigError if fewer sequences are decoded together than ``concurrency`` asks for.
+    """
+    from paceline import ConfigError
+
+    draft = engine.resolved_draft
+    if engine.max_batch_size is None and engine.profile is None and concurrency > _BATCH:
+        engine = replace(engine, max_batch_size=concurrency)
+    loaded = engine.open(draft)
+    batch = loaded.engine.scheduler.config.max_batch_size
+    if concurrency > batch:
+        raise ConfigError(
+            f"--concurrency is {concurrency}, but only {batch} sequences are decoded together; "
+            f"add --max-batch-size {concurrency}"
+        )
+    if draft is None:
+        return [("plain", loaded)]
+    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    plain = loaded.beside(None, max_batch_size=batch, kv_cache_memory=memory)
+    return [("plain", plain), (draft, loaded)]
+
+
+def _setting(engine: ModelOptions, concurrency: int, names: list[str], result: Result) -> str:
+    together = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
+    context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
+    prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
+    return f"{engine.model}, {together}{context}, {prompts}."

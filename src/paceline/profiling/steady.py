@@ -1,0 +1,177 @@
+"""Steady decoding: sequences that are past their prompts and past the first, slower steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.params import SamplingParams
+from paceline.engine.clock import PHASES
+from paceline.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from paceline.core.batch import Commit
+    from paceline.engine.engine import Engine
+    from paceline.llm import LLM
+
+WARM_UP = 12  # steps: kernels are chosen, and an adaptive draft length has found its place
+FEWEST = 5  # steps: fewer say nothing of a steady state
+_TOKENS_A_STEP = 17  # at most, with an adaptive draft length
+
+Enter = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some steady steps: seconds by phase, tokens and drafts, all of them sums."""
+
+    steps: int
+    seconds: dict[str, float]
+    tokens: int
+    drafted: int
+    accepted: int
+    busy: float  # share of the time in which this thread had no processor
+    context: float  # cached tokens of an average sequence, halfway
+
+    def step_seconds(self, phase: str) -> float:
+        return self.seconds[phase] / self.steps
+
+
+def medians(stretches: Sequence[Stretch]) -> dict[str, float]:
+    """Seconds of a step by phase: the median over repeated stretches."""
+    return {p: statistics.median(s.step_seconds(p) for s in stretches) for p in PHASES}
+
+
+def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
+    """Places of as many prompts as sequences, again from the first if there are too few.
+
+    Only those that leave half of the ``limit`` positions to decode in. Raises DataError if none
+    does.
+    """
+    fitting = [i for i, ids in enumerate(encoded) if 0 < len(ids) <= limit // 2]
+    if not fitting:
+        shortest = min(map(len, encoded), default=0)
+        raise DataError(
+            f"no prompt leaves room to decode in: the model sees {limit} tokens, the shortest "
+            f"prompt has {shortest}; give prompts of at most {limit // 2}"
+        )
+    return [fitting[i % len(fitting)] for i in range(concurrency)]
+
+
+@contextmanager
+def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[None]:
+    """Inside, the prompts are read, the warm-up is over and all sequences decode.
+
+    The engine's own loop is then stepped by hand, so that nothing but steps lies between two of
+    them. Raises ConfigError if a sequence ends before the warm-up does.
+    """
+    most = (WARM_UP + steps) * _TOKENS_A_STEP
+    room = [llm.target.max_positions - len(ids) for ids in prompts]
+    wishes = [SamplingParams(max_tokens=min(most, left), ignore_eos=True) for left in room]
+    events = llm.stream(list(prompts), wishes)
+    try:
+        next(events)
+        done = 0
+        while done < WARM_UP and llm.engine.has_work:
+            all_decode = _all_decode(llm.engine.step(), len(prompts))
+            if done and not all_decode:
+                break
+            done += all_decode
+        if done < WARM_UP:
+            raise _too_few(done, min(room))
+        yield
+    finally:
+        events.close()  # type: ignore[attr-defined]
+
+
+def _all_decode(commits: Sequence[Commit], sequences: int) -> bool:
+    going = [c for c in commits if c.tokens and c.finish_reason is None]
+    return len(commits) == len(going) == sequences
+
+
+def _too_few(steps: int, room: int) -> ConfigError:
+    return ConfigError(
+        f"no steady decoding: after {steps} steps a sequence had ended or given up its cache, with "
+        f"{room} tokens of room; give shorter prompts, a shorter draft, fewer sequences or more "
+        "kv_cache_memory"
+    )
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None = None) -> Stretch:
+    """``steps`` steady steps, or as many as there is room for; the same ones each time.
+
+    ``around("step")`` is entered around every step, and ``around(phase)`` around its phases.
+    Raises ConfigError if fewer than ``FEWEST`` fit.
+    """
+    engine = llm.engine
+    seen: list[Commit] = []
+    done = 0
+    with decoding(llm, prompts, steps), inside(engine, around):
+        before, begin, running = engine.clock.totals(), time.perf_counter(), time.thread_time()
+        going = True
+        while going and done < steps:
+            with nullcontext() if around is None else around("step"):
+                commits = engine.step()
+            going = _all_decode(commits, len(prompts))
+            seen.extend(commits)
+            done += 1
+        after = engine.clock.totals()
+        wall, running = time.perf_counter() - begin, time.thread_time() - running
+    if done < FEWEST:
+        raise _too_few(WARM_UP + done, llm.target.max_positions - max(map(len, prompts)))
+    return Stretch(
+        steps=done,
+        seconds={phase: after[phase] - before[phase] for phase in PHASES},
+        tokens=sum(len(c.tokens) for c in seen),
+        drafted=sum(c.drafted for c in seen),
+        accepted=sum(len(c.path) for c in seen),
+        busy=max(0.0, 1 - running / wall),
+        context=statistics.fmean(c.position for c in seen),
+    )
+
+
+@contextmanager
+def inside(engine: Engine, around: Enter | None) -> Iterator[None]:
+    """Enter ``around(phase)`` in the engine's phases: from outside, its loop knows nothing."""
+    if around is None:
+        yield
+        return
+    members = engine.target, engine.drafter, engine.verifier
+    wrapped: Any = engine
+    wrapped.target = _Called(engine.target, "target", around)
+    wrapped.verifier = _Called(engine.verifier, "verify", around)
+    wrapped.drafter = _Drafting(engine.drafter, around)
+    try:
+        yield
+    finally:
+        engine.target, engine.drafter, engine.verifier = members
+
+
+class _Called:
+    """Stands for a callable member of the engine and tells when it is called."""
+
+    def __init__(self, inner: Any, phase: str, around: Enter) -> None:
+        self._inner, self._phase, self._around = inner, phase, around
+
+    def __call__(self, *args: Any) -> Any:
+        with self._around(self._phase):
+            return self._inner(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Drafting:
+    """Stands for the drafter and tells when it proposes and observes."""
+
+    def __init__(self, inner: Any, around: Enter) -> None:
+        self._inner = inner
+        self.propose = _Called(inner.propose, "draft", around)
+        self.observe = _Called(inner.observe, "draft", around)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,95 @@
+"""``paceline profile``: tables, JSON, report and trace; errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from tiny_models import TinyPair
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    prompts = tmp_path_factory.mktemp("prompts") / "one.txt"
+    prompts.write_text("Once upon a time\n")
+    pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
+    few = ["--steps", "5", "--rounds", "1", "--draft-length", "2"]
+    return ["profile", *pair, "--prompts", str(prompts), *few]
+
+
+def run(arguments: list[str]) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
+    report, trace = tmp_path / "profile.html", tmp_path / "trace.json"
+    result = run([*arguments, "--json", "--report", str(report), "--trace", str(trace)])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    plain, fast = record["runs"]
+    assert plain["name"] == "plain" and plain["drafted_tokens"] == 0
+    assert fast["drafted_tokens"] == 5 * 2
+    assert record["machine"]["copy_bandwidth"] > 1e8
+    for item in (plain, fast):
+        phases = item["phases"]
+        assert sum(p["share"] for p in phases.values()) == pytest.approx(1)
+        for phase in phases.values():
+            parts = phase["kernels"] + phase["launches"] + phase["python"]
+            assert parts == pytest.approx(phase["seconds"])
+        assert phases["target"]["passes"] == pytest.approx(1)
+        assert len(item["verdict"]) >= 2
+    assert fast["phases"]["target"]["rows"] == pytest.approx(3)
+    assert fast["phases"]["draft"]["passes"] == pytest.approx(2)
+    assert "<svg" in report.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert record["trace"] == str(trace)
+
+
+def test_tables_of_several_sequences(arguments: list[str]) -> None:
+    result = run([*arguments, "--concurrency", "2"])
+    assert result.exit_code == 0, result.output
+    for words in ("2 sequences at once", "of copy", "copy bandwidth", "Verdict: plain", "helps:"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--trace", "trace.txt"], "end its name in .json or .json.gz"),
+        (["--trace", "no/such/folder/t.json"], "there is no folder no/such/folder"),
+        (["--report", "profile.pdf"], "end its name in .md or .html"),
+        (["--prompts", "no/such/prompts.txt"], "no/such/prompts.txt"),
+        (["--concurrency", "4", "--max-batch-size", "2"], "add --max-batch-size 4"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: str) -> None:
+    result = run([*arguments, *extra])
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "unexpected" not in result.stderr
+
+
+def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the second way of decoding is profiled: the first is shown."""
+    from paceline.profiling import trace
+
+    profile, calls = trace.run, []
+
+    def interrupt(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return profile(*args)
+
+    monkeypatch.setattr(trace, "run", interrupt)
+    result = run(arguments)
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert "Verdict: plain" in result.stdout
+    assert result.stdout.count("Verdict") == 1

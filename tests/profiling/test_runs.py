@@ -1,0 +1,91 @@
+"""Shares of the profiled steps become seconds of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.profiling.runs import figures_of, split
+from paceline.profiling.steady import Stretch
+from paceline.profiling.trace import Profiled, Share, shares
+from paceline.profiling.work import Work
+
+STRETCH = Stretch(10, {}, 10, 0, 0, 0.0, 5.0)
+
+
+def profiled(share: Share, event_seconds: float = 0.0) -> Profiled:
+    return Profiled(STRETCH, {"target": share}, (), event_seconds)
+
+
+def test_shares_without_overhead() -> None:
+    share = Share(wall=10.0, calls=8, events=8, seconds=6.0, kernel_calls=2, kernel_events=2)
+    share.kernel_seconds = 4.0
+    assert split(profiled(share), "target", 1.0, "cpu", 0.0) == pytest.approx((0.4, 0.2, 0.4))
+    # The price of a product's call is no kernel: half a second each of the profiled ten.
+    assert split(profiled(share), "target", 1.0, "cpu", 0.5) == pytest.approx((0.3, 0.3, 0.4))
+
+
+def test_what_recording_took_is_taken_off() -> None:
+    """Ten events of 0.2 s: a second inside eight calls of Python, and two events nested."""
+    share = Share(wall=12.0, calls=8, events=10, seconds=6.0 + 1.2, kernel_calls=0)
+    kernels, launches, python = split(profiled(share, 0.2), "target", 1.0, "cpu", 0.0)
+    assert (kernels, launches, python) == pytest.approx((0.0, 0.6, 0.4))
+
+
+def test_on_cuda_the_device_comes_first() -> None:
+    share = Share(wall=10.0, calls=8, events=8, seconds=5.0, device=3.0)
+    parts = split(profiled(share), "target", 1.0, "cuda", 0.0)
+    assert parts == pytest.approx((0.3, 0.35, 0.35))
+
+
+def test_a_phase_without_operators_is_python() -> None:
+    assert split(profiled(Share()), "draft", 0.5, "cpu", 0.0) == (0.0, 0.0, 0.5)
+
+
+def test_figures_are_those_of_one_step() -> None:
+    work = Work(ops=40, kernels=20, flops=4000, product_flops=4000, weight_elements=400)
+    work.weight_bytes, work.cache_bytes, work.weights = 800, 200, {"w": (50, 100)}
+    figures = figures_of("draft", 0.5, work, 4, (0.2, 0.2, 0.1), 10.0)
+    assert (figures.calls, figures.kernel_calls, figures.bytes, figures.flops) == (10, 5, 250, 1000)
+    assert (figures.parameters, figures.passes, figures.rows) == (50, 2.0, 5.0)
+    assert figures.bytes_per_second == 500
+
+
+def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> Any:
+    return SimpleNamespace(
+        name=name,
+        cpu_parent=parent,
+        cpu_time_total=micros,
+        self_cpu_time_total=micros,
+        self_device_time_total=device,
+        device_type=SimpleNamespace(name="CPU"),
+    )
+
+
+def test_events_find_their_phase() -> None:
+    step = event("paceline: step", 100)
+    target = event("paceline: target", 70, step)
+    linear = event("aten::linear", 30, target)
+    inner = event("aten::mm", 20, linear, device=7)
+    found = shares(
+        [
+            step,
+            target,
+            linear,
+            inner,
+            event("cudaLaunchKernel", 5, inner),
+            event("aten::add", 10, step),
+            event("aten::ones", 9),
+            SimpleNamespace(name="gemm", device_type=SimpleNamespace(name="CUDA")),
+        ]
+    )
+    target_share, other = found["target"], found["other"]
+    assert target_share.wall == pytest.approx(70e-6)
+    assert other.wall == pytest.approx(30e-6)
+    assert (target_share.calls, target_share.events, target_share.launches) == (1, 3, 1)
+    assert (target_share.kernel_calls, target_share.kernel_events) == (1, 3)
+    assert target_share.seconds == target_share.kernel_seconds == pytest.approx(30e-6)
+    assert target_share.device == pytest.approx(7e-6)
+    assert (other.calls, other.kernel_calls, other.seconds) == (1, 0, pytest.approx(10e-6))
