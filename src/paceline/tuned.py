@@ -7,9 +7,8 @@ reading, so a damaged or foreign profile is one clear line and never a strange d
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.errors import ConfigError
+from paceline.model.identity import ModelIdentity
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -29,72 +29,8 @@ _HEADER = (
     "# It serves this model only; on another machine the costs are measured anew.\n"
     "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
 )
-_SAMPLED = 16  # weights that are compared
-_IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Which model a profile is for: its configuration's digest and a few of its weights."""
-
-    name: str
-    architecture: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    parameters: int
-    config: str
-    weights: tuple[float, ...]
-
-    @classmethod
-    def of(cls, target: CausalModel) -> ModelIdentity:
-        config = target.hf.config.to_dict()
-        kept = {key: value for key, value in config.items() if key not in _IGNORED}
-        digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-        return cls(
-            name=target.name,
-            architecture=str(target.hf.config.model_type),
-            layers=target.num_layers,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            parameters=sum(p.numel() for p in target.hf.parameters()),
-            config=digest.hexdigest()[:16],
-            weights=_sample_weights(target),
-        )
-
-    def difference(self, other: ModelIdentity) -> str | None:
-        """How the ``other`` model differs, in words; None if it is the same one, wherever it lies.
-
-        Weights are compared to within 2 %, which loading in another dtype never exceeds.
-        """
-        for key, what in (
-            ("architecture", "architecture"),
-            ("layers", "number of layers"),
-            ("hidden_size", "hidden size"),
-            ("vocab_size", "vocabulary size"),
-        ):
-            ours, theirs = getattr(self, key), getattr(other, key)
-            if ours != theirs:
-                return f"its {what} is {theirs}, not {ours}"
-        if self.config != other.config:
-            return "its configuration is another one"
-        pairs = zip(self.weights, other.weights, strict=False)
-        same = all(abs(a - b) <= 0.02 * max(abs(a), abs(b)) + 1e-6 for a, b in pairs)
-        if not same or len(self.weights) != len(other.weights):
-            return "its weights are others"
-        return None
-
-
-def _sample_weights(target: CausalModel) -> tuple[float, ...]:
-    """Single weights from all over the model, rounded as a file of text has them."""
-    tensors = [p for _, p in sorted(target.hf.named_parameters()) if p.is_floating_point()]
-    if not tensors:
-        return ()
-    picked = [tensors[i * len(tensors) // _SAMPLED] for i in range(_SAMPLED)]
-    values = [t.detach().flatten()[7 * t.numel() // 13].float().item() for t in picked]
-    return tuple(float(f"{value:.4g}") for value in values)
 
 
 @dataclass(frozen=True)
@@ -286,7 +222,7 @@ class TunedProfile:
         """Raises ConfigError if the place is not writable."""
         import tomli_w
 
-        text = _HEADER + tomli_w.dumps(_plain(asdict(self)))
+        text = _HEADER + _compact(tomli_w.dumps(_plain(asdict(self))))
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
@@ -327,10 +263,21 @@ class TunedProfile:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as TOML's arrays."""
+    """Tuples as TOML's arrays, and times with no more digits than they deserve."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _compact(text: str) -> str:
+    """Arrays of numbers on one line each; tomli-w gives every number a line."""
+    return re.sub(
+        r"\[\s+([-+.\deE,\s]+?),?\s+\]",
+        lambda match: "[" + ", ".join(re.split(r",\s*", match[1])) + "]",
+        text,
+    )
 
 
 # -- reading ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline.config import DraftSpec
 from paceline.drafters import DRAFTERS, POLICY_OPTIONS
+from paceline.tune.search import Method
 
 EMBEDDED = "paceline/tiny"
 _EMBEDDED_DRAFTS = (
@@ -55,7 +56,8 @@ def variants(text: str, given: bool = False) -> list[Candidate]:
         return []  # plain decoding is always measured
     fixed = set(spec.options) & set(POLICY_OPTIONS) or spec.kind in ("tree", "eagle2")
     if spec.kind not in _TREE_KINDS or fixed:
-        return [Candidate(text, text, spec.kind, _shape_of(spec), given)]
+        full = text if text.partition(":")[0] in DRAFTERS else f"model:{text}"
+        return [Candidate(_label(spec), full, spec.kind, _shape_of(spec), given)]
     base = f"{spec.kind}:{spec.argument or ''}"
     rest = "".join(f",{key}={value}" for key, value in spec.options.items())
     shapes = {
@@ -63,8 +65,14 @@ def variants(text: str, given: bool = False) -> list[Candidate]:
         BRANCHING: f"{base}{rest},branching={BRANCHING}",
         f"{NODES} nodes": f"{base}{rest},nodes={NODES}",
     }
-    name = f"{spec.kind}:{(spec.argument or '').rstrip('/').rpartition('/')[2]}"
-    return [Candidate(f"{name} {s}", full, spec.kind, s, given) for s, full in shapes.items()]
+    label = _label(spec)
+    return [Candidate(f"{label} {s}", full, spec.kind, s, given) for s, full in shapes.items()]
+
+
+def _label(spec: DraftSpec) -> str:
+    """The last part of its path, or its kind; with its options."""
+    name = (spec.argument or spec.kind).rstrip("/").rpartition("/")[2]
+    return " ".join([name, *(f"{key}={value}" for key, value in spec.options.items())])
 
 
 def _shape_of(spec: DraftSpec) -> str:
@@ -75,9 +83,10 @@ def _shape_of(spec: DraftSpec) -> str:
     return {"tree": BRANCHING, "eagle2": "tree"}.get(spec.kind, "chain")
 
 
-def hybrid_of(first: str, second: str) -> Candidate:
+def hybrid_of(first: Method, second: Method) -> Candidate:
     """Two drafters that take turns; the one that looks text up comes first."""
-    return Candidate(f"hybrid: {first} + {second}", f"hybrid:{first}+{second}", "hybrid", "")
+    label = f"{first.label} + {second.label}"
+    return Candidate(label, f"hybrid:{first.spec}+{second.spec}", "hybrid", "")
 
 
 def _unique(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
 from paceline.tune.decode import decode
-from paceline.tune.search import MARGIN, Setting
+from paceline.tune.search import MARGIN, Method
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -20,7 +20,11 @@ PLAIN = "none"
 
 @dataclass(frozen=True)
 class Contestant:
-    """``length`` is fixed or "auto", then up to ``max_length``. ``predicted`` is by plain's."""
+    """A drafter at a ``length``, fixed or "auto", which is then at most ``max_length``.
+
+    ``predicted``: speed by plain decoding's; of the adaptive length and of a hybrid that of the
+    best fixed length and member, which they should reach. ``methods``: the measured drafters.
+    """
 
     label: str
     spec: str
@@ -28,8 +32,8 @@ class Contestant:
     length: int | str
     max_length: int
     batch: int
-    setting: Setting | None = None
-    predicted: float | None = None
+    predicted: float = 1.0
+    methods: tuple[Method, ...] = ()
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,8 @@ from paceline.draft.base import Drafter
 from paceline.draft.worth import Profile
 from paceline.engine.costs import measure
 from paceline.model.cache import Feed
+from paceline.model.identity import count_parameters
+from paceline.model.target import CausalModel
 from paceline.tune.candidates import Candidate
 from paceline.tune.decode import Levels, Run, Step, decode
 from paceline.tune.search import Method, TargetCosts
@@ -68,7 +70,7 @@ def target_costs(llm: LLM, batches: Sequence[int]) -> TargetCosts:
             feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:sequences]]
             target(cache.pack(feeds), cache).logits.argmax(-1)
 
-        return measure(run, counts, target.device, rounds=3)
+        return measure(run, counts, target.device)
 
     for seq_id in ids:
         cache.admit(seq_id, [0])
@@ -83,7 +85,9 @@ def target_costs(llm: LLM, batches: Sequence[int]) -> TargetCosts:
 def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method, list[Run]]:
     """Plain decoding as a method without drafts, and its runs."""
     runs = _runs(llm, sample, 0)
-    costs = [_typical(run.steps, batch) for run, batch in zip(runs, sample.batches, strict=True)]
+    costs = [
+        _typical(run.steps, batch, target) for run, batch in zip(runs, sample.batches, strict=True)
+    ]
     none = CostCurve((1,), (0.0,))
     batches = sample.batches
     dearer = [c.target / target(b, 1) for c, b in zip(costs, batches, strict=True)]
@@ -112,7 +116,7 @@ def measure_method(
     """A drafter's acceptance and costs. ``llm`` has it loaded and is idle."""
     drafter = llm.engine.drafter
     batches = sample.batches
-    rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device, rounds=3)
+    rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
     profile = Profile.of(drafter, LONGEST, rehearsed)
     longest = profile.longest
     runs = _runs(llm, sample, longest)
@@ -122,7 +126,7 @@ def measure_method(
     fill = levels.nodes / max(1, levels.steps * profile.nodes[-1])
     nodes = tuple(fill * most for most in profile.nodes)
     deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
-    costs = [_typical(run.steps, batch) for run, batch in zip(runs, batches, strict=True)]
+    costs = [_typical(run.steps, batch, target) for run, batch in zip(runs, batches, strict=True)]
     return Method(
         label=candidate.label,
         spec=candidate.spec,
@@ -183,15 +187,19 @@ def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
     ]
 
 
-def _typical(steps: Sequence[Step], batch: int) -> Step:
-    """The mean step of the fullest batches, without the slowest tenth: noise only adds."""
+def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step:
+    """The mean of the faster half of the fullest steps: noise on a shared machine only adds.
+
+    Fast is judged by the target forward against what it should take, so that steps which verify
+    little are not preferred.
+    """
     most = max((step.batch for step in steps), default=1)
     chosen = [step for step in steps if step.batch == min(batch, most)]
     chosen = [step for step in chosen if step.full] or chosen
-    chosen.sort(key=lambda step: step.draft + step.target + step.other)
-    kept = chosen[: max(1, len(chosen) - len(chosen) // 10)]
+    chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
+    kept = chosen[: -(-len(chosen) // 2)]
     if not kept:
-        return Step(batch, 0, 0.0, 0.0, 0.0, False)
+        return Step(batch, 0, 0.0, target(batch, 1), 0.0, True)  # every answer was one token
     return Step(
         batch=kept[0].batch,
         nodes=round(fmean(step.nodes for step in kept)),
@@ -210,5 +218,5 @@ def _ratio(batches: tuple[int, int], values: Sequence[float]) -> CostCurve:
 
 def _parameters(drafter: Drafter) -> int:
     """Of a draft model; heads borrow too much of the target to compare."""
-    model: Any = getattr(getattr(drafter, "drafter", drafter), "model", None)
-    return sum(p.numel() for p in model.hf.parameters()) if hasattr(model, "hf") else 0
+    model = getattr(drafter, "model", None)
+    return count_parameters(model) if isinstance(model, CausalModel) else 0

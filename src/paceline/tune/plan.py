@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.prompts import Prompt, fit
 from paceline.errors import DataError, PacelineError
+from paceline.model.identity import count_parameters
 from paceline.tune.candidates import Candidate, hybrid_of
 from paceline.tune.confirm import PLAIN, Confirmation, Contestant, Rounds, confirm, winner
 from paceline.tune.decode import Run, decode
@@ -63,8 +64,7 @@ class Outcome:
     @classmethod
     def start(cls, wish: Wish, llm: LLM) -> Outcome:
         """Of the target that ``llm`` has loaded."""
-        parameters = sum(p.numel() for p in llm.target.hf.parameters())
-        return cls(wish, llm.target.name, parameters)
+        return cls(wish, llm.target.name, count_parameters(llm.target))
 
     @property
     def settings(self) -> list[Setting]:
@@ -236,10 +236,19 @@ def choose(outcome: Outcome) -> list[Contestant]:
     lookup = next((s for s in gaining if s.method.lookup), None)
     model = next((s for s in gaining if not s.method.lookup), None)
     if lookup and model:
-        both = hybrid_of(lookup.method.spec, model.method.spec)
-        longest = max(_DEFAULT_LENGTH, model.length)
+        both = hybrid_of(lookup.method, model.method)
+        better = max(lookup, model, key=lambda setting: setting.rate)
         contestants.append(
-            Contestant(both.label, both.spec, both.family, "auto", longest, wish.concurrency)
+            Contestant(
+                both.label,
+                both.spec,
+                both.family,
+                "auto",
+                max(_DEFAULT_LENGTH, model.length),
+                wish.concurrency,
+                better.rate / outcome.plain_rate,
+                (lookup.method, model.method),
+            )
         )
     return contestants
 
@@ -258,8 +267,8 @@ def _both_lengths(setting: Setting, outcome: Outcome) -> list[Contestant]:
             length,
             longest,
             found.batch,
-            found,
-            predicted if length != "auto" else None,
+            predicted,
+            (method,),
         )
         for length in (found.length, "auto")
     ]

@@ -94,21 +94,21 @@ def _search_table(outcome: Outcome) -> Table:
     return Table(
         (
             "method",
-            "length",
-            "accept.",
-            "tokens/step",
+            "len.",
+            "acc.",
+            "tok/step",
             "step ms",
-            "drafting",
-            "tokens/s",
-            "by plain",
-            "break-even",
+            "draft",
+            "tok/s",
+            "speedup",
+            "until",
         ),
         rows,
         title=f"Predicted, each method at its best length, {wish.concurrency} at once, "
         f"temperature {wish.temperature:g}",
-        note=f"Plain decoding: {outcome.plain_rate:.0f} tokens/s predicted. Acceptance: share of "
-        f"tried positions, {outcome.prompt_count} prompts. Break-even: largest batch that gains, "
-        f"sought up to {outcome.largest_batch}.",
+        note=f"Plain decoding: {outcome.plain_rate:.0f} tokens/s predicted. len.: levels. acc.: "
+        f"share of tried positions accepted ({outcome.prompt_count} prompts at hand). draft: share "
+        f"of the step. until: the largest batch that gains, sought to {outcome.largest_batch}.",
     )
 
 
@@ -129,14 +129,14 @@ def _confirmation_table(outcome: Outcome) -> Table:
                 contestant.batch,
                 f"{result.rate:.0f}",
                 f"{result.tokens_per_step:.2f}",
-                None if contestant.predicted is None else f"{contestant.predicted:.2f}x",
+                f"{contestant.predicted:.2f}x",
                 f"{result.speedup:.2f}x" if drafted else "never drafted",
                 _spread(result),
             )
         )
     rounds = max(len(result.ratios) for result in outcome.results)
     return Table(
-        ("contestant", "batch", "tokens/s", "tokens/step", "predicted", "measured", "spread"),
+        ("contestant", "batch", "tok/s", "tok/step", "predicted", "measured", "spread"),
         rows,
         note=f"Median by plain decoding over {rounds} rounds in turns, prompts included; "
         "tokens/s over all rounds. Length auto is taken unless a fixed one beats it by 3 %.",
@@ -241,12 +241,11 @@ def profile_of(outcome: Outcome, llm: LLM) -> TunedProfile:
     chosen = outcome.chosen
     assert chosen is not None and outcome.target is not None
     contestant, wish = chosen.contestant, outcome.wish
-    method = outcome.method_of(contestant.spec)
     # Requests that were not expected may join, unless a smaller batch proved faster.
     room = 8 if contestant.batch == wish.concurrency else contestant.batch
-    hybrid = contestant.family == "hybrid"
-    used = [m for m in outcome.methods if m.spec == contestant.spec or hybrid]
+    used = contestant.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
+    best = max(used, key=lambda m: m.expected_tokens(m.longest), default=None)
     advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,
@@ -261,10 +260,10 @@ def profile_of(outcome: Outcome, llm: LLM) -> TunedProfile:
             plain_tokens_per_second=round(outcome.results[0].rate, 1),
             tokens_per_second=round(chosen.rate, 1),
             speedup=round(chosen.speedup, 3),
-            predicted_speedup=round(contestant.predicted or 0.0, 3),
+            predicted_speedup=round(contestant.predicted, 3),
             tokens_per_step=round(chosen.tokens_per_step, 3),
-            acceptance=tuple(round(rate, 3) for rate in method.acceptance) if method else (),
-            break_even_batch=outcome.break_even_of(method) if method else 0,
+            acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
+            break_even_batch=max((outcome.break_even_of(m) for m in used), default=0),
             why=(decision(outcome), *advice),
         ),
         costs=KnownCosts(

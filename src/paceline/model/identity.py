@@ -1,0 +1,95 @@
+"""Telling models apart, wherever they lie and however their weights are laid out in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.model.target import CausalModel
+
+_ROWS = 16  # tokens that the models to be compared are shown
+_ALIKE = 0.1  # relative difference of logits that another dtype or kernel may make
+_IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model's configuration's digest and what it says to a probe."""
+
+    name: str
+    architecture: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    parameters: int
+    config: str
+    logits: tuple[float, ...]
+
+    @classmethod
+    def of(cls, target: CausalModel) -> ModelIdentity:
+        config = target.hf.config.to_dict()
+        kept = {key: value for key, value in config.items() if key not in _IGNORED}
+        digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+        return cls(
+            name=target.name,
+            architecture=str(target.hf.config.model_type),
+            layers=target.num_layers,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            parameters=count_parameters(target),
+            config=digest.hexdigest()[:16],
+            logits=_probe(target),
+        )
+
+    def difference(self, other: ModelIdentity) -> str | None:
+        """How the ``other`` model differs, in words; None if it is the same one, wherever it lies.
+
+        Weights are compared by the logits that they give: those do not depend on how weights lie
+        in memory, and little on the dtype.
+        """
+        for key, what in (
+            ("architecture", "architecture"),
+            ("layers", "number of layers"),
+            ("hidden_size", "hidden size"),
+            ("vocab_size", "vocabulary size"),
+        ):
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if ours != theirs:
+                return f"its {what} is {theirs}, not {ours}"
+        if self.config != other.config:
+            return "its configuration is another one"
+        pairs = list(zip(self.logits, other.logits, strict=False))
+        apart = sum((a - b) ** 2 for a, b in pairs)
+        size = sum(a**2 for a, _ in pairs)
+        if len(self.logits) != len(other.logits) or apart > _ALIKE**2 * size:
+            return "its weights are others"
+        return None
+
+
+def count_parameters(target: CausalModel) -> int:
+    """Of the architecture as its configuration describes it: packed weights cannot be counted."""
+    import torch
+
+    with torch.device("meta"):
+        skeleton = type(target.hf)(target.hf.config)
+    return sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def _probe(target: CausalModel) -> tuple[float, ...]:
+    """Logits from all over the vocabulary after a few fixed tokens, to four digits."""
+    import torch
+
+    from paceline.core.batch import Batch, Span
+    from paceline.model.cache import PagedCache
+
+    rows = torch.arange(_ROWS, device=target.device)
+    ids = (rows * 7919 + 1) % target.vocab_size
+    cache = PagedCache(target.cache_shapes, 1, _ROWS, target.dtype, target.device)
+    with torch.inference_mode():
+        batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ([0],))
+        last = target(batch, cache).logits[-1].float()
+    picked = last[:: max(1, target.vocab_size // _ROWS)][:_ROWS]
+    return tuple(float(f"{value:.4g}") for value in picked.tolist())
