@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from paceline import config
+from paceline.errors import ConfigError
+
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
 
@@ -24,7 +27,6 @@ DEFAULT_DRAFT = "paceline/tiny-draft"
 _MODEL = "Model"
 _SAMPLING = "Sampling"
 _OUTPUT = "Output"
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def expand(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,16 +72,11 @@ def _default_of(item: Field[Any]) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``512M``, ``1.5GiB``, ``2 GB`` (all powers of 1024) or a plain number."""
-    cleaned = text.strip().upper().removesuffix("B").removesuffix("I")
-    unit = cleaned[-1:] if cleaned[-1:] in _UNITS else ""
+    """``config.parse_bytes`` for an option: a bad size is a usage error."""
     try:
-        size = int(float(cleaned.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a size; write 512M or 2G") from None
-    if size <= 0:
-        raise typer.BadParameter(f"{text!r} is not a size above 0")
-    return size
+        return config.parse_bytes(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_draft_length(text: str | None) -> int | Literal["auto"] | None:
