@@ -69,6 +69,7 @@ def test_sampling_params_fields() -> None:
         "drafter",
         "draft_length",
         "grammar",
+        "skip_special_tokens",
     ]
 
 

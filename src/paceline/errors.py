@@ -11,6 +11,10 @@ class ConfigError(PacelineError, ValueError):
     """An option or parameter has a value that makes no sense."""
 
 
+class GrammarError(ConfigError):
+    """A grammar is malformed, or asks for what the grammar library cannot do."""
+
+
 class ModelLoadError(PacelineError):
     """A model folder or hub name cannot be read as a causal language model."""
 

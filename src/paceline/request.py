@@ -40,8 +40,10 @@ class Request:
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Text is decoded token by token only for those who need it while decoding.
         self._text: TextStream | None = None
-        if streams or seq.params.stop:
-            self._text = TextStream(tokenizer, seq.params.stop, seq.params.min_tokens)
+        params = seq.params
+        if streams or params.stop or not params.skip_special_tokens:
+            hidden = None if params.skip_special_tokens else seq.stop_ids
+            self._text = TextStream(tokenizer, params.stop, params.min_tokens, hidden)
             seq.text = self._text
 
     def absorb(self, commit: Commit) -> None:

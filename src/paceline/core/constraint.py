@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.transfer import to_device
+
 
 class Constraint(Protocol):
     """Follows one sequence's committed tokens; see grammar.py for the one we have."""
@@ -45,16 +47,22 @@ def forbid(
     ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. On a GPU this waits for
     the device once: a grammar is walked on the host.
     """
-    width = scores.shape[1]
     host = paths.tolist() if paths is not None else [[]] * len(constraints)
-    mask = torch.ones(scores.shape, dtype=torch.bool)
+    rows: list[int] = []
+    masks: list[torch.Tensor] = []
     for row, (constraint, depth) in enumerate(zip(constraints, depths, strict=True)):
-        if constraint is None:
-            continue
-        allowed = constraint.allowed(tuple(host[row][:depth]))
+        allowed = None if constraint is None else constraint.allowed(tuple(host[row][:depth]))
         if allowed is not None:
-            mask[row] = _wide(allowed, width)
-    return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+            rows.append(row)
+            masks.append(_wide(allowed, scores.shape[1]))
+    if not rows:
+        return scores
+    forbidden = ~torch.stack(masks).to(scores.device)
+    if len(rows) == len(scores):
+        return scores.masked_fill(forbidden, -torch.inf)
+    index = to_device(rows, scores.device)
+    own = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
+    return scores.index_copy(0, index, own)
 
 
 def _wide(allowed: torch.Tensor, width: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ class SamplingParams:
     ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
     ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
     only text that it matches, at every position of every draft, and ends with it.
+    ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it.
 
     Raises ConfigError, a ValueError, on a value out of range.
     """
@@ -71,6 +72,7 @@ class SamplingParams:
     drafter: str | None = None
     draft_length: int | None = None
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -26,10 +26,16 @@ class TextStream:
     """The text of one sequence. ``push`` tokens, ``take`` what may be shown."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        hidden: frozenset[int] | None = None,
     ) -> None:
+        """``hidden`` are the special tokens without text; None is all of them."""
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._decoder = DecodeStream(skip_special_tokens=hidden is None)
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._tokens: list[int] = []
@@ -39,6 +45,8 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Take one token; true once a stop string is complete (``text`` then ends before it)."""
+        if self._hidden is not None and token in self._hidden:
+            return False
         self._tokens.append(token)
         piece = self._decoder.step(self._tokenizer.backend_tokenizer, token)
         if not piece:
@@ -67,7 +75,8 @@ class TextStream:
     def finish(self) -> str:
         """The rest, once no token will follow; bytes of an unfinished character become U+FFFD."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            skip = self._hidden is None
+            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)
             if whole.startswith(self.text):
                 self.text = whole
         piece = self.text[self._shown :]

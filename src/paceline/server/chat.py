@@ -25,9 +25,10 @@ from paceline.server.protocol import ChatRequest, Speculation
 from paceline.server.service import Service, events_of, gather
 from paceline.server.sse import event_stream
 from paceline.server.tool_calls import find_calls, forced_grammar
+from paceline.server.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
 
 if TYPE_CHECKING:
-    from paceline.completion import Completion, StreamEvent
+    from paceline.completion import Completion
     from paceline.core.batch import TokenLogprob
 
 
@@ -43,7 +44,9 @@ def router(service: Service) -> APIRouter:
         limit = body.max_completion_tokens or body.max_tokens or room
         wish = body.speculation or Speculation()
         logprobs = (body.top_logprobs or 0) if body.logprobs or wish.tokens else None
-        params = sampling_params(body, limit, logprobs, service.llm.drafters, forced_grammar(body))
+        params = sampling_params(
+            body, limit, logprobs, service.llm.drafters, forced_grammar(body), visible=bool(tools)
+        )
         ticket = await service.submit([prompt], params, body.deadline)
         shown = _Answer(service, body, ticket, len(prompt))
         if body.stream:
@@ -63,8 +66,9 @@ class _Answer:
         self._prompt_tokens = prompt_tokens
         self._tokenizer = service.llm.tokenizer
         self._wish = body.speculation or Speculation()
-        # Whether an answer is a call shows only at its end, so such answers do not stream.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
+        self._forced = self._may_call and body.tool_choice not in (None, "auto")
+        self._parallel = body.parallel_tool_calls is not False
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", service.now()
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -104,6 +108,7 @@ class _Answer:
         if self._may_call:
             rest, calls = find_calls(completion.text, self._body.tools or [])
             if calls:
+                calls = calls if self._parallel else calls[:1]
                 return {"content": rest or None, "tool_calls": calls}, "tool_calls"
         return {"content": completion.text}, completion.finish_reason
 
@@ -121,26 +126,40 @@ class _Answer:
 
     # -- streaming -----------------------------------------------------------------------------
 
+    def _stream(self) -> AnswerStream:
+        if not self._may_call:
+            return TextAnswer()
+        if self._forced:
+            return ForcedCall()
+        return PossibleCall(self._body.tools or [], self._parallel)
+
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        origins = [Origins(self._tokenizer) for _ in self._ticket.requests]
+        count = len(self._ticket.requests)
+        origins = [Origins(self._tokenizer) for _ in range(count)]
+        streams = [self._stream() for _ in range(count)]
         done: dict[int, Completion] = {}
-        for index in range(self._body.n):
+        for index in range(count):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         async for event in events_of(self._ticket):
+            index, reason = event.index, None
+            deltas = streams[index].feed(event.text)
             if event.completion is not None:
-                done[event.index] = event.completion
-            chunk = self._chunk_of(event)
-            if self._wish.tokens:
-                chunk["choices"][0]["tokens"] = origins[event.index].records(
+                done[index] = event.completion
+                rest, reason = streams[index].finish(event.completion.finish_reason)
+                deltas = [*deltas, *rest]
+            logprobs = self._logprobs(event.logprobs)
+            chunks = [self._chunk(index, delta) for delta in deltas]
+            if not chunks and (logprobs or self._wish.tokens):
+                chunks.append(self._chunk(index, {}))
+            if chunks and logprobs:
+                chunks[-1]["choices"][0]["logprobs"] = logprobs
+            if chunks and self._wish.tokens:
+                chunks[-1]["choices"][0]["tokens"] = origins[index].records(
                     event.token_ids, event.from_draft, event.logprobs
                 )
-            choice = chunk["choices"][0]
-            if (
-                choice["delta"]
-                or choice["finish_reason"]
-                or choice["logprobs"]
-                or self._wish.tokens
-            ):
+            if reason is not None:
+                chunks.append(self._chunk(index, {}, reason))
+            for chunk in chunks:
                 yield chunk
         completions = [done[index] for index in sorted(done)]
         if self._wish.stats:
@@ -153,29 +172,10 @@ class _Answer:
         options = self._body.stream_options
         return options is not None and options.include_usage
 
-    def _chunk_of(self, event: StreamEvent) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        reason = None
-        if self._may_call:
-            if event.completion is not None:
-                delta, reason = self._message(event.completion)
-                for place, call in enumerate(delta.get("tool_calls", ())):
-                    call["index"] = place
-        else:
-            if event.text:
-                delta = {"content": event.text}
-            if event.completion is not None:
-                reason = event.completion.finish_reason
-        return self._chunk(event.index, delta, reason, self._logprobs(event.logprobs))
-
     def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
+        self, index: int, delta: dict[str, Any], reason: str | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         chunk = {**self._frame("chat.completion.chunk"), "choices": [choice]}
         return {**chunk, "usage": None} if self._counts else chunk
 

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from paceline.errors import CacheMemoryError, PacelineError
+from paceline.errors import CacheMemoryError, GrammarError, PacelineError
 from paceline.server.loop import BusyError, DeadlineError, DrainingError, EngineError
 
 
@@ -43,6 +43,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(message, 400, code="context_length_exceeded")
     if isinstance(error, EngineError):
         return APIError(message, 500, "server_error")
+    if isinstance(error, GrammarError):
+        return APIError(message, 400, param="response_format", code="invalid_schema")
     if isinstance(error, PacelineError):
         return APIError(message, 400)
     return APIError("an unexpected error occurred; see the server's log", 500, "server_error")

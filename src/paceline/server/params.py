@@ -16,8 +16,11 @@ def sampling_params(
     logprobs: int | None,
     drafters: tuple[str, ...],
     grammar: Grammar | None = None,
+    visible: bool = False,
 ) -> SamplingParams:
     """``drafters`` are the loaded ones; ``grammar`` that of a tool call, else the request's own.
+
+    ``visible``: special tokens are part of the text, as calls are marked by them.
 
     Raises APIError.
     """
@@ -43,6 +46,7 @@ def sampling_params(
             n=request.n,
             drafter=_drafter(speculation.method, drafters),
             draft_length=speculation.draft_length,
+            skip_special_tokens=not visible,
             grammar=grammar or _grammar(request.response_format),
         )
     except ConfigError as error:

@@ -1,4 +1,12 @@
-"""Function calls: the grammar that forces one, and finding them in what a model wrote."""
+"""Function calls: the grammar that forces one, and finding them in what a model wrote.
+
+Families differ in how they write a call; known are
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes
+    [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral
+    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag
+    ```json {"name": ..., "arguments": {...}} ```                Gemma and others
+"""
 
 from __future__ import annotations
 
@@ -11,9 +19,13 @@ from typing import Any
 from paceline.core.params import Grammar
 from paceline.server.protocol import ChatRequest, NamedTool, Tool
 
-# Qwen and Hermes wrap a call in these; Llama 3 writes the JSON alone, perhaps after a python tag.
-_WRAPPED = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_TAG = "<|python_tag|>"
+# What a call may begin with, at the start of an answer or, the first two, after some text.
+TAGS = ("<tool_call>", "[TOOL_CALLS]")
+OPENINGS = (*TAGS, "<|python_tag|>", "```json", "```tool_code", "```", "{", "[{")
+_WRAPPED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_FENCED = re.compile(r"```(?:json|tool_code)?\s*(.*?)\s*(?:```|$)", re.DOTALL)
+
+Call = dict[str, Any]
 
 
 def forced_grammar(request: ChatRequest) -> Grammar | None:
@@ -23,53 +35,90 @@ def forced_grammar(request: ChatRequest) -> Grammar | None:
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     elif choice != "required":
         return None
-    calls = [_call_schema(tool) for tool in tools]
-    return Grammar("json", json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls}))
+    names = [tool.function.name for tool in tools]
+    schema: dict[str, Any] = {
+        "$defs": {
+            name: _moved(tool.function.parameters, f"#/$defs/{name}")
+            for name, tool in zip(names, tools, strict=True)
+        }
+    }
+    calls = [_call_schema(name) for name in names]
+    schema |= calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return Grammar("json", json.dumps(schema))
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _call_schema(name: str) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            "name": {"const": tool.function.name},
-            "arguments": tool.function.parameters,
+            "name": {"const": name},
+            "arguments": {"$ref": f"#/$defs/{name}"},
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def find_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that is no longer the document's root but lies at ``place``: its references too."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def find_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
     """What is left of the text, and the calls in it, as OpenAI's API has them.
 
-    A text that merely looks like a call of no known function stays text.
+    A text that merely looks like a call, or calls what is no tool, stays text.
     """
     known = {tool.function.name for tool in tools}
-    wrapped = list(_WRAPPED.finditer(text))
-    candidates = [match[1] for match in wrapped] or [text.strip().removeprefix(_TAG).strip()]
-    calls = []
-    for candidate in candidates:
-        call = _as_call(candidate, known)
-        if call is None:
-            return text, []
-        calls.append(call)
-    rest = _WRAPPED.sub("", text).strip() if wrapped else ""
-    return rest, calls
+    for rest, candidates in _readings(text):
+        found = [_as_call(item, known) for part in candidates for item in _items(part)]
+        calls = [call for call in found if call is not None]
+        if calls and len(calls) == len(found):
+            return rest.strip(), calls
+    return text, []
 
 
-def _as_call(text: str, known: set[str]) -> dict[str, Any] | None:
+def _readings(text: str) -> list[tuple[str, list[str]]]:
+    """Ways to read a text: what is not part of a call, and the JSON of the calls."""
+    readings = []
+    if TAGS[0] in text:
+        readings.append((_WRAPPED.sub("", text), _WRAPPED.findall(text)))
+    if TAGS[1] in text:
+        before, _, calls = text.partition(TAGS[1])
+        readings.append((before, [calls.strip()]))
+    bare = text.strip().removeprefix("<|python_tag|>").strip()
+    readings.append(("", [bare]))
+    if "```" in text:
+        readings.append((_FENCED.sub("", text), _FENCED.findall(text)))
+    return readings
+
+
+def _items(text: str) -> list[Any]:
     try:
-        call = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
+        return [None]
+    return parsed if isinstance(parsed, list) and parsed else [parsed]
+
+
+def _as_call(item: Any, known: set[str]) -> Call | None:
+    if not isinstance(item, dict) or item.get("name") not in known:
         return None
-    if not isinstance(call, dict) or call.get("name") not in known:
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
+    arguments = item.get("arguments", item.get("parameters", {}))
+    return call_of(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def call_of(name: str, arguments: str) -> Call:
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {
-            "name": call["name"],
-            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-        },
+        "function": {"name": name, "arguments": arguments},
     }

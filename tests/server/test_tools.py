@@ -1,0 +1,234 @@
+"""Function calls: forced by a grammar, found in text, streamed; and how conversations show them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import urllib.request
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline import LLM, SamplingParams
+from paceline.server.chat_format import render
+from paceline.server.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.tool_calls import find_calls, forced_grammar
+from paceline.server.tool_stream import ForcedCall, PossibleCall
+from running_server import MODEL, Running
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None) -> Tool:
+    function = {"name": name, "parameters": parameters or {"type": "object"}}
+    return Tool.model_validate({"type": "function", "function": function})
+
+
+TOOLS = [tool("add"), tool("find")]
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+LLAMA = '{"name": "add", "parameters": {"a": 1}}'
+OTHER = '{"name": "find", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "names"),
+    [
+        (CALL, "", ["add"]),
+        (LLAMA, "", ["add"]),
+        (f"<|python_tag|>{LLAMA}", "", ["add"]),
+        (f"<tool_call>\n{CALL}\n</tool_call>", "", ["add"]),
+        (f"Let me see.\n<tool_call>{CALL}</tool_call>", "Let me see.", ["add"]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>", "", ["add", "find"]),
+        (f"<tool_call>{CALL}", "", ["add"]),
+        (f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", ["add", "find"]),
+        (f"```json\n{CALL}\n```", "", ["add"]),
+        ("Four.", "Four.", []),
+        ('{"name": "delete", "arguments": {}}', '{"name": "delete", "arguments": {}}', []),
+        ('{"name": "add", "arg', '{"name": "add", "arg', []),
+        ("[1, 2]", "[1, 2]", []),
+    ],
+)
+def test_calls_in_text(text: str, rest: str, names: list[str]) -> None:
+    left, calls = find_calls(text, TOOLS)
+    assert left == rest
+    assert [call["function"]["name"] for call in calls] == names
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def pieces(text: str, size: int) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Four, I think.",
+        "  Four",
+        "Use < or > and [TOOLS] here",
+        "{not a call}",
+        f"Let me see. <tool_call>{CALL}</tool_call>",
+        CALL,
+        f"[TOOL_CALLS][{CALL}, {OTHER}]",
+        "Half a tag at the end <tool_",
+    ],
+)
+def test_streams_say_what_the_whole_says(text: str, size: int) -> None:
+    stream = PossibleCall(TOOLS, parallel=True)
+    deltas = [delta for piece in pieces(text, size) for delta in stream.feed(piece)]
+    before = len(deltas)
+    rest, reason = stream.finish("stop")
+    deltas += rest
+    left, calls = find_calls(text, TOOLS)
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    assert content.strip() == left.strip()
+    found = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [c["function"]["name"] for c in found] == [c["function"]["name"] for c in calls]
+    assert [c["index"] for c in found] == list(range(len(calls)))
+    assert reason == ("tool_calls" if calls else "stop")
+    if not calls and size < 5 and text == "Four, I think.":
+        assert before > 3  # text does not wait for the end
+
+
+def test_only_one_call_where_parallel_ones_are_not_wanted() -> None:
+    stream = PossibleCall(TOOLS, parallel=False)
+    stream.feed(f"[TOOL_CALLS][{CALL}, {OTHER}]")
+    deltas, _ = stream.finish("stop")
+    assert len(deltas[-1]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_forced_calls_stream_their_arguments(size: int) -> None:
+    stream = ForcedCall()
+    deltas = [delta for piece in pieces(CALL, size) for delta in stream.feed(piece)]
+    rest, reason = stream.finish("stop")
+    calls = [call for delta in (*deltas, *rest) for call in delta["tool_calls"]]
+    assert reason == "tool_calls"
+    assert calls[0]["function"] == {"name": "add", "arguments": ""} and calls[0]["id"]
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    cut = ForcedCall()
+    cut.feed(CALL[:-5])
+    assert cut.finish("length")[1] == "length"
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"who": {"$ref": "#/$defs/person"}},
+    "required": ["who"],
+    "additionalProperties": False,
+    "$defs": {
+        "person": {
+            "type": "object",
+            "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["age"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    base = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    return ChatRequest.model_validate({**base, **fields})
+
+
+def test_references_inside_parameters_still_lead_somewhere(target: LLM) -> None:
+    body = chat_request(
+        tools=[t.model_dump() for t in (tool("greet", PERSON), tool("part", PERSON))],
+        tool_choice="required",
+    )
+    params = SamplingParams(grammar=forced_grammar(body), max_tokens=60)
+    call = json.loads(target.generate("Call a function: ", params)[0].text)
+    assert call["name"] in ("greet", "part")
+    assert 0 <= call["arguments"]["who"]["age"] <= 99
+
+
+def test_no_grammar_unless_forced() -> None:
+    tools = [tool("add").model_dump()]
+    assert forced_grammar(chat_request(tools=tools)) is None
+    assert forced_grammar(chat_request(tools=tools, tool_choice="none")) is None
+    with pytest.raises(ValidationError, match="tool_choice needs tools"):
+        chat_request(tool_choice="required")
+    with pytest.raises(ValidationError, match="not among the tools"):
+        named = {"type": "function", "function": {"name": "other"}}
+        chat_request(tools=tools, tool_choice=named)
+
+
+CONVERSATION = [
+    ChatMessage(role="user", content="1 + 1?"),
+    ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        }
+    ),
+    ChatMessage(role="tool", content="2", tool_call_id="c1"),
+]
+
+
+def test_templates_without_tools_get_a_description(target: LLM) -> None:
+    text = target.tokenizer.decode(render(target.tokenizer, CONVERSATION, TOOLS))
+    assert '"name": "add"' in text and '"name": "find"' in text
+    assert "Result of the call: 2" in text
+    assert '"arguments": {"a": 1}' in text
+
+
+def test_templates_with_tools_get_them(target: LLM) -> None:
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = (
+        "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments.a }}{% endfor %}"
+        "{{ m.tool_call_id }}{% endfor %}"
+    )
+    text = tokenizer.decode(render(tokenizer, CONVERSATION, TOOLS))
+    assert text == "[add][find]<user>1 + 1?<assistant>add:1<tool>2c1"
+
+
+def test_special_tokens_that_mark_calls_are_seen(target: LLM) -> None:
+    """A tag that is a special token is part of the text where tools are about."""
+    special = target.tokenizer.convert_ids_to_tokens([1])[0]
+    params = SamplingParams(max_tokens=2, logit_bias={1: 100.0}, ignore_eos=True)
+    hidden = target.generate("Hello", params)[0].text
+    shown = target.generate("Hello", replace(params, skip_special_tokens=False))[0].text
+    assert special not in hidden
+    assert shown == special * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_a_model_makes_by_itself(server: Running, stream: bool) -> None:
+    """A grammar stands in for a model that has learnt to call: the answer is a call as text."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "add"}, "arguments": {"const": {"a": 1}}},
+    }
+    schema |= {"required": ["name", "arguments"], "additionalProperties": False}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "1 + 1?"}],
+        "tools": [tool("add").model_dump(exclude_none=True)],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "stream": stream,
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read().decode()
+    if stream:
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
+        reason = choices[-1]["finish_reason"]
+        assert not any(choice["delta"].get("content") for choice in choices)
+    else:
+        choice = json.loads(text)["choices"][0]
+        calls, reason = choice["message"]["tool_calls"], choice["finish_reason"]
+    assert reason == "tool_calls"
+    assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
