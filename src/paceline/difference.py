@@ -1,7 +1,8 @@
 """Where two texts of one request part, and whether rounding explains it.
 
-A row of logits comes out a rounding step apart when it is computed in another batch shape, so in
-bf16 two tokens whose scores tie within that step may be chosen either way. Anything else is a bug.
+A row of logits comes out a little different when it is computed in another batch shape: by the
+rounding of the last step, and by what the layers before made of theirs. So in bf16 two tokens whose
+scores tie within that distance may be chosen either way. Anything else is a bug.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Difference:
     ``gap`` is the distance of their scores (logits, over the temperature and with the seed's noise
     if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
     the two stands at the border of the truncated law, which rounding moves by a token.
-    ``scores``: those of the two tokens; None where there are none to compare.
+    ``scores``: those of the two tokens; None where there are none to compare. ``spread``: how far
+    another batch shape moved the likeliest logits at this very place, on the same scale.
     """
 
     at: int
@@ -40,11 +42,12 @@ class Difference:
     step: float
     on_edge: bool
     scores: tuple[float, float] | None = None
+    spread: float = 0.0
 
     @property
     def is_tie(self) -> bool:
         # Each of the two logits may have been rounded the other way.
-        return self.on_edge or self.gap <= 2 * self.step
+        return self.on_edge or self.gap <= 2 * max(self.step, self.spread)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -78,18 +81,20 @@ def explain(
     tokens = [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
     step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
+    spread = _spread(logits, _fresh_logits(model, tokens, stepwise=True), pair)
     seq = Request(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
         found = _pair(scores[0], pair)
-        return Difference(at, one, other, abs(found[0] - found[1]), step, False, found)
+        return Difference(at, one, other, abs(found[0] - found[1]), step, False, found, spread)
     noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
-    noisy = scores / params.temperature + noise
-    found = _pair(noisy[0], pair)
+    found = _pair((scores / params.temperature + noise)[0], pair)
     law = laws_of_scores(scores, [params])[0]
-    on_edge = params.truncates and _at_border(scores[0], law > 0, pair, 2 * step)
+    tolerance = 2 * max(step, spread)
+    on_edge = params.truncates and _at_border(scores[0], law > 0, pair, tolerance)
     gap = abs(found[0] - found[1])
-    return Difference(at, one, other, gap, step / params.temperature, on_edge, found)
+    step, spread = step / params.temperature, spread / params.temperature
+    return Difference(at, one, other, gap, step, on_edge, found, spread)
 
 
 def _pair(scores: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
@@ -109,10 +114,25 @@ def _rounding_step(value: float, dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(value, 1e-6))))
 
 
+def _spread(logits: torch.Tensor, again: torch.Tensor, pair: list[int]) -> float:
+    """Largest move between two computations of a row, among the pair and the likeliest tokens."""
+    likely = logits.topk(min(64, len(logits))).indices
+    chosen = torch.cat((likely, torch.tensor(pair, device=logits.device)))
+    return float((logits - again)[chosen].abs().max())
+
+
 @torch.inference_mode()
-def _fresh_logits(model: CausalModel, tokens: Sequence[int]) -> torch.Tensor:
-    """float32 [vocab] after the last token, from one forward without any history."""
+def _fresh_logits(
+    model: CausalModel, tokens: Sequence[int], stepwise: bool = False
+) -> torch.Tensor:
+    """float32 [vocab] after the last token, without any history of an engine.
+
+    In one forward or, ``stepwise``, the last token in a second one: the shape of plain decoding.
+    """
     cache = PagedCache(model.cache_shapes, 1, len(tokens), model.dtype, model.device)
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
-    return model(cache.pack([Feed(0, 0, tokens)]), cache).logits[-1].float()
+    done = len(tokens) - 1 if stepwise else 0
+    if done:
+        model(cache.pack([Feed(0, 0, tokens[:done])]), cache)
+    return model(cache.pack([Feed(0, done, tokens[done:])]), cache).logits[-1].float()

@@ -56,7 +56,7 @@ class Cells:
         """Chances of the same cells under another law."""
         split = sorted(self.children, key=len)
         laws = dict(zip(split, law_of(split), strict=True))
-        reached = {(): 1.0}
+        reached: dict[String, float] = {(): 1.0}
         found = [0.0] * len(self)
         for string in split:
             left = 1.0
@@ -82,10 +82,10 @@ def make_cells(law_of: LawOf, depth: int, least: float, most_splits: int = 64) -
     left_over: dict[String, float] = {}
     frontier: dict[String, float] = {(): 1.0}
     for length in range(1, depth + 1):
+        if not frontier:
+            break
         following: dict[String, float] = {}
-        for (string, chance), law in zip(
-            frontier.items(), law_of(list(frontier)), strict=True
-        ):
+        for (string, chance), law in zip(frontier.items(), law_of(list(frontier)), strict=True):
             own = law.double() * chance
             likely = (own >= least).nonzero().flatten().tolist()
             children[string] = tuple(likely)

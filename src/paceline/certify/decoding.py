@@ -84,7 +84,9 @@ def decode(
             engine.abort(seq_id)
     ends = [None if enough is None else len(start.output) + enough for start in starts]
     return [
-        Decoded(tuple(seq.tokens[seq.prompt_length :][:end]), seq.counts.drafted, seq.counts.accepted)
+        Decoded(
+            tuple(seq.tokens[seq.prompt_length :][:end]), seq.counts.drafted, seq.counts.accepted
+        )
         for seq, end in zip(seqs, ends, strict=True)
     ]
 

@@ -207,8 +207,7 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     difference = 0.0
     for string in strings:
         found = sum(
-            emitted.get(string[:n], 0.0) * _continued(case, string, n)
-            for n in range(1, length + 1)
+            emitted.get(string[:n], 0.0) * _continued(case, string, n) for n in range(1, length + 1)
         )
         difference += abs(found - _continued(case, string, 0))
     return difference / 2, outcomes
@@ -216,9 +215,7 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
 
 def _continued(case: Case, string: String, start: int) -> float:
     """Chance that the target goes on from ``string[:start]`` to the whole string."""
-    return math.prod(
-        float(case.target[string[:i]][string[i]]) for i in range(start, len(string))
-    )
+    return math.prod(float(case.target[string[:i]][string[i]]) for i in range(start, len(string)))
 
 
 def _judged(
@@ -280,5 +277,5 @@ def _intervals(laws: torch.Tensor) -> list[Option]:
     cuts = torch.cat((torch.zeros(1), (ends / ends[:, -1:]).flatten())).clamp(max=1.0)
     return [
         ((low + high) / 2, high - low)
-        for low, high in itertools.pairwise(cuts.unique().tolist())
+        for low, high in itertools.pairwise(sorted(set(cuts.tolist())))
     ]

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from paceline.certify import exact, sampled
-from paceline.certify.certificate import Certificate, LawResult, Problem, results_of
-from paceline.certify.decoding import Start, decode
+from paceline.certify.certificate import Certificate, Problem, results_of
+from paceline.certify.decoding import Decoded, Start, decode
 from paceline.certify.draws import Recorder
+from paceline.certify.findings import bug, nothing, rejections
 from paceline.certify.texts import Task, TextCheck, check_texts
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree
 from paceline.engine.controller import FixedLength
 from paceline.errors import ConfigError, PacelineError, PromptError
@@ -108,15 +110,15 @@ class Certifier:
         """How often ``run`` calls ``advance``."""
         texts = min(self.effort.texts, len(self._prompts))
         rounds = 1 + len(self._settings())
-        kinds = 1 if self.params.greedy else 2
-        prefixes = 0 if self.params.greedy else min(self.effort.prefixes, len(self._prompts))
-        return kinds * texts * rounds + prefixes * (2 * sampled.PORTIONS + 2)
+        if self.params.greedy:
+            return texts * rounds
+        prefixes = min(self.effort.prefixes, texts)
+        return (2 * rounds + 1) * texts + prefixes * (2 * sampled.PORTIONS + 1)
 
     def run(self, advance: Advance = lambda description: None) -> None:
         """Everything there is to look at. Raises KeyboardInterrupt where it was interrupted."""
-        advance_greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         with self._guarded("greedy"):
-            self._compare("greedy", advance_greedy, advance)
+            self._compare("greedy", _greedy(self.params), advance)
         if self.params.greedy:
             self._notes.append("sampling was not looked at: the temperature is 0")
         else:
@@ -136,7 +138,7 @@ class Certifier:
             laws=results,
             exact=tuple(self._exact),
             frequencies=tuple(self._frequencies),
-            problems=(*self._problems, *_rejections(results, self.effort.alpha)),
+            problems=(*self._problems, *rejections(results, self.effort.alpha)),
             notes=tuple(dict.fromkeys(self._notes)),
             complete=self._complete,
         )
@@ -197,9 +199,9 @@ class Certifier:
                 lambda setting=setting: advance(f"{kind}: {setting}"),  # type: ignore[misc]
             )
             self._texts.append(check)
-            self._problems += [_bug(check, place) for place in range(len(check.bugs))]
+            self._problems += [bug(check, place) for place in range(len(check.bugs))]
         if not sum(check.drafted for check in self._texts if check.kind == kind):
-            self._problems.append(_nothing(kind))
+            self._problems.append(nothing(kind))
 
     def _spell(self, token: int) -> str:
         return str(self.llm.tokenizer.decode([token]))
@@ -215,34 +217,41 @@ class Certifier:
         drafted = 0
         engine.drafter = recorder
         try:
-            for number, (name, prompt) in enumerate(self._prompts[: effort.prefixes]):
+            for number, (name, start) in enumerate(self._starts(advance)):
+                prefix = sampled.describe(self.llm.target, name, start, self.params, effort.samples)
                 with self._guarded("sampling"):
-                    prefix = self._prefix(name, prompt, number)
-                    advance(f"{name}: sampling")
                     drafted += self._test(prefix, number, advance)
                 with self._guarded("rule"):
                     self._enumerate(prefix, recorder)
-                advance(f"{name}: done")
+                advance(f"{name}: the rule, enumerated")
         finally:
             engine.drafter = drafter
             self._draws(recorder)
         if not drafted:
-            self._problems.append(_nothing("sampled"))
+            self._problems.append(nothing("sampled"))
 
-    def _prefix(self, name: str, prompt: tuple[int, ...], number: int) -> sampled.Prefix:
-        """Undecided places for the most part, and a few where the target is surer."""
-        model = self.llm.target
-        greedy = replace(self.params, temperature=0.0, max_tokens=self.effort.max_tokens // 2)
-        (text,) = decode(self._plain, [Start(prompt)], greedy, 0)
-        rank = (1.0, 0.8, 0.9, 0.6)[number % 4]
-        start = sampled.choose_start(model, prompt, text.tokens, self.params, rank)
-        return sampled.describe(model, name, start, self.params, self.effort.samples)
+    def _starts(self, advance: Advance) -> list[tuple[str, Start]]:
+        """Where continuations are drawn: the prompts that leave the target most undecided.
+
+        In each not at the very most undecided place, as sure ones have likelier second tokens.
+        """
+        greedy = replace(_greedy(self.params), max_tokens=self.effort.max_tokens)
+        found: list[tuple[float, str, Start]] = []
+        for name, prompt in self._prompts[: self.effort.texts]:
+            (text,) = decode(self._plain, [Start(prompt)], greedy, 0)
+            entropy, start = sampled.choose_start(
+                self.llm.target, prompt, text.tokens, self.params, 0.75
+            )
+            found.append((entropy, name, start))
+            advance(f"{name}: looking for places")
+        found.sort(key=lambda entry: -entry[0])
+        return [(name, start) for _, name, start in found[: self.effort.prefixes]]
 
     def _test(self, prefix: sampled.Prefix, number: int, advance: Advance) -> int:
         """Draw and test; returns how many tokens were drafted."""
         length = _sampling_length(self._lengths, number)
 
-        def drawn(plainly: bool) -> list[sampled.Decoded]:
+        def drawn(plainly: bool) -> list[Decoded]:
             engine = self._plain if plainly else self.llm.engine
             used = 0 if plainly else length
             what = f"{prefix.name}: {'plain' if plainly else 'speculative'} sampling"
@@ -254,10 +263,10 @@ class Certifier:
         plain = [text.tokens[given:] for text in drawn(True)]
         texts = drawn(False)
         strings = [text.tokens[given:] for text in texts]
-        found = sampled.tests_of(prefix, length, strings, plain)
+        found = sampled.tests_of(prefix, length, strings, plain, self.effort.seed)
         if not found:
             self._notes.append(f"{prefix.name}: the target is certain there; nothing to test")
-        self._laws += found + sampled.tests_of(prefix, 0, plain, plain)
+        self._laws += found + sampled.tests_of(prefix, 0, plain, plain, self.effort.seed)
         self._frequencies.append(sampled.frequencies(prefix, length, strings))
         return sum(text.drafted for text in texts)
 
@@ -319,6 +328,11 @@ class Certifier:
         return None
 
 
+def _greedy(params: SamplingParams) -> SamplingParams:
+    """Greedy decoding with the same penalties and bias."""
+    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     """Fixed draft lengths to look at, and whether the engine has a controller that adapts."""
     engine = llm.engine
@@ -332,7 +346,7 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     controller = engine.controller
     if not isinstance(controller, FixedLength):
         return (1, 4), True
-    (length,) = controller.lengths([_any_request()])
+    (length,) = controller.lengths([Request(0, [0], 1, _ANY_REQUEST)])
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False
@@ -358,34 +372,3 @@ def _checked(
                 f"the {effort.max_tokens} that are decoded; shorten it or lower max_tokens"
             )
     return [(name, tuple(prompt)) for name, prompt in prompts]
-
-
-def _bug(check: TextCheck, place: int) -> Problem:
-    item = check.bugs[place]
-    found = item.difference
-    where = f"{check.setting}: {item.task}: token {found.at}"
-    what = f"is {item.speculative!r}, plain decoding's {item.plain!r}"
-    if found.scores is None:
-        return Problem(check.kind, f"BUG: {where}: one text ends where the other goes on")
-    why = f"their scores are {found.gap:.3g} apart, a rounding step is {found.step:.2g}"
-    return Problem(check.kind, f"BUG: {where} {what}: {why}")
-
-
-def _nothing(kind: str) -> Problem:
-    what = f"the drafter proposed nothing for {kind} requests, so nothing was tested"
-    return Problem("coverage", f"{what}; try other prompts (--prompts)")
-
-
-def _rejections(results: Sequence[LawResult], alpha: float) -> Iterator[Problem]:
-    for result in results:
-        test = result.test
-        if result.adjusted >= alpha:
-            continue
-        odds = f"p = {result.adjusted:.1g} after correction, {test.samples} samples"
-        if test.draft_length < 0:
-            yield Problem("drafter", f"it does not draw from the law it declares ({odds})")
-        elif test.draft_length == 0:
-            yield Problem("plain sampling", f"{test.prefix}: {test.what} ({odds})")
-        else:
-            where = f"{test.prefix}, draft length {test.draft_length}"
-            yield Problem("sampling", f"{where}: biased, {test.what} ({odds})")

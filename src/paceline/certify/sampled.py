@@ -10,15 +10,17 @@ import torch
 from paceline.certify.cells import Cells, String, make_cells
 from paceline.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.certify.decoding import Decoded, Start, decode
+from paceline.certify.later import later_tokens
 from paceline.certify.scoring import Scorer
 from paceline.core.params import SamplingParams
+from paceline.drafters import BLOCK_SIZE
 from paceline.engine.engine import Engine
 from paceline.model.target import CausalModel
 
 DEPTH = 3  # tokens of a continuation that are tested together
 PORTIONS = 10
-_EVERY = 2  # output tokens between the places that are looked at for a prefix
-_MOST_CELLS = 100
+_BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
+_MOST_CELLS = 150
 _LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
 # Either sample may differ from the scored law by what two batch shapes differ by.
 _MARGIN = 2.0
@@ -80,7 +82,7 @@ class Prefix:
     name: str
     start: Start
     scorer: Scorer
-    partitions: tuple[Partition, ...]  # of the first token, and of the first DEPTH together
+    partitions: tuple[Partition, ...]  # of the first token, and of the first DEPTH if they split
 
 
 def choose_start(
@@ -89,25 +91,34 @@ def choose_start(
     output: Sequence[int],
     params: SamplingParams,
     rank: float,
-) -> Start:
-    """A beginning of prompt and output after which the target is undecided.
+) -> tuple[float, Start]:
+    """A beginning of prompt and output after which the target is undecided, and its law's entropy.
 
-    Of the places in ``output`` the one whose law's entropy has this ``rank`` (1 is the highest).
+    Of the places in ``output`` the one whose entropy (nats) has this ``rank`` (1 is the highest).
+    Only those a few tokens behind a full cache block count, as thousands of samples start there.
     """
     whole = Start(tuple(prompt))
-    heads: list[String] = [tuple(output[:end]) for end in range(0, len(output), _EVERY)] or [()]
+    ends = [
+        end
+        for end in range(len(output) + 1)
+        if 0 < (len(prompt) + end) % BLOCK_SIZE <= _BEYOND_BLOCK
+    ]
+    heads: list[String] = [tuple(output[:end]) for end in ends or (len(output),)]
     laws = Scorer(model, whole, params).at_once(heads)
     entropies = torch.special.entr(laws).sum(-1)
     order = entropies.argsort().tolist()
-    return Start(whole.prompt, heads[order[round(rank * (len(order) - 1))]])
+    chosen = order[round(rank * (len(order) - 1))]
+    return float(entropies[chosen]), Start(whole.prompt, heads[chosen])
 
 
 def describe(
     model: CausalModel, name: str, start: Start, params: SamplingParams, samples: int
 ) -> Prefix:
     scorer = Scorer(model, start, params)
-    partitions = tuple(Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH))
-    return Prefix(name, start, scorer, partitions)
+    partitions = [Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH)]
+    if all(len(leaf) == 1 for leaf in partitions[-1].cells.leaves):
+        partitions.pop()  # no first token is likely enough to be split: the same cells again
+    return Prefix(name, start, scorer, tuple(partitions))
 
 
 def continuations(
@@ -135,31 +146,35 @@ def portions(samples: int) -> list[int]:
 
 
 def tests_of(
-    prefix: Prefix, length: int, drawn: Sequence[String], plain: Sequence[String]
+    prefix: Prefix, length: int, drawn: Sequence[String], plain: Sequence[String], seed: int
 ) -> list[LawTest]:
     """All tests of one prefix and draft length; where nothing is left to chance there are none."""
     tests: list[LawTest] = []
+
+    def add(what: str, cells: int, outcome: ChiSquare, rounding: float, samples: int) -> None:
+        if outcome.df > 0:
+            tests.append(LawTest(prefix.name, length, what, samples, cells, outcome, rounding))
+
     for partition in prefix.partitions:
-        cells, slack = partition.cells, partition.slack
-        if len(cells) < 2:
-            continue
-        name = "first token" if partition.tokens == 1 else f"first {partition.tokens} tokens"
+        cells, slack, rounding = partition.cells, partition.slack, partition.rounding
         counts = cells.counts(drawn)
-        against: list[tuple[str, ChiSquare]] = [
-            (f"{name}, target's law", goodness(counts, cells.chances, slack))
-        ]
-        if length and partition.tokens == DEPTH:
+        name = "first token" if partition.tokens == 1 else f"first {partition.tokens} together"
+        law = goodness(counts, cells.chances, slack)
+        add(f"{name}, target's law", len(cells), law, rounding, len(drawn))
+        if length and partition is prefix.partitions[-1]:
             two = homogeneity(counts, cells.counts(plain), slack)
-            against.append((f"{name}, plain sampling", two))
-        tests += [
-            LawTest(prefix.name, length, what, len(drawn), len(cells), found, partition.rounding)
-            for what, found in against
-            if found.df > 0
-        ]
+            add(f"{name}, plain sampling", len(cells), two, rounding, len(drawn))
+    later = later_tokens(prefix.scorer, drawn, _MARGIN, seed)
+    if later is not None:
+        outcome = later.outcome
+        what = f"tokens 2 to {DEPTH}, target's laws"
+        add(what, outcome.df + DEPTH - 1, outcome, later.rounding, later.looked_at)
     return tests
 
 
-def frequencies(prefix: Prefix, length: int, drawn: Sequence[String], most: int = 12) -> Frequencies:
+def frequencies(
+    prefix: Prefix, length: int, drawn: Sequence[String], most: int = 12
+) -> Frequencies:
     """Expected and observed shares of the likeliest first tokens."""
     cells = prefix.partitions[0].cells
     alone = [(cells.chances[cell], string[0], cell) for string, cell in cells.leaves.items()]

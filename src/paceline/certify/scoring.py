@@ -40,9 +40,7 @@ class Scorer:
     def logits(self, strings: Sequence[String], stepwise: bool = False) -> torch.Tensor:
         """float32 [n, vocab] on the host, before any of the request's processing."""
         texts = [[*self._start.tokens, *string] for string in strings]
-        return torch.cat(
-            [self._forward(part, stepwise).float().cpu() for part in _parts(texts)]
-        )
+        return torch.cat([self._forward(part, stepwise).float().cpu() for part in _parts(texts)])
 
     def _laws(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
         start, params = self._start, self._params

@@ -87,9 +87,7 @@ def check_texts(
             (ties if item.is_tie else bugs).append(parting)
         advance()
     tokens = sum(map(len, plain))
-    return TextCheck(
-        kind, setting, len(tasks), tokens, drafted, accepted, tuple(ties), tuple(bugs)
-    )
+    return TextCheck(kind, setting, len(tasks), tokens, drafted, accepted, tuple(ties), tuple(bugs))
 
 
 def partings(
