@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -17,11 +18,16 @@ from paceline.server import chat, completions
 from paceline.server.chat_format import render
 from paceline.server.errors import APIError, on_error, on_http_error, on_invalid
 from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
+from paceline.server.requestlog import RequestLog
+from paceline.server.security import BodyLimit, KeyGuard, Security
 from paceline.server.service import Service
 
 
-def create_app(service: Service) -> FastAPI:
-    """The whole API around a service; its engine runs while the application does."""
+def create_app(service: Service, security: Security | None = None) -> FastAPI:
+    """The whole API around a service; its engine runs while the application does.
+
+    ``security`` without keys lets anybody in.
+    """
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -29,7 +35,10 @@ def create_app(service: Service) -> FastAPI:
         yield
         service.loop.stop()
 
-    app = FastAPI(title="Paceline", version=__version__, lifespan=life)
+    # The documentation pages load scripts from elsewhere; /openapi.json is enough.
+    app = FastAPI(
+        title="Paceline", version=__version__, lifespan=life, docs_url=None, redoc_url=None
+    )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
     app.include_router(_models(service))
@@ -40,7 +49,23 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_error)
+    _protect(app, security or Security())
     return app
+
+
+def _protect(app: FastAPI, security: Security) -> None:
+    """The guards of security.py. The last one added sees a request first."""
+    app.add_middleware(BodyLimit, limit=security.max_request_bytes)
+    if security.keys:
+        app.add_middleware(KeyGuard, keys=security.keys)
+    if security.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=security.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    app.add_middleware(RequestLog)
 
 
 def _models(service: Service) -> APIRouter:

@@ -66,6 +66,9 @@ def respond(error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, BusyError):
         headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, DrainingError):
+        # Another server, or this one started again, will answer on another connection.
+        headers |= {"Retry-After": "5", "Connection": "close"}
     if shown.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(shown), shown.status, headers)

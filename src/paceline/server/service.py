@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -14,20 +16,33 @@ from paceline.completion import Completion, StreamEvent
 from paceline.server.errors import APIError
 from paceline.server.loop import EngineLoop, Limits, Ticket
 from paceline.server.metrics import Metrics
+from paceline.server.requestlog import charge
+from paceline.server.security import RequestLimits
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.llm import LLM, Prompt
 
+log = logging.getLogger("paceline.server")
+
 
 class Service:
     """A model under the name by which it is served, its loop and its metrics.
 
-    ``created`` is seconds since the epoch.
+    ``created`` is seconds since the epoch. ``asks`` is what one request may ask for.
+    ``log_prompts`` writes the prompts to the log, which otherwise holds no content.
     """
 
-    def __init__(self, llm: LLM, model: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        limits: Limits | None = None,
+        asks: RequestLimits | None = None,
+        log_prompts: bool = False,
+    ) -> None:
         self.llm, self.model = llm, model
+        self._asks, self._log_prompts = asks or RequestLimits(), log_prompts
         self.created = self.now()
         self.metrics = Metrics()
         self.loop = EngineLoop(llm, limits, self.metrics)
@@ -71,7 +86,14 @@ class Service:
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, deadline: float | None
     ) -> Ticket:
-        return await self.loop.submit(prompts, params, deadline)
+        self._asks.check(len(prompts), params)
+        if self._log_prompts:
+            for prompt in prompts:
+                text = prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
+                log.info("prompt %s", json.dumps(text))
+        ticket = await self.loop.submit(prompts, params, deadline)
+        charge(ticket.requests)
+        return ticket
 
 
 async def gather(ticket: Ticket, http: HTTPRequest) -> list[Completion]:

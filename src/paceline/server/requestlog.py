@@ -1,0 +1,64 @@
+"""One line in the log for every request: method, path, status, seconds, tokens; never content."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from paceline.request import Request
+
+log = logging.getLogger("paceline.server")
+
+# The engine's requests that the HTTP request in this context has led to.
+_account: ContextVar[list[Request] | None] = ContextVar("paceline_account", default=None)
+_LONGEST_PATH = 200
+
+
+def charge(requests: Sequence[Request]) -> None:
+    """Count the tokens of these to the HTTP request that is being answered, if it is logged."""
+    account = _account.get()
+    if account is not None:
+        account.extend(requests)
+
+
+class RequestLog:
+    """Logs a request once its answer is complete, streamed or not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500  # an exception that nobody caught is answered outside of us
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        account: list[Request] = []
+        token = _account.set(account)
+        start = time.perf_counter()
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            _account.reset(token)
+            _write(scope, status, time.perf_counter() - start, account)
+
+
+def _write(scope: Scope, status: int, seconds: float, account: Sequence[Request]) -> None:
+    # Quoted again, for a path could otherwise break the line; without the query.
+    path = quote(scope["path"])[:_LONGEST_PATH]
+    tokens = sum(len(r.seq.tokens) - r.seq.prompt_length for r in account)
+    counted = f" {tokens} tokens" if account else ""
+    log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, counted)

@@ -1,0 +1,247 @@
+"""Who may ask, from where, and how much: API keys, origins and the size of a request.
+
+    request log -> CORS -> API key -> size -> the application
+
+These are plain ASGI applications around another, so that they see a request before anything of
+it has been parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import ConfigError
+from paceline.server.errors import APIError, respond
+from paceline.server.protocol import MAX_CHOICES, MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from paceline.core.params import SamplingParams
+
+KEYS_VARIABLE = "PACELINE_API_KEYS"
+# Nothing here tells what the model says or what others ask.
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
+_SWALLOW_SECONDS = 10.0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Digests of the API keys; the keys themselves are not kept."""
+
+    digests: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> Keys:
+        return cls(tuple(_digest(key.encode()) for key in dict.fromkeys(keys)))
+
+    @classmethod
+    def load(cls, file: str | Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
+        """The keys of the file (one a line, ``#`` comments) and of PACELINE_API_KEYS (separated by
+        commas or spaces). Raises ConfigError where keys were promised and there are none."""
+        found = [] if file is None else _keys_in_file(file)
+        variable = environ.get(KEYS_VARIABLE)
+        if variable is not None:
+            keys = [key for key in re.split(r"[,\s]+", variable) if key]
+            found += _checked(keys, KEYS_VARIABLE)
+        return cls.of(found)
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def know(self, key: bytes) -> bool:
+        """Whether it is one of them, in a time that does not depend on which or how nearly."""
+        given = _digest(key)
+        same = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return any(same)
+
+
+def _keys_in_file(path: str | Path) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"API key file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"API key file {path} is not text; write one key a line") from None
+    lines = [line.strip() for line in text.splitlines()]
+    return _checked([x for x in lines if x and not x.startswith("#")], f"API key file {path}")
+
+
+def _checked(keys: list[str], where: str) -> list[str]:
+    if not keys:
+        raise ConfigError(f"{where} holds no key; write one, or leave it out to serve anybody")
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ConfigError(f"{where}: a key has other than ASCII letters, digits and signs")
+    return keys
+
+
+def key_file_warning(path: str | Path) -> str | None:
+    """One line if others on this machine can read the keys; None if they cannot."""
+    if Path(path).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH) == 0:
+        return None
+    return f"API key file {path} can be read by other users; run: chmod 600 {path}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def exposure_warning(host: str, keys: Keys) -> str | None:
+    """One line if a server on ``host`` answers to anyone who can reach it."""
+    if keys or is_loopback(host):
+        return None
+    return (
+        f"{host} can be reached from other machines and no API keys are set: anybody may use this "
+        f"server; set --api-key-file or {KEYS_VARIABLE}"
+    )
+
+
+@dataclass(frozen=True)
+class Security:
+    """What stands before the application. ``max_request_bytes`` is of the body."""
+
+    keys: Keys = field(default_factory=Keys)
+    max_request_bytes: int = 4 * 2**20
+    cors_origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for, within the protocol's own limits."""
+
+    max_n: int = MAX_CHOICES
+    max_logprobs: int = MAX_LOGPROBS
+    max_prompts: int = 64
+
+    def check(self, prompts: int, params: SamplingParams) -> None:
+        """Raises APIError, naming the field."""
+        for param, asked, limit in (
+            ("n", params.n, self.max_n),
+            ("logprobs", params.logprobs or 0, self.max_logprobs),
+            ("prompt", prompts, self.max_prompts),
+        ):
+            if asked > limit:
+                raise APIError(
+                    f"{param}: {asked} asked for, but this server allows {limit}", param=param
+                )
+
+
+class KeyGuard:
+    """Lets requests with one of the keys in, and all of them to the open paths."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            key = bearer(scope)
+            if key is None or not self._keys.know(key):
+                what = "an API key is needed" if key is None else "the API key is not known here"
+                error = APIError(
+                    f"{what}; send it as Authorization: Bearer KEY", 401, code="invalid_api_key"
+                )
+                await respond(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def bearer(scope: Scope) -> bytes | None:
+    """The key of an Authorization header; None without one."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer" and key.strip():
+                return bytes(key.strip())
+    return None
+
+
+class _GoneError(Exception):
+    """The client has left before its request was complete."""
+
+
+class BodyLimit:
+    """Refuses bodies above a size, whatever their Content-Length says, before they are parsed."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(receive, _content_length(scope))
+        except _GoneError:
+            return
+        if body is None:
+            error = APIError(
+                f"the request is larger than {self._limit} bytes", 413, code="request_too_large"
+            )
+            response = respond(error)
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive, declared: int) -> bytes | None:
+        """The whole body; None if it is too large. Raises _GoneError if nobody waits any more."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        if declared <= self._limit:
+            while more and size <= self._limit:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _GoneError
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                more = message.get("more_body", False)
+            if size <= self._limit:
+                return b"".join(parts)
+        # A connection that is closed while the client still sends is reset, and the client then
+        # never sees the answer. So swallow what comes, but neither for long nor without end.
+        if declared <= 8 * self._limit:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._swallow(receive, size), _SWALLOW_SECONDS)
+        return None
+
+    async def _swallow(self, receive: Receive, size: int) -> None:
+        more = True
+        while more and size <= 8 * self._limit:
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = message["type"] != "http.disconnect" and message.get("more_body", False)
+
+
+def _content_length(scope: Scope) -> int:
+    """As declared; 0 if it is not. HTTP parsers have refused what is no number."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return 0
