@@ -21,6 +21,7 @@ SMALLER = (10.0, 20.0)  # times that a draft model should be smaller than its ta
 WORTH = 0.4  # acceptance below which drafting is said not to pay
 LONGER = 0.8  # acceptance above which to draft longer
 _LONG = 4  # levels beyond which a draft is long
+_LOOKUP = ("ngram", "suffix")
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
 
 
@@ -122,8 +123,8 @@ def _longer(outcome: Outcome, best: Setting) -> Advice:
 
 
 def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
-    lookup = next((s for s in settings if s.method.lookup), None)
-    model = next((s for s in settings if not s.method.lookup), None)
+    lookup = next((s for s in settings if s.method.family in _LOOKUP), None)
+    model = next((s for s in settings if s.method.family not in _LOOKUP), None)
     if lookup is None:
         return
     copies = outcome.copied >= _COPIES
@@ -134,7 +135,8 @@ def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     )
     if model is not None:
         measured += f", {model.method.label} {_gain(outcome, model):.2f}x"
-    verdict = "looking text up comes first" if ahead else "a trained drafter comes first"
+    first = lookup if model is None or ahead else model
+    verdict = f"{first.method.label} comes first"
     if copies != ahead:
         verdict += ", copied text or not"
     yield Advice(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 LARGEST_BATCH = 32  # to which break-even is sought
+CALM = 1.5  # unrest beyond which figures are worth little
 _DEFAULT_LENGTH = 8  # of the adaptive length
 _ALONE = 4  # prompts decoded one at a time
 
@@ -56,6 +57,7 @@ class Outcome:
     plain: Method | None = None
     methods: list[Method] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
+    unrest: float = 1.0  # slow plain steps by the fastest: the machine's other work
     copied: float = 0.0  # share of plain decoding's text that stood in the text before it
     at_other: tuple[float, float] | None = None  # another temperature, acceptance there
     results: list[Confirmation] = field(default_factory=list)
@@ -128,6 +130,7 @@ def tune(
     advance("measuring plain decoding")
     outcome.plain, runs = measure_plain(with_room, outcome.target, sample)
     with_room.close()
+    outcome.unrest = unrest_of(runs[0])
     outcome.copied = _copied_share(sample, runs)
     for candidate in candidates:
         advance(f"measuring {candidate.label}")
@@ -139,6 +142,14 @@ def tune(
     rounds = Rounds.of(encoded, wish.rounds, params, wish.concurrency)
     confirm(llm, contestants, rounds, outcome.results, advance)
     outcome.chosen = winner(outcome.results)
+
+
+def unrest_of(run: Run) -> float:
+    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
+    seconds = sorted(step.target for step in run.steps)
+    if len(seconds) < 10:
+        return 1.0
+    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
 
 
 def _mixed(prompts: Sequence[Prompt]) -> list[Prompt]:

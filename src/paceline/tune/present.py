@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from paceline.model.identity import ModelIdentity
 from paceline.report.document import Figure, Report, Table, Text
 from paceline.report.plots import lines
 from paceline.tune.advice import advise, cost_ratio
 from paceline.tune.confirm import PLAIN, Confirmation
-from paceline.tune.plan import Outcome
+from paceline.tune.plan import CALM, Outcome
 from paceline.tune.search import batch_sizes, speedups
 from paceline.tuned import (
     VERSION,
@@ -18,7 +19,6 @@ from paceline.tuned import (
     KnownCosts,
     Machine,
     Measured,
-    ModelIdentity,
     PassCosts,
     TunedProfile,
 )
@@ -58,7 +58,7 @@ def report_of(outcome: Outcome) -> Report:
     report = Report(f"Tuning {outcome.model}")
     settings = outcome.settings
     if settings:
-        report.add("Search", _search_table(outcome), *_left_out(outcome))
+        report.add("Search", *_unrest(outcome), _search_table(outcome), *_left_out(outcome))
     if outcome.results and outcome.results[0].ratios:
         report.add("Confirmed by decoding", _confirmation_table(outcome))
     advice = advise(outcome)
@@ -97,7 +97,7 @@ def _search_table(outcome: Outcome) -> Table:
             "len.",
             "acc.",
             "tok/step",
-            "step ms",
+            "ms",
             "draft",
             "tok/s",
             "speedup",
@@ -106,10 +106,20 @@ def _search_table(outcome: Outcome) -> Table:
         rows,
         title=f"Predicted, each method at its best length, {wish.concurrency} at once, "
         f"temperature {wish.temperature:g}",
-        note=f"Plain decoding: {outcome.plain_rate:.0f} tokens/s predicted. len.: levels. acc.: "
-        f"share of tried positions accepted ({outcome.prompt_count} prompts at hand). draft: share "
-        f"of the step. until: the largest batch that gains, sought to {outcome.largest_batch}.",
+        note=f"Plain decoding: {outcome.plain_rate:.0f} tok/s predicted. len.: levels. acc.: "
+        f"share of tried positions accepted ({outcome.prompt_count} prompts at hand). ms: a step; "
+        f"draft: its share. until: the largest batch that gains, sought to {outcome.largest_batch}.",
     )
+
+
+def _unrest(outcome: Outcome) -> list[Text]:
+    if outcome.unrest <= CALM:
+        return []
+    said = (
+        f"The machine was busy: plain steps took up to {outcome.unrest:.1f} times the fastest. "
+        "Do not trust these figures; tune again when it is idle."
+    )
+    return [Text(said, warning=True)]
 
 
 def _left_out(outcome: Outcome) -> list[Text]:
@@ -192,6 +202,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
         "confirmed": chosen is not None,
         "plain_predicted_tokens_per_second": outcome.plain_rate if outcome.settings else None,
         "copied_share": outcome.copied,
+        "unrest": outcome.unrest,
         "target_costs": None
         if target is None
         else {
