@@ -59,8 +59,8 @@ class Drafts:
 
     ``levels``, tree ``nodes`` and drafter ``passes`` of a sequence's step. ``rates``: the chance
     that a step gains token i of the draft, given that it gained those before. ``planned``: every
-    draft has the length asked for, so that a shorter one was cut short by the end of its request;
-    otherwise (adaptive length, look-up) ``rates`` count positions not drafted as not gained.
+    draft has the length asked for, but for the first and the last of a request; otherwise
+    (adaptive length, look-up) ``rates`` count positions not drafted as not gained.
     ``acceptance`` is the share of the tokens tried that were accepted; ``full`` the share of
     steps in which the whole draft was.
     """
@@ -202,12 +202,13 @@ def predict(
     ladder = _Ladder(plain.step, step, tokens)
     predicted = ladder.speedup
     ladder.add(
-        "draft model catches up after full drafts", draft=scale * alone.catch_up * drafts.full
+        "draft model reads two tokens after a full draft",
+        draft=scale * alone.catch_up * drafts.full,
     )
-    ladder.raise_to("drafting dearer than alone", "draft", spec.phases["draft"])
+    ladder.raise_to("drafting dearer than its passes alone", "draft", spec.phases["draft"])
     ladder.raise_to("checking dearer than alone", "target", spec.phases["target"])
     ladder.raise_to("bookkeeping of drafts", "other", spec.phases["other"])
-    ladder.gain("drafts cut short at the end of a request", spec.tokens_per_step)
+    ladder.gain("drafts short or missing where a request begins or ends", spec.tokens_per_step)
     decoding = ladder.speedup
     whole = (plain.in_steps + plain.beside) / (spec.in_steps + spec.beside)
     ladder.settle("reading prompts, and between steps", whole)
@@ -332,23 +333,26 @@ def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _complete(drafter: Drafter, length: int, rounds: Sequence[Outcome]) -> int:
-    """Nodes that would have been drafted if every draft had the length that its request allows."""
+    """Nodes that would have been drafted if every draft had the length that its request allows.
+
+    Without the first step of a request: some drafters have nothing to start from there.
+    """
     nodes = 0
     for outcome in rounds:
         for answer in outcome.answers:
             left = len(answer.tokens)
-            for _, count in answer.arrivals:
-                nodes += drafter.max_nodes(min(length, left - 1))
+            for place, (_, count) in enumerate(answer.arrivals):
+                nodes += drafter.max_nodes(min(length, left - 1)) if place else 0
                 left -= count
     return nodes
 
 
 def _levels(drafter: Drafter, nodes: float) -> float:
     """The draft length at which a draft has so many nodes, between whole ones if need be."""
-    length = 0
-    while length < 64 and drafter.max_nodes(length + 1) <= nodes:
+    length, below, above = 0, drafter.max_nodes(0), drafter.max_nodes(1)
+    while below < above <= nodes:  # trees of so many nodes at most grow no further
         length += 1
-    below, above = drafter.max_nodes(length), drafter.max_nodes(length + 1)
+        below, above = above, drafter.max_nodes(length + 1)
     return length + (nodes - below) / (above - below) if above > below else float(length)
 
 
