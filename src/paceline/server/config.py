@@ -202,7 +202,9 @@ class ServeConfig:
     deadline: float = _key(
         600.0, "limits", "seconds", "Seconds a request may take; 0: any time.", low=0
     )
-    max_request_bytes: int = _key(4 * 2**20, "limits", "size", "Size of a request; then 413.")
+    max_request_bytes: int = _key(
+        4 * 2**20, "limits", "size", "Size of a request; then 413.", shown="4M"
+    )
     max_n: int = _key(16, "limits", "count", "Most choices (n) of a request.", low=1, high=16)
     max_logprobs: int = _key(
         20, "limits", "count", "Most logprobs of a token that may be asked for.", low=0, high=20

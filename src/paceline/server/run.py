@@ -1,0 +1,160 @@
+"""The life of a server process: an address, a running application, and a gentle end.
+
+first SIGTERM or SIGINT   unready, new requests get 503, running ones finish, exit 0
+drain_seconds later       what still runs is ended with an error, exit 0
+a second signal           the process ends at once, exit 128 + signal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from paceline.errors import PacelineError
+from paceline.server.app import create_app
+from paceline.server.loop import EngineLoop, Limits
+from paceline.server.security import Keys, RequestLimits, Security
+from paceline.server.service import Service
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.server.config import ServeConfig
+
+log = logging.getLogger("paceline.server")
+
+_CLOSING_SECONDS = 5  # for answers that are complete but not yet read by their clients
+
+
+class AddressError(PacelineError):
+    """The server cannot listen where it was told to."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The address, reserved: nobody is served before ``run``, but a taken port shows at once.
+
+    Raises AddressError.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise AddressError(
+            f"host {host!r} is no address ({error.strerror}); use 127.0.0.1, 0.0.0.0 or a name"
+        ) from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise AddressError(_refusal(error, host, port)) from None
+    return listener
+
+
+def _refusal(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {host} is taken; stop what listens there, or choose another --port "
+            "(0 takes a free one)"
+        )
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges; choose a --port from 1024"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"this machine has no address {host}; choose another --host"
+    return f"cannot listen on {host}, port {port}: {error.strerror}"
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """Where clients on this machine find it."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def set_up_logging(level: str) -> None:
+    """Ours at ``level``, everybody else's from warnings on, to stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("paceline").setLevel(level.upper())
+
+
+def service_of(llm: LLM, config: ServeConfig) -> Service:
+    limits = Limits(max_queue=config.max_queue, deadline=config.deadline or None)
+    asks = RequestLimits(config.max_n, config.max_logprobs, config.max_prompts)
+    return Service(llm, config.name, limits, asks, config.log_prompts)
+
+
+def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> None:
+    """Serve until a signal ends it; returns when everything is done. Raises AddressError."""
+    service = service_of(llm, config)
+    security = Security(keys, config.max_request_bytes, config.cors_origin)
+    try:
+        listener.listen(2048)
+    except OSError as error:  # somebody else was quicker while the model was loading
+        raise AddressError(_refusal(error, config.host, config.port)) from None
+    uvicorn_config = uvicorn.Config(
+        create_app(service, security),
+        log_config=None,
+        access_log=False,  # ours says more, and never a query
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )
+    announcement = describe(llm, config, keys, url_of(listener, config.host))
+    DrainingServer(uvicorn_config, service.loop, config.drain_seconds, announcement).run([listener])
+
+
+def describe(llm: LLM, config: ServeConfig, keys: Keys, url: str) -> str:
+    """The one line of the start."""
+    drafters = ", ".join(llm.drafters) or "none"
+    dtype = str(llm.target.dtype).removeprefix("torch.")
+    guard = f"{len(keys)} API keys" if keys else "no API key"
+    return (
+        f"serving {config.name} at {url} (drafters: {drafters}; {dtype} on {llm.target.device}; "
+        f"{guard})"
+    )
+
+
+class DrainingServer(uvicorn.Server):
+    """Goes on listening while it drains, so that whoever asks is told that it is not ready."""
+
+    def __init__(
+        self, config: uvicorn.Config, loop: EngineLoop, drain_seconds: float, announcement: str
+    ) -> None:
+        super().__init__(config)
+        self._loop, self._drain_seconds = loop, drain_seconds
+        self._announcement = announcement
+        self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._announcement, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike uvicorn's, keeps no signal to raise again: who has drained has ended well."""
+        if self._drain_until is not None:
+            log.warning("a second signal: ending at once")
+            os._exit(128 + sig)
+        self._loop.drain()
+        self._drain_until = time.monotonic() + self._drain_seconds
+        name = signal.Signals(sig).name
+        log.info("%s: no new requests; running ones have %g s", name, self._drain_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._drain_until is not None and not self.should_exit:
+            late = time.monotonic() > self._drain_until
+            if late and not self._loop.idle:
+                log.warning("drain_seconds are over: what still runs is ended")
+                await asyncio.to_thread(self._loop.stop)
+            self.should_exit = late or self._loop.idle
+        return await super().on_tick(counter)
