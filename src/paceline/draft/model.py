@@ -41,6 +41,7 @@ class _State:
     cached: int = 0
     base: int = 0
     slots: tuple[int, ...] = ()
+    fed: bool = False  # in the step under way
 
 
 class ModelDrafter:
@@ -80,6 +81,8 @@ class ModelDrafter:
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
+        if not any(item.draft_length or not item.decodes for item in plan.slices):
+            return [self._empty] * len(plan.slices)
         growing: dict[int, Growing] = {}
         feeds: list[Feed] = []
         for item in plan.slices:
@@ -152,6 +155,7 @@ class ModelDrafter:
         feed = Feed(seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes)
         state.cached = state.base = end
         state.slots = ()
+        state.fed = True
         return feed
 
     # -- observing ---------------------------------------------------------------------------
@@ -162,7 +166,7 @@ class ModelDrafter:
         kept: list[tuple[_State, int]] = []
         for commit in commits:
             state = self._states.get(commit.seq_id)
-            if state is None or commit.seq_id not in self.cache:
+            if state is None or not state.fed or commit.seq_id not in self.cache:
                 continue
             # Nodes without children were never fed: they are pending, like the target's own token.
             slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
@@ -173,6 +177,7 @@ class ModelDrafter:
         for state, count in kept:
             state.cached += count
             state.slots = ()
+            state.fed = False
             self._read(state)
             self.cache.commit(state.seq.seq_id, state.tokens, state.cached)
 

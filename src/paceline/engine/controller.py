@@ -83,14 +83,14 @@ class _Fill:
 class _Purse:
     """Seconds that may be spent on trying drafts that do not seem to pay: a share of all."""
 
-    SHARE = 0.01
+    SHARE = 0.005
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def earn(self, seconds: float) -> None:
-        # No more than a few probes' worth is kept: many in a row teach little more.
-        self.seconds = min(self.seconds + self.SHARE * seconds, 16 * seconds)
+        """A step without drafts took so long. No more than a few probes' worth is kept."""
+        self.seconds = min(self.seconds + self.SHARE * seconds, 2 * seconds)
 
 
 @dataclass
@@ -101,7 +101,8 @@ class _Settled:
     names: list[str] = field(default_factory=list)
     wishes: list[int] = field(default_factory=list)
     until: int = 0  # the step from which it is made anew
-    drafting: list[tuple[str, float]] = field(default_factory=list)  # measured seconds by drafter
+    drafting: list[tuple[str, float]] = field(default_factory=list)  # by drafter, as measured
+    drafts: bool = False
     probe: bool = False
     gains: list[list[float]] = field(default_factory=list)
 
@@ -113,7 +114,7 @@ class AdaptiveLength:
     mean over its sequences, so that no request pays for another's speed. The length depends on the
     past only, never on the tokens being drafted, so it cannot bias the output. Costs are
     start-up's, corrected by every step (``StepTime``). A drafter must also earn the reading of
-    what it has not seen of a sequence. Where nothing is drafted, one per cent of the time goes
+    what it has not seen of a sequence. Where nothing is drafted, half a per cent of the time goes
     into probes; what a sequence showed long ago fades until it is tried again.
 
     ``profiles`` by the names that requests use; those that name none have the ``default``.
@@ -121,8 +122,8 @@ class AdaptiveLength:
     """
 
     HOLD = 4  # steps for which drafts of the same batch keep their lengths
-    HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
-    FADE = 0.92  # weight kept of what a sequence showed, every HOLD_PLAIN steps without a draft
+    HOLD_PLAIN = 16  # where nothing is drafted, so that nothing is learnt
+    FADE = 0.85  # weight kept of what a sequence showed, every HOLD_PLAIN steps without a draft
     HORIZON = 256  # tokens at most over which reading a prompt is written off
 
     def __init__(
@@ -163,7 +164,7 @@ class AdaptiveLength:
         names = [seq.params.drafter or self._default for seq in seqs]
         wishes = [self._bounds.get(name, 0) for name in names]
         own = [place for place, name in enumerate(names) if name in self._profiles]
-        found = _Settled(ids, names, wishes, self._step + self.HOLD)
+        found = _Settled(ids, names, wishes, self._step + self.HOLD, drafts=any(wishes))
         if not own:
             return found
         requests, known = [seqs[place] for place in own], [names[place] for place in own]
@@ -182,7 +183,7 @@ class AdaptiveLength:
             lengths = [n for own, n in zip(known, chosen, strict=True) if own == name]
             if any(lengths):
                 found.drafting.append((name, self._drafting(name, lengths)))
-        found.gains = gains
+        found.gains, found.drafts = gains, any(wishes)
         return found
 
     def _choose(
@@ -198,7 +199,7 @@ class AdaptiveLength:
             table = self._table(name, batch)
             options.append(gain[: len(table)])
             unread = self._unread(seq)
-            if unread > self.HOLD_PLAIN:
+            if unread > 8:
                 # Reading is written off over the tokens to come, so over room / gain steps.
                 each = unread * self._reading[name] / min(max(seq.room, 1), self.HORIZON)
                 table = [
@@ -241,12 +242,19 @@ class AdaptiveLength:
         A pass costs nearly as much for one sequence as for all: it must pay for those that are
         still drafting then.
         """
-        options = [chosen]
-        while any(options[-1]):
-            deepest = max(options[-1]) - 1
-            options.append([min(length, deepest) for length in options[-1]])
-        scores = [self._score(batch, names, gains, option) for option in options]
-        return options[scores.index(max(scores))]
+        score = self._score(batch, names, gains, chosen)
+        shorter = chosen
+        while any(shorter):
+            deepest = max(shorter) - 1
+            shorter = [min(length, deepest) for length in shorter]
+            other = self._score(batch, names, gains, shorter)
+            if other > score:
+                chosen, score = shorter, other
+            elif any(shorter):
+                shorter = [0] * len(shorter)
+                other = self._score(batch, names, gains, shorter)
+                chosen = shorter if other > score else chosen
+        return chosen
 
     def _score(
         self,
@@ -324,6 +332,9 @@ class AdaptiveLength:
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
     ) -> None:
         held = self._settled
+        if not held.drafts:
+            self._observe_plain(commits, seconds)
+            return
         wished = dict(zip(held.ids, zip(held.names, held.wishes, strict=True), strict=True))
         nodes = unread = 0
         measure = True  # a step that prefills is no measure
@@ -339,7 +350,12 @@ class AdaptiveLength:
             measure = False
             self._learn_reading(unread, nodes / len(commits), drafting)
         self._steps.end(len(commits), nodes, seconds if measure else None, drafting)
+
+    def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
+        """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
         self._purse.earn(seconds)
+        if self._step % 4 == 0 and all(commit.fed == 1 for commit in commits):
+            self._steps.end(len(commits), 0, seconds)
 
     def _learn(self, commit: Commit, name: str, length: int) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
