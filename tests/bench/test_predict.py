@@ -76,6 +76,7 @@ def run(
         steps=steps,
         phases=total,
         decoding_steps=steps,
+        decoding_slots=steps,
     )
     return replace(outcome, **figures)  # type: ignore[arg-type]
 
@@ -189,6 +190,7 @@ def test_drafts_cut_short_cost_tokens() -> None:
         answers=answers,
         steps=110,
         decoding_steps=110,
+        decoding_slots=110,
         phases=phases,
         seconds=sum(phases.values()),
     )
@@ -224,6 +226,14 @@ def test_rounds_are_joined_by_their_median() -> None:
     assert made is not None
     assert made.measured == pytest.approx(prediction(spec_run()).measured)
     assert not effects(made)
+
+
+def test_runs_that_had_fewer_requests_left_are_made_comparable() -> None:
+    """With two of four sequences in flight a step as dear gains half as much."""
+    plain = replace(plain_run(), decoding_slots=4 * 270)
+    spec = replace(spec_run(), decoding_slots=2 * 100)
+    made = prediction(spec, plain)
+    assert made.predicted == pytest.approx(EXPECTED * 11 / 16.25 / 2)
 
 
 def test_runs_that_never_only_decoded_predict_nothing() -> None:

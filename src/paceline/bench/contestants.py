@@ -51,7 +51,7 @@ class Paceline:
         finally:  # Ctrl-C leaves an engine that can go on
             for seq in seqs:
                 engine.abort(seq.seq_id)
-        seconds, steps = phases.close()
+        seconds, steps, slots = phases.close()
         end = time.perf_counter()
         counts = [seq.counts for seq in seqs]
         return Outcome(
@@ -64,6 +64,7 @@ class Paceline:
             accepted_at=_sums([count.accepted_at for count in counts]),
             phases=seconds,
             decoding_steps=steps,
+            decoding_slots=slots,
         )
 
     def _request(self, ask: Ask) -> Request:
@@ -86,7 +87,8 @@ def _closed_loop(engine: Engine, seqs: Sequence[Request], clients: int, phases: 
             engine.add(waiting.popleft())
             running += 1
         commits = engine.step()
-        phases.after_step(all(commit.fed == 1 for commit in commits))
+        decodes = all(commit.fed == 1 for commit in commits)
+        phases.after_step(len(commits) if decodes else 0)
         running -= sum(commit.finish_reason is not None for commit in commits)
 
 
@@ -101,23 +103,27 @@ class _Phases:
         self._clock = engine.clock
         self._before = self._clock.totals()
         self._sums = dict.fromkeys(self._before, 0.0)
-        self._counts = False  # whether the step before last was one that only decodes
+        self._decoding = 0  # sequences of the step before last, if it was one that only decodes
         self._steps = 0
+        self._slots = 0
 
-    def after_step(self, decodes: bool) -> None:
+    def after_step(self, decoding: int) -> None:
+        """``decoding``: the sequences of the step if it only decoded, else 0."""
         self._settle(dict(self._clock.seconds))
-        self._counts = decodes
+        self._decoding = decoding
 
-    def close(self) -> tuple[dict[str, float], int]:
+    def close(self) -> tuple[dict[str, float], int, int]:
+        """Seconds by phase of the steps that only decode, how many, and their sequences."""
         self._settle(self._clock.totals())
-        return self._sums, self._steps
+        return self._sums, self._steps, self._slots
 
     def _settle(self, now: dict[str, float]) -> None:
-        if self._counts:
+        if self._decoding:
             self._steps += 1
+            self._slots += self._decoding
             for phase, seconds in now.items():
                 self._sums[phase] += seconds - self._before[phase]
-        self._before, self._counts = now, False
+        self._before, self._decoding = now, 0
 
 
 def _answer(seq: Request) -> Answer:

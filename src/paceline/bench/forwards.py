@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alone:
-    """Seconds of forwards measured outside decoding, for ``batch`` sequences, medians.
+    """Seconds of forwards measured outside decoding, medians.
 
-    ``plain``: the target over one token of each; ``check``: over a draft as well; ``draft``: all
-    passes of the drafter for a step. ``catch_up``: what a second token makes a draft model's first
-    pass dearer; after a fully accepted draft it has two to read.
+    ``plain``: the target over one token of each of ``plain_batch`` sequences. ``check``: over the
+    drafts of ``batch`` sequences as well. ``draft``: all passes of the drafter for these.
+    ``catch_up``: what a second token makes a draft model's first pass dearer; after a fully
+    accepted draft it has two to read.
     """
 
     plain: float
@@ -34,6 +35,7 @@ class Alone:
     draft: float
     catch_up: float = 0.0
     batch: int = 1
+    plain_batch: int = 1
 
 
 @torch.inference_mode()
@@ -44,18 +46,21 @@ def measure_alone(
     batch: int = 1,
     context: int = 64,
     rounds: int = 25,
+    plain_batch: int | None = None,
 ) -> Alone:
     """Time the forwards of a step for ``batch`` sequences with ``context`` cached tokens each.
 
-    ``nodes`` and drafter ``passes`` of a step may be means, and so fractions.
-    The engine must be idle; it is as before afterwards. Medians of ``rounds``, in which the parts
-    follow each other as in decoding, so that each finds the processor's caches as it would there.
+    ``nodes`` and drafter ``passes`` of a step may be means, and so fractions. ``plain_batch``: of
+    a plain step, where that had fewer sequences or more. The engine must be idle; it is as before
+    afterwards. Medians of ``rounds``, in which the parts follow each other as in decoding, so that
+    each finds the processor's caches as it would there.
     """
     target, device = engine.target, engine.target.device
     low = int(nodes)
     fewer = _forward(target, engine.cache, batch, context, 1 + low, engine.drafter.features)
     more = _forward(target, engine.cache, batch, context, 2 + low, engine.drafter.features)
-    one = _forward(target, engine.cache, batch, context, 1, engine.drafter.features)
+    alike = batch if plain_batch is None else plain_batch
+    one = _forward(target, engine.cache, alike, context, 1, engine.drafter.features)
     whole_passes = max(1, round(passes)) if passes else 0
 
     def draft() -> None:
@@ -88,6 +93,7 @@ def measure_alone(
         draft=middle["draft"] * passes / whole_passes if passes else 0.0,
         catch_up=max(0.0, middle.get("read two", 0.0) - middle.get("read one", 0.0)),
         batch=batch,
+        plain_batch=alike,
     )
 
 

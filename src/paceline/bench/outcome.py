@@ -32,7 +32,7 @@ class Outcome:
     ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` is None where a
     contestant does not say. ``reached`` and ``accepted_at`` count drafts by position, as in
     CompletionStats. ``phases`` are the seconds by phase of the ``decoding_steps``: the engine's
-    steps in which nobody read a prompt.
+    steps in which nobody read a prompt. ``decoding_slots`` are the sequences in them, added up.
     """
 
     answers: Sequence[Answer]
@@ -44,10 +44,16 @@ class Outcome:
     accepted_at: Sequence[int] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     decoding_steps: int = 0
+    decoding_slots: int = 0
 
     @property
     def tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
 
 
 class Contestant(Protocol):

@@ -2,7 +2,7 @@
 
 A benchmark that has timed rounds of the same requests, plain and speculative, calls::
 
-    prediction = compare(llm.engine, length, plain_rounds, rounds, clients, context)
+    prediction = compare(llm.engine, length, plain_rounds, rounds, context)
 
 ``predict_and_measure`` runs the rounds as well. ``predict`` is the pure part.
 
@@ -147,6 +147,7 @@ class _Steady:
 
     phases: dict[str, float]  # seconds of one step that only decodes
     tokens_per_step: float  # of one sequence
+    in_flight: float  # sequences in such a step
     in_steps: float  # seconds per token of steps that only decode
     beside: float  # seconds per token of all else: reading prompts, and between steps
     per_token: float
@@ -164,6 +165,7 @@ class _Steady:
         return cls(
             {phase: each(phase) for phase in used[0].phases},
             sum(outcome.tokens for outcome in used) / sum(outcome.steps for outcome in used),
+            _in_flight(used),
             middle(lambda outcome: _in_steps(outcome) / outcome.tokens),
             middle(lambda outcome: (outcome.seconds - _in_steps(outcome)) / outcome.tokens),
             middle(lambda outcome: outcome.seconds / outcome.tokens),
@@ -199,7 +201,8 @@ def predict(
         "other": plain.phases["other"],
     }
     tokens = expected_tokens(drafts.rates)
-    ladder = _Ladder(plain.step, step, tokens)
+    # At the end of a run fewer requests are left, and not as soon for both.
+    ladder = _Ladder(plain.step / plain.in_flight * spec.in_flight, step, tokens)
     predicted = ladder.speedup
     ladder.add(
         "draft model reads two tokens after a full draft",
@@ -274,18 +277,24 @@ def compare(
     length: int | None,
     plain_rounds: Sequence[Outcome],
     rounds: Sequence[Outcome],
-    clients: int = 1,
     context: int = 64,
     measured: float | None = None,
 ) -> Prediction | None:
     """Measure what the forwards of a speculative engine take alone, and ``predict``.
 
     ``length`` is its fixed draft length, None where it adapts. ``plain_rounds`` are of our own
-    plain decoding, ``clients`` the requests in flight, ``context`` their mean length in tokens,
-    prompt and half of the answer. The engine must be idle.
+    plain decoding, ``context`` the mean length of the requests in tokens, prompt and half of the
+    answer. The engine must be idle.
     """
     drafts = Drafts.of(engine.drafter, length, rounds)
-    alone = measure_alone(engine, drafts.nodes, drafts.passes, clients, context)
+    alone = measure_alone(
+        engine,
+        drafts.nodes,
+        drafts.passes,
+        batch=round(_in_flight(rounds)),
+        context=context,
+        plain_batch=round(_in_flight(plain_rounds)),
+    )
     return predict(plain_rounds, rounds, drafts, alone, measured)
 
 
@@ -314,7 +323,7 @@ def predict_and_measure(
     outcomes = [[side.run(asks) for side in sides] for _ in range(rounds)]
     ours, theirs = [pair[0] for pair in outcomes], [pair[1] for pair in outcomes]
     context = round(statistics.mean(map(len, prompts)) + max_tokens / 2)
-    return compare(spec.engine, length, ours, theirs, clients, context)
+    return compare(spec.engine, length, ours, theirs, context)
 
 
 # -- counting ------------------------------------------------------------------------------------
@@ -326,6 +335,12 @@ def _decodes(rounds: Sequence[Outcome]) -> bool:
 
 def _in_steps(outcome: Outcome) -> float:
     return sum(outcome.phases.values())
+
+
+def _in_flight(rounds: Sequence[Outcome]) -> float:
+    """Sequences in a step that only decodes; 1 if there was none."""
+    steps = sum(outcome.decoding_steps for outcome in rounds)
+    return sum(outcome.decoding_slots for outcome in rounds) / steps if steps else 1.0
 
 
 def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
