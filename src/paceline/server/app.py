@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server import chat, completions
 from paceline.server.chat_format import render
-from paceline.server.errors import APIError, on_error, on_http_error, on_invalid
+from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.requestlog import RequestLog
 from paceline.server.security import BodyLimit, KeyGuard, Security
@@ -37,7 +37,12 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
 
     # The documentation pages load scripts from elsewhere; /openapi.json is enough.
     app = FastAPI(
-        title="Paceline", version=__version__, lifespan=life, docs_url=None, redoc_url=None
+        title="Paceline",
+        version=__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        responses=RESPONSES,
     )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))

@@ -7,10 +7,31 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from paceline.errors import CacheMemoryError, GrammarError, PacelineError
 from paceline.server.loop import BusyError, DeadlineError, DrainingError, EngineError
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorDetails
+
+
+# For the OpenAPI document; FastAPI's own 422 is our 400.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve it now."},
+}
 
 
 class APIError(PacelineError):
@@ -38,7 +59,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, DrainingError):
         return APIError(message, 503, "server_error", code="shutting_down")
     if isinstance(error, DeadlineError):
-        return APIError(message, 504, "server_error", code="deadline_exceeded")
+        status, kind = (408, "invalid_request_error") if error.own else (504, "server_error")
+        return APIError(message, status, kind, code="deadline_exceeded")
     if isinstance(error, CacheMemoryError):
         return APIError(message, 400, code="context_length_exceeded")
     if isinstance(error, EngineError):

@@ -44,7 +44,15 @@ class DrainingError(PacelineError):
 
 
 class DeadlineError(PacelineError):
-    """A request was not done in time and has been cancelled."""
+    """A request was not done in time and has been cancelled.
+
+    ``own``: the deadline was the request's, not the server's.
+    """
+
+    def __init__(self, own: bool) -> None:
+        whose = "its own deadline" if own else "the server's deadline"
+        super().__init__(f"the request was not done by {whose}; ask for fewer tokens")
+        self.own = own
 
 
 class EngineError(PacelineError):
@@ -89,9 +97,14 @@ _Delivery = list[StreamEvent] | BaseException
 class Ticket:
     """What a handler holds of its submitted requests. Iterate over it once; ``cancel`` is free."""
 
-    def __init__(self, requests: list[Request], deadline: float | None) -> None:
+    def __init__(
+        self, requests: list[Request], own_deadline: float | None, deadline: float | None
+    ) -> None:
+        """Deadlines in seconds from now: the request's own, and the server's."""
         self.requests = requests
-        self.deadline = deadline
+        limits = [seconds for seconds in (own_deadline, deadline) if seconds is not None]
+        self.deadline = time.perf_counter() + min(limits) if limits else None
+        self.own_deadline = bool(limits) and own_deadline == min(limits)
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
         self._deliveries: asyncio.Queue[_Delivery] = asyncio.Queue()
@@ -181,8 +194,7 @@ class EngineLoop:
         """
         self._check_room(len(prompts) * params.n)
         requests = await asyncio.to_thread(self._prepare, prompts, params)
-        limits = [s for s in (deadline, self.limits.deadline) if s is not None]
-        ticket = Ticket(requests, time.perf_counter() + min(limits) if limits else None)
+        ticket = Ticket(requests, deadline, self.limits.deadline)
         with self._wake:
             self._check_room(len(requests))
             self._inbox.append(ticket)
@@ -264,8 +276,7 @@ class EngineLoop:
             if ticket.cancelled:
                 self._drop(ticket, "cancelled")
             elif ticket.deadline is not None and now > ticket.deadline:
-                message = "the request was not done by its deadline; ask for fewer tokens"
-                self._drop(ticket, "deadline", DeadlineError(message))
+                self._drop(ticket, "deadline", DeadlineError(ticket.own_deadline))
 
     def _step(self) -> None:
         try:

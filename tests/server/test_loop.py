@@ -1,0 +1,211 @@
+"""Limits and failures: full queues, deadlines, draining, a step that fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline import LLM
+from paceline.server.loop import Limits
+from paceline.server.service import Service
+from running_server import MODEL, Running, serve
+
+
+@pytest.fixture
+def small(target: LLM) -> Iterator[Running]:
+    """One sequence at a time, one that may wait."""
+    llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=1)
+    yield from serve(Service(llm, MODEL, Limits(max_queue=1)))
+
+
+def ask(server: Running, **fields: Any) -> tuple[int, Any, Any]:
+    """(status, headers, body) of a completion."""
+    body = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, **fields}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.loads(error.read())
+
+
+def in_background(server: Running, **fields: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ask(server, **fields)))
+    thread.start()
+    return thread, found
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Gate:
+    """Holds every step of the target until it is opened: nothing depends on how fast this is."""
+
+    def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        engine = server.service.llm.engine
+        step = engine.step
+
+        def held() -> Any:
+            self.open.wait(30)
+            return step()
+
+        monkeypatch.setattr(engine, "step", held)
+
+
+def test_a_full_queue_says_when_to_come_again(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(small, monkeypatch)
+    scheduler = small.service.llm.engine.scheduler
+    threads = [in_background(small, max_tokens=8)]
+    wait_until(lambda: small.service.loop.waiting + len(scheduler.running) == 1)
+    threads.append(in_background(small, max_tokens=8))
+    wait_until(lambda: small.service.loop.waiting + len(scheduler.running) == 2)
+    status, headers, body = ask(small, max_tokens=8)
+    assert status == 429
+    assert int(headers["Retry-After"]) >= 1
+    assert body["error"]["code"] == "queue_full" and "the queue is full" in body["error"]["message"]
+    gate.open.set()
+    for thread, found in threads:
+        thread.join(30)
+        assert found[0][0] == 200
+    assert ask(small, max_tokens=8)[0] == 200
+
+
+def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small.service.llm.engine
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+    status, _, body = ask(small, max_tokens=500, ignore_eos=True, deadline=0.5)
+    assert status == 408 and body["error"]["code"] == "deadline_exceeded"
+    with monkeypatch.context() as patch:
+        patch.setattr(small.service.loop, "limits", Limits(deadline=0.5))
+        status, _, body = ask(small, max_tokens=500, ignore_eos=True)
+        assert status == 504 and "the server's deadline" in body["error"]["message"]
+    status, _, text = ask(small, max_tokens=500, ignore_eos=True, deadline=0.5, stream=True)
+    assert status == 200
+    last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")][-1]
+    assert last["error"]["code"] == "deadline_exceeded"
+    assert "[DONE]" not in text
+    pool = engine.cache.pool
+    wait_until(lambda: pool.available == pool.total)
+
+
+def test_a_step_that_fails_takes_only_its_own_requests(
+    small: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = small.service.llm.engine
+    whole = engine.step
+    failures = [RuntimeError("a secret of /the/machine")]
+
+    def step() -> Any:
+        if failures:
+            raise failures.pop()
+        return whole()
+
+    monkeypatch.setattr(engine, "step", step)
+    # The request that fails must run before it can fail: admit it first.
+    scheduler = engine.scheduler
+    plan = scheduler.plan
+
+    monkeypatch.setattr(engine, "step", lambda: (plan(lambda seqs: [0] * len(seqs)), step())[1])
+    status, _, body = ask(small, max_tokens=8)
+    assert status == 500
+    assert body["error"]["type"] == "server_error" and "secret" not in json.dumps(body)
+    assert "a step of the engine failed" in caplog.text
+    monkeypatch.setattr(engine, "step", whole)
+    assert ask(small, max_tokens=8)[0] == 200
+    assert engine.cache.pool.available == engine.cache.pool.total
+
+
+def test_draining(small: Running) -> None:
+    def health(path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"{small.url}/health{path}", timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert health("") == health("/live") == health("/ready") == 200
+    small.service.loop.drain()
+    assert health("/ready") == 503
+    assert health("") == health("/live") == 200
+    status, _, body = ask(small)
+    assert status == 503 and body["error"]["code"] == "shutting_down"
+
+
+def test_stop_strings_never_leak(server: Running) -> None:
+    """Also not the beginning of one that later turns out to be none."""
+    plain = json.loads(ask(server, max_tokens=60)[2])["choices"][0]["text"]
+    for start in range(2, len(plain) - 8, 7):
+        stop = plain[start : start + 5]
+        expected = plain[: plain.index(stop)]
+        status, _, text = ask(server, max_tokens=60, stop=stop, stream=True)
+        assert status == 200
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        shown = ""
+        for chunk in chunks:
+            shown += chunk["choices"][0]["text"]
+            assert expected.startswith(shown)
+        assert shown == expected
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("text", ["größer 漢字 🙂👍🏽", "日本語 עברית", "e\u0301 ﷽"])
+def test_characters_are_never_cut(server: Running, text: str) -> None:
+    """A grammar makes the model write them; every chunk is whole characters."""
+    schema = {"const": text}
+    wish = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"max_tokens": 120, "response_format": wish}
+    whole = json.loads(ask(server, **fields)[2])["choices"][0]["text"]
+    stream = ask(server, **fields, stream=True)[2]
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    pieces = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert "".join(pieces) == whole
+    assert json.loads(whole) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_usage_counts(server: Running) -> None:
+    tokenizer = server.service.llm.tokenizer
+    prompts = ["Once upon a time", "The dog"]
+    lengths = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    for stream in (False, True):
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        fields = {"prompt": prompts, "n": 2, "max_tokens": 7, "ignore_eos": True}
+        _, _, text = ask(server, **fields, stream=stream, **options)
+        if stream:
+            lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+            usage = json.loads(lines[-1])["usage"]
+            assert {json.loads(line)["usage"] is None for line in lines[:-1]} == {True}
+        else:
+            answer = json.loads(text)
+            usage = answer["usage"]
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert usage == {
+            "prompt_tokens": lengths,
+            "completion_tokens": 28,
+            "total_tokens": lengths + 28,
+        }
