@@ -17,7 +17,7 @@ START_SECONDS = 120  # a busy machine is slow to load torch; an idle one takes a
 
 
 class ServedProcess:
-    """A started server; ``port`` is where it listens. ``errors`` collects what it wrote to stderr."""
+    """A started server on ``port``; ``errors`` collects what it writes to stderr."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *arguments]

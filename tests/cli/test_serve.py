@@ -1,4 +1,4 @@
-"""``paceline serve``: a real process, its flags, its configuration file, and the shipped examples."""
+"""``paceline serve``: a real process, its flags and file, and the shipped examples."""
 
 from __future__ import annotations
 

@@ -1,0 +1,149 @@
+"""The configuration of a server: defaults, file, flags, and what each refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.server import protocol
+from paceline.server.completions import MAX_PROMPTS
+from paceline.server.config import SECTIONS, ServeConfig, configure, keys, read_file, to_toml
+
+ALL = """
+[model]
+model = "folder"
+draft = ["ngram:min=2", "suffix"]
+draft_length = 4
+rule = "block"
+profile = "tuned.toml"
+served_model_name = "mine"
+[engine]
+dtype = "float32"
+device = "cpu"
+threads = 3
+max_batch_size = 5
+kv_cache_memory = "1G"
+[server]
+host = "0.0.0.0"
+port = 9000
+log_level = "debug"
+log_prompts = true
+drain_seconds = 2.5
+[limits]
+max_queue = 7
+deadline = 0
+max_request_bytes = 1000
+max_n = 2
+max_logprobs = 3
+max_prompts = 4
+[security]
+api_key_file = "keys"
+cors_origin = ["https://chat.example"]
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "server.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_file_says_everything(tmp_path: Path) -> None:
+    path = write(tmp_path, ALL)
+    assert set(read_file(path)) == {item.name for item, _ in keys()}
+    config = configure({}, path)
+    default = ServeConfig()
+    assert not [i.name for i, _ in keys() if getattr(config, i.name) == getattr(default, i.name)]
+    assert config.kv_cache_memory == 2**30 and config.draft == ("ngram:min=2", "suffix")
+    assert config.name == "mine" and config.deadline == 0.0
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[limits]\nmax_queue = 1\nmax_n = 2\n")
+    config = configure({"max_queue": 5, "draft": ["ngram"], "threads": None}, path)
+    assert (config.max_queue, config.max_n, config.draft) == (5, 2, ("ngram",))
+
+
+def test_printed_configuration_reads_back(tmp_path: Path) -> None:
+    for text in ("", ALL):
+        config = configure({}, write(tmp_path, text))
+        assert configure({}, write(tmp_path, to_toml(config))) == config
+
+
+def test_every_section_is_used() -> None:
+    assert {key.section for _, key in keys()} == set(SECTIONS)
+
+
+def test_limits_are_the_protocol_s() -> None:
+    """What an operator may allow is what the protocol can take."""
+    high = {item.name: key.high for item, key in keys()}
+    assert high["max_n"] == protocol.MAX_CHOICES == ServeConfig().max_n
+    assert high["max_logprobs"] == protocol.MAX_LOGPROBS == ServeConfig().max_logprobs
+    assert high["max_prompts"] == MAX_PROMPTS == ServeConfig().max_prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[limits]\nmax_queu = 1", "unknown key [limits] max_queu; did you mean max_queue?"),
+        ("[server]\nmax_queue = 1", "[server] max_queue belongs into the section [limits]"),
+        ("[server]\nmax_queu = 1", "did you mean max_queue in [limits]?"),
+        ("[security]\nxyzzy = 1", "it knows api_key_file, cors_origin"),
+        ("[limit]\nmax_queue = 1", "'limit'; did you mean [limits]?"),
+        ("port = 1", "port belongs into the section [server]"),
+        ("nonsense = 1", "The sections are model, engine, server, limits, security"),
+        ('[limits]\nmax_queue = "5"', "[limits] max_queue is '5'; it must be a whole number"),
+        ("[limits]\nmax_queue = true", "it must be a whole number"),
+        ("[limits]\nmax_queue = -1", "it must be at least 0"),
+        ("[limits]\nmax_n = 17", "it can be at most 16"),
+        ("[limits]\ndeadline = nan", "it must be at least 0"),
+        ("[limits]\ndeadline = inf", "it must be a number of seconds"),
+        ("[server]\nport = 70000", "it can be at most 65535"),
+        ("[server]\nhost = 1", "it must be text in quotes"),
+        ('[server]\nhost = ""', "it must be text in quotes"),
+        ('[server]\nlog_prompts = "yes"', "it must be true or false"),
+        ('[server]\nlog_level = "loud"', "use one of debug, info, warning, error"),
+        ('[engine]\nkv_cache_memory = "many"', "kv_cache_memory: 'many' is not a size"),
+        ("[engine]\nkv_cache_memory = 1.5", "it must be a size"),
+        ("[engine]\nkv_cache_memory = 0", "not a size above 0"),
+        ('[model]\ndraft_length = "long"', "it must be auto or a whole number"),
+        ("[model]\ndraft = [1]", "it must be a list of texts"),
+        ('[model]\ndraft = ["none", "ngram"]', "draft 'none' stands alone"),
+        ('[security]\ncors_origin = "chat.example"', "is no origin"),
+        ('[security]\ncors_origin = "https://chat.example/"', "is no origin"),
+        ("[model", "is not valid TOML"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        configure({}, path)
+    assert message in str(caught.value)
+    if "no origin" not in message and "alone" not in message:
+        assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.toml cannot be read: No such file"):
+        read_file(tmp_path / "nowhere.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary.toml is not valid TOML"):
+        read_file(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafts"),
+    [
+        ({}, ("paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3")),
+        ({"draft": ["ngram"]}, ("ngram",)),
+        ({"draft": ["none"]}, None),
+        ({"model": "other"}, None),
+        ({"profile": "p"}, None),  # LLM then takes the profile's own
+        ({"profile": "p", "draft": ["none"]}, ("none",)),
+        ({"model": "other", "draft": ["ngram", "suffix"]}, ("ngram", "suffix")),
+    ],
+)
+def test_drafts(flags: dict[str, object], drafts: tuple[str, ...] | None) -> None:
+    assert configure(flags).drafts == drafts
