@@ -110,16 +110,18 @@ def _slice(
     heats: Sequence[Heat],
     plains: Collection[str],
 ) -> Iterable[Row]:
-    turns = _complete(heats)
+    turns = complete(heats)
     names = list(turns[0][0].outcomes)
-    rates = {name: [_rate([h.outcomes[name] for h in turn]) for turn in turns] for name in names}
+    rates = {
+        name: [merged([heat.outcomes[name] for heat in turn]).rate for turn in turns]
+        for name in names
+    }
     best = max(
         (name for name in names if name in plains), key=lambda name: statistics.median(rates[name])
     )
     for name in names:
-        outcomes = [heat.outcomes[name] for turn in turns for heat in turn]
-        answers = [answer for outcome in outcomes for answer in outcome.answers]
-        gaps = [gap for answer in answers for gap in gaps_of(answer)]
+        whole = merged([heat.outcomes[name] for turn in turns for heat in turn])
+        gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
         shares = [gap / count for gap, count in gaps for _ in range(count)]
         ratios = [own / other for own, other in zip(rates[name], rates[best], strict=True)]
         yield Row(
@@ -128,17 +130,17 @@ def _slice(
             concurrency=concurrency,
             temperature=temperature,
             rounds=len(turns),
-            requests=len(answers),
-            tokens=sum(outcome.tokens for outcome in outcomes),
+            requests=len(whole.answers),
+            tokens=whole.tokens,
             tokens_per_second=Spread.of(rates[name]),
             speedup=Spread.of(ratios),
             best_plain=best,
-            time_to_first_token=statistics.median(a.arrivals[0][0] for a in answers),
+            time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
             inter_token_p50=percentile(shares, 0.50),
             inter_token_p99=percentile(shares, 0.99),
             stall_p99=percentile([gap for gap, _ in gaps], 0.99),
-            drafts=drafts_of(outcomes),
-            phases=_phases(outcomes),
+            drafts=drafts_of(whole),
+            phases=_phases(whole),
         )
 
 
@@ -149,15 +151,29 @@ def _grouped(heats: Iterable[Heat], key: Any) -> list[tuple[Any, list[Heat]]]:
     return list(groups.items())
 
 
-def _complete(heats: Sequence[Heat]) -> list[list[Heat]]:
+def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
     """The rounds in which as many jobs were done as in the fullest one."""
     turns = [own for _, own in _grouped(heats, lambda heat: heat.turn)]
     full = max(map(len, turns))
     return [turn for turn in turns if len(turn) == full]
 
 
-def _rate(outcomes: Sequence[Outcome]) -> float:
-    return sum(o.tokens for o in outcomes) / sum(o.seconds for o in outcomes)
+def merged(outcomes: Sequence[Outcome]) -> Outcome:
+    """Runs of one contestant as one; ``drafted`` is None if it is in any of them."""
+    drafted = [o.drafted for o in outcomes if o.drafted is not None]
+    phases = dict.fromkeys((name for o in outcomes for name in o.phases), 0.0)
+    return Outcome(
+        answers=[answer for o in outcomes for answer in o.answers],
+        seconds=sum(o.seconds for o in outcomes),
+        steps=sum(o.steps for o in outcomes),
+        drafted=sum(drafted) if len(drafted) == len(outcomes) else None,
+        accepted=sum(o.accepted for o in outcomes),
+        reached=_sums([o.reached for o in outcomes]),
+        accepted_at=_sums([o.accepted_at for o in outcomes]),
+        phases={name: sum(o.phases.get(name, 0.0) for o in outcomes) for name in phases},
+        decoding_steps=sum(o.decoding_steps for o in outcomes),
+        decoding_slots=sum(o.decoding_slots for o in outcomes),
+    )
 
 
 def gaps_of(answer: Answer) -> list[tuple[float, int]]:
@@ -175,23 +191,17 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def drafts_of(outcomes: Sequence[Outcome]) -> Drafts:
-    """Added up over runs of one contestant."""
-    steps = sum(o.steps for o in outcomes)
-    tokens = sum(o.tokens for o in outcomes)
-    accepted = sum(o.accepted for o in outcomes)
-    known = [o.drafted for o in outcomes if o.drafted is not None]
-    drafted = sum(known) if len(known) == len(outcomes) else None
-    reached = _sums([o.reached for o in outcomes])
-    accepted_at = _sums([o.accepted_at for o in outcomes])
+def drafts_of(outcome: Outcome) -> Drafts:
+    """What its drafts achieved."""
+    steps, drafted = outcome.steps, outcome.drafted
     return Drafts(
         drafted=drafted,
-        accepted=accepted,
-        mean_accepted_length=tokens / steps if steps else 0.0,
-        acceptance_rate=accepted / drafted if drafted else None,
+        accepted=outcome.accepted,
+        mean_accepted_length=outcome.tokens / steps if steps else 0.0,
+        acceptance_rate=outcome.accepted / drafted if drafted else None,
         length=None if drafted is None or not steps else drafted / steps,
-        acceptance=tuple(a / n for a, n in zip(accepted_at, reached, strict=True)),
-        reached=reached,
+        acceptance=tuple(a / n for a, n in zip(outcome.accepted_at, outcome.reached, strict=True)),
+        reached=tuple(outcome.reached),
     )
 
 
@@ -199,12 +209,9 @@ def _sums(columns: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in itertools.zip_longest(*columns, fillvalue=0))
 
 
-def _phases(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    steps = sum(o.decoding_steps for o in outcomes)
-    names = dict.fromkeys(name for o in outcomes for name in o.phases)
-    if not steps:
-        return {}
-    return {name: sum(o.phases.get(name, 0.0) for o in outcomes) / steps for name in names}
+def _phases(outcome: Outcome) -> dict[str, float]:
+    steps = outcome.decoding_steps
+    return {name: seconds / steps for name, seconds in outcome.phases.items()} if steps else {}
 
 
 def idle(record: Record, speculative: Collection[str]) -> dict[str, str]:
@@ -213,9 +220,9 @@ def idle(record: Record, speculative: Collection[str]) -> dict[str, str]:
     for name in record.names():
         if name not in speculative:
             continue
-        drafts = drafts_of([h.outcomes[name] for h in record.heats if name in h.outcomes])
-        if drafts.drafted == 0:
+        whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
+        if whole.drafted == 0:
             found[name] = "drafted nothing"
-        elif drafts.accepted == 0:
+        elif whole.accepted == 0:
             found[name] = "had none of its drafts accepted"
     return found

@@ -67,7 +67,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     if body in (PLAIN, "none"):
         if own is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
-        return Method(PLAIN)
+        return Method(PLAIN, length=0)
     if body == DRAFT:
         if draft is None:
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
@@ -87,7 +87,7 @@ def parse_methods(
 
     ``lengths`` runs every drafter that names no length at each of them. Raises ConfigError.
     """
-    found: dict[str, Method] = {PLAIN: Method(PLAIN)}
+    found: dict[str, Method] = {PLAIN: Method(PLAIN, length=0)}
     for text in texts:
         method = parse_method(text, draft, length)
         variants = [method]

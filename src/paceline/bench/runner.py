@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.bench.methods import Method
 from paceline.bench.outcome import Ask, Contestant, Outcome
 from paceline.core.params import SamplingParams
 
+Advance = Callable[[int, str], None]
 EVERYTHING = "all prompts"
 _WARM_TOKENS = 16
 
@@ -111,18 +113,27 @@ def warm_up(todo: Sequence[Job], contestants: Sequence[Contestant]) -> None:
             contestant.run(asks)
 
 
+def _silent(steps: int, description: str) -> None:
+    pass
+
+
+def _nothing_more(concurrency: int, contestants: Sequence[Contestant]) -> None:
+    pass
+
+
 def take_turns(
     todo: Sequence[Job],
     contestants: Sequence[Contestant],
     rounds: int,
     record: Record,
-    advance: Callable[[int, str], None] = lambda steps, description: None,
+    advance: Advance = _silent,
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
     Within a heat the contestants run one after another, so that all meet the same weather; who
     begins changes from heat to heat. ``advance(1, what)`` is called before every run (0 before
-    the first), with what runs now. Ctrl-C passes through; the record then holds complete heats.
+    the first) and at the end, with what runs now. Ctrl-C passes through; the record then holds
+    complete heats.
     """
     warm_up(todo, contestants)
     done = 0
@@ -138,3 +149,51 @@ def take_turns(
                 done += 1
             record.heats.append(Heat(job, turn, {c.name: timed[c.name] for c in contestants}))
     advance(min(done, 1), "done")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every concurrency with every temperature, ``rounds`` times."""
+
+    concurrencies: Sequence[int]
+    temperatures: Sequence[float]
+    rounds: int
+    settings: Settings
+
+    def jobs(self, prompts: Sequence[tuple[str, Sequence[int]]], concurrency: int) -> list[Job]:
+        return [
+            job
+            for temperature in self.temperatures
+            for job in jobs(prompts, self.settings, concurrency, temperature)
+        ]
+
+    def runs(self, prompts: Sequence[tuple[str, Sequence[int]]], methods: Sequence[Method]) -> int:
+        """How many timed runs that makes."""
+        return self.rounds * sum(
+            len(self.jobs(prompts, n)) * len(entered(methods, n)) for n in self.concurrencies
+        )
+
+    def run(
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        methods: Sequence[Method],
+        start: Callable[[Method, int], Contestant],
+        record: Record,
+        advance: Advance = _silent,
+        finished: Callable[[int, Sequence[Contestant]], None] = _nothing_more,
+    ) -> None:
+        """Measure into ``record``. ``start(method, clients)`` makes a contestant; those of one
+        concurrency live at the same time, and ``finished`` gets them when it is done. Raises what
+        ``start`` raises; Ctrl-C passes through."""
+        for concurrency in self.concurrencies:
+            contestants = []
+            for method in entered(methods, concurrency):
+                advance(0, f"loading {method.name}")
+                contestants.append(start(method, concurrency))
+            take_turns(self.jobs(prompts, concurrency), contestants, self.rounds, record, advance)
+            finished(concurrency, contestants)
+
+
+def entered(methods: Sequence[Method], concurrency: int) -> list[Method]:
+    """transformers answers one request at a time."""
+    return [method for method in methods if concurrency == 1 or method.variant is None]

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import demo, generate, train
+from paceline.cli import bench, certify, demo, doctor, generate, profile, serve, train, tune
 from paceline.cli.options import debugging
 from paceline.errors import PacelineError
 
@@ -79,7 +79,13 @@ def root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("certify")(certify.certify)
+app.command("profile")(profile.profile)
+app.command("tune")(tune.tune)
+app.command("doctor")(doctor.doctor)
 app.add_typer(train.app, name="train")
 
 

@@ -38,7 +38,7 @@ def _table(table: Table) -> RichTable:
     for place, heading in enumerate(table.columns):
         cells = [row[place] for row in table.rows if place < len(row) and row[place] is not None]
         right = bool(cells) and all(is_number(cell) for cell in cells if cell != "")
-        shown.add_column(heading, justify="right" if right else "left")
+        shown.add_column(heading, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
         shown.add_row(*(RichText(show(cell)) for cell in row))
     return shown

@@ -1,0 +1,285 @@
+"""``paceline bench``: plain decoding against any methods, on any prompts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.measuring import (
+    PromptOptions,
+    ReportOptions,
+    finish,
+    partial_results,
+    progress_bar,
+)
+from paceline.cli.options import (
+    DEFAULT_DRAFT,
+    DEFAULT_MODEL,
+    ModelOptions,
+    expand,
+    parse_bytes,
+    parse_draft_length,
+)
+from paceline.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from paceline import LLM
+    from paceline.bench.methods import Method
+    from paceline.bench.prompts import Prompt
+    from paceline.bench.result import Result
+    from paceline.bench.runner import Record, Sweep
+
+_MEASURING = "Measuring"
+_PER_CATEGORY = 3
+_EMBEDDED = ("plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is compared, and how."""
+
+    method: Annotated[
+        list[str],
+        typer.Option(
+            "--method",
+            "-m",
+            help="plain, draft (what --draft names), any draft spec, perhaps with a length "
+            "(ngram@5, eagle3:PATH@auto), transformers, transformers:assisted or "
+            "transformers:lookup; repeatable. Plain decoding always takes part.",
+            rich_help_panel=_MEASURING,
+            show_default="draft and ngram, and the EAGLE-3 head of the built-in model",
+        ),
+    ] = field(default_factory=list)
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Run drafters that name no length at each of these, as in 1,2,4,8.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None
+    concurrency: Annotated[
+        str,
+        typer.Option(help="Requests in flight, as in 1,2,4,8,16,32.", rich_help_panel=_MEASURING),
+    ] = "1"
+    temperature: Annotated[
+        str, typer.Option("--temperature", "-t", help="As in 0,0.7,1.", rich_help_panel=_MEASURING)
+    ] = "0"
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens a request.", rich_help_panel=_MEASURING)
+    ] = 64
+    rounds: Annotated[
+        int,
+        typer.Option(help="Timed rounds; the median counts.", rich_help_panel=_MEASURING),
+    ] = 3
+    stop_at_eos: Annotated[
+        bool,
+        typer.Option(
+            "--stop-at-eos",
+            help="End texts where the model does; else all write as many tokens.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = False
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Seeds the requests: sampled texts can then be compared.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None
+    price: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a machine hour, in any currency: adds the cost of a million tokens.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = None
+    allow_idle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-idle",
+            help="Do not fail if a method drafted nothing, or nothing of use.",
+            rich_help_panel=_MEASURING,
+        ),
+    ] = False
+
+    def check(self) -> None:
+        """Raises ConfigError on a number that makes no sense."""
+        for name in ("max_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} is {getattr(self, name)}; use at least 1")
+        if self.price is not None and not 0 < self.price < float("inf"):
+            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed is {self.seed}; use a number from 0 to 2**63 - 1")
+
+    def concurrencies(self) -> list[int]:
+        parts = [part.strip() for part in self.concurrency.split(",")]
+        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+            raise ConfigError(
+                f"--concurrency {self.concurrency!r}: write numbers from 1, as in 1,2,4,8"
+            )
+        return sorted({int(part) for part in parts})
+
+    def temperatures(self) -> list[float]:
+        try:
+            values = [float(part) for part in self.temperature.split(",")]
+        except ValueError:
+            values = []
+        if not values or not all(0 <= value < float("inf") for value in values):
+            raise ConfigError(
+                f"--temperature {self.temperature!r}: write numbers from 0, as in 0,0.7,1"
+            )
+        return list(dict.fromkeys(values))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A checked command line."""
+
+    methods: list[Method]
+    sweep: Sweep
+    prompts: list[Prompt]
+    rule: str
+    price: float | None
+    settings: dict[str, Any]
+
+
+@expand
+def bench(
+    engine: ModelOptions, wanted: PromptOptions, options: BenchOptions, output: ReportOptions
+) -> None:
+    """Measure plain decoding against other methods: speed, latency, acceptance, same text.
+
+    Exit status 1 if a text is not plain decoding's or a method speculated in vain.
+    """
+    output.check()
+    plan = _plan(engine, wanted, options)
+    from paceline.bench.contestants import Starter
+    from paceline.bench.predictions import predictions
+    from paceline.bench.prompts import fit
+    from paceline.bench.runner import Record
+
+    llm = engine.open(None)
+    fitting, left_out = fit(plan.prompts, llm, options.max_tokens)
+    if not fitting:
+        raise PromptError(
+            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
+            f"{llm.target.max_positions} tokens with the answer; shorten them or lower --max-tokens"
+        )
+    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    starter = Starter(llm, engine.model, rule=plan.rule, lossy=engine.lossy, kv_cache_memory=memory)
+    prompts = [(prompt.category, ids) for prompt, ids in fitting]
+    record, found = Record(), list[Any]()
+
+    def predict(clients: int, contestants: Any) -> None:
+        temperature = plan.sweep.temperatures[0]
+        found.extend(predictions(record, plan.methods, contestants, clients, temperature))
+
+    with partial_results() as interrupted:
+        runs = plan.sweep.runs(prompts, plan.methods)
+        with progress_bar("warming up", runs) as advance:
+            plan.sweep.run(prompts, plan.methods, starter.open, record, advance, predict)
+    if not record.heats:
+        finish(interrupted)
+    result = replace(
+        _result(plan, llm, record, engine.lossy),
+        predictions=found,
+        left_out=[prompt.name for prompt in left_out],
+        interrupted=bool(interrupted),
+    )
+    _show(result, output, options.allow_idle)
+    finish(interrupted)
+    if result.complaints(options.allow_idle):
+        raise typer.Exit(1)
+
+
+def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
+    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
+    options.check()
+    if engine.max_batch_size is not None:
+        raise ConfigError("bench has as many sequences together as --concurrency says; use that")
+    from paceline.bench.methods import parse_lengths, parse_methods
+    from paceline.bench.runner import Settings, Sweep
+
+    length, rule = _length_and_rule(engine)
+    draft = engine.resolved_draft
+    names = options.method or _default_methods(engine.model, draft)
+    methods = parse_methods(names, draft, length, parse_lengths(options.lengths))
+    seed = options.seed
+    if seed is None and rule == "coupled":
+        seed = 0  # this rule needs one
+    sweep = Sweep(
+        options.concurrencies(),
+        options.temperatures(),
+        options.rounds,
+        Settings(options.max_tokens, not options.stop_at_eos, seed),
+    )
+    prompts = wanted.load(_PER_CATEGORY)
+    settings = {
+        "model": engine.model,
+        "source": wanted.prompts or "the shipped set",
+        "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
+        "prompts": len(prompts),
+        "max_tokens": options.max_tokens,
+        "rounds": options.rounds,
+        "concurrency": list(sweep.concurrencies),
+        "temperature": list(sweep.temperatures),
+        "ignore_eos": not options.stop_at_eos,
+        "seed": seed,
+        "rule": rule,
+        "lossy": engine.lossy,
+        "price": options.price,
+    }
+    return _Plan(methods, sweep, prompts, rule, options.price, settings)
+
+
+def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
+    """Asked for, else the profile's (its length only with its draft), else auto."""
+    length: Any = None if engine.draft_length is None else parse_draft_length(engine.draft_length)
+    rule = engine.rule
+    if engine.profile is not None:
+        from paceline.tuned import TunedProfile
+
+        profile = TunedProfile.read(engine.profile)
+        rule = rule or profile.engine.rule
+        if length is None and engine.draft is None:
+            length = profile.draft.length
+    return ("auto" if length is None else length), rule or "auto"
+
+
+def _default_methods(model: str, draft: str | None) -> list[str]:
+    if model == DEFAULT_MODEL and draft == DEFAULT_DRAFT:
+        return list(_EMBEDDED)
+    return ["plain", *(["draft"] if draft is not None else []), "ngram"]
+
+
+def _result(plan: _Plan, llm: LLM, record: Record, lossy: bool) -> Result:
+    """Figures of what was measured."""
+    from paceline.bench.figures import idle, rows
+    from paceline.bench.result import Result, machine_of
+    from paceline.bench.texts import compare, judge_of
+
+    ours = [m.name for m in plan.methods if m.variant is None and not lossy]
+    plains = {method.name for method in plan.methods if not method.speculates}
+    return Result(
+        model=plan.settings["model"],
+        machine=machine_of(llm.target),
+        settings=plan.settings,
+        methods=plan.methods,
+        rows=rows(record, plains),
+        texts=compare(record, judge_of(llm.target), ours),
+        idle=idle(record, {method.name for method in plan.methods if method.speculates}),
+        price=plan.price,
+    )
+
+
+def _show(result: Result, output: ReportOptions, allow_idle: bool) -> None:
+    from paceline.bench.pages import report_of
+
+    output.emit(result.record(), report_of(result))
+    for line in result.complaints(allow_idle):
+        print(f"error: {line}", file=sys.stderr)
