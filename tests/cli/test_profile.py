@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
@@ -73,6 +75,16 @@ def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: st
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert "unexpected" not in result.stderr
+
+
+def test_commands_of_the_page_parse() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "profile.md"
+    lines = [line.partition("  #")[0] for line in page.read_text(encoding="utf-8").splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("paceline profile")]
+    assert len(commands) == 3
+    group: Any = typer.main.get_command(app)
+    for words in commands:
+        group.commands["profile"].make_context("profile", words[2:])
 
 
 def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,12 @@ def test_slow_products_are_nearest_to_a_limit() -> None:
     slow = replace(PHASE, kernels=0.008, launches=0.001, python=0.001, bytes=0.05e9, flops=0.1e9)
     assert label(slow, MACHINE) == "nearest to memory bandwidth"
     assert "Products and attention take 80% of the time" in explain(slow, MACHINE)
+    assert "longer drafts" in explain(slow, MACHINE)  # not: fewer bytes
     assert label(replace(slow, flops=0.6e9), MACHINE) == "nearest to compute"
+    # Most of the time must be theirs, not only the largest part.
+    assert bound(replace(slow, kernels=0.0049, launches=0.003, python=0.0021), MACHINE) is (
+        Bound.LAUNCH
+    )
 
 
 def test_words_carry_the_figures() -> None:
@@ -77,15 +82,18 @@ def test_words_carry_the_figures() -> None:
     for part in ("1.4 GFLOP", "64 rows", "140 GFLOP/s", "70% of the best (200)"):
         assert part in words
     words = explain(LAUNCH, MACHINE)
-    for part in ("400 operators takes 50%", "60 products", "10.0 µs", "0.5 µs"):
+    for part in ("400 operators takes 50%", "them 30%", "20%", "60 products", "10.0 µs", "0.5 µs"):
         assert part in words
-    assert "50% of it passes between its 400 operators" in explain(PYTHON, MACHINE)
+    words = explain(PYTHON, MACHINE)
+    for part in ("50% of it passes between its 400 operators, 30% in calling", "get 20%"):
+        assert part in words
 
 
 def test_every_phase_has_a_cure_for_every_bound() -> None:
     for figures in (MEMORY, COMPUTE, LAUNCH, PYTHON):
         for name in ("draft", "target", "verify", "other"):
-            assert "What helps: " in explain(replace(figures, name=name), MACHINE)
+            words = explain(replace(figures, name=name), MACHINE)
+            assert words.endswith(".") and len(words.partition("What helps: ")[2]) > 20
 
 
 def test_the_step_is_what_most_of_it_is() -> None:

@@ -24,9 +24,9 @@ _NO_SHARE = trace.Share()
 
 @dataclass(frozen=True)
 class RunProfile:
-    """One way of decoding. ``working_set``: bytes that a step reads, each counted once;
-    ``busy``: share of the steps' time that other programs had the processor; ``slowdown``: a step
-    under the profiler by one without it."""
+    """One way of decoding. ``working_set``: bytes that a step reads, each counted once.
+    ``busy``: share of the steps' time that other programs had the processor, with or without the
+    profiler. ``slowdown``: a step under the profiler by one without it."""
 
     name: str
     figures: tuple[Figures, ...]  # by phase, of a step
@@ -194,7 +194,7 @@ def _assemble(
         working_set=working_set,
         drafted=sum(stretch.drafted for stretch in stretches),
         accepted=sum(stretch.accepted for stretch in stretches),
-        busy=statistics.median(stretch.busy for stretch in stretches),
+        busy=max(profiled.stretch.busy, statistics.median(s.busy for s in stretches)),
         slowdown=slow / step_seconds,
         profiled_steps=profiled.stretch.steps,
         operators=profiled.operators,

@@ -34,7 +34,7 @@ class Stretch:
     tokens: int
     drafted: int
     accepted: int
-    busy: float  # share of the time in which this thread had no processor
+    busy: float  # share of the time in which this thread had no processor; 0 where it may wait
     context: float  # cached tokens of an average sequence, halfway
 
     def step_seconds(self, phase: str) -> float:
@@ -129,7 +129,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
         tokens=sum(len(c.tokens) for c in seen),
         drafted=sum(c.drafted for c in seen),
         accepted=sum(len(c.path) for c in seen),
-        busy=max(0.0, 1 - running / wall),
+        busy=max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0,
         context=statistics.fmean(c.position for c in seen),
     )
 

@@ -66,16 +66,13 @@ class Figures:
 
 
 def bound(figures: Figures, machine: Machine) -> Bound:
-    """Memory or compute if one is saturated; else whatever takes the largest part of the time.
-
-    Where that is products and attention, though they saturate nothing, the nearer of their limits.
-    """
+    """Memory or compute if one is saturated, or the nearer of them if products and attention take
+    most of the time all the same; else calls or Python, whichever takes longer."""
     memory, compute = figures.of_bandwidth(), figures.of_compute(machine)
     nearer = Bound.MEMORY if memory >= compute else Bound.COMPUTE
-    if saturated(figures, machine):
+    if saturated(figures, machine) or figures.kernels > figures.launches + figures.python:
         return nearer
-    parts = {nearer: figures.kernels, Bound.LAUNCH: figures.launches, Bound.PYTHON: figures.python}
-    return max(parts, key=lambda part: parts[part])
+    return Bound.LAUNCH if figures.launches >= figures.python else Bound.PYTHON
 
 
 def saturated(figures: Figures, machine: Machine) -> bool:
@@ -96,7 +93,7 @@ def explain(figures: Figures, machine: Machine) -> str:
     limit = bound(figures, machine)
     return (
         f"{_TITLES[figures.name]}: {milliseconds(figures.seconds)}, {_bound_by(figures, machine)}. "
-        f"{_reason(limit, figures, machine)} {_CURES[limit, figures.name]}"
+        f"{_reason(limit, figures, machine)} What helps: {_cure(limit, figures, machine)}."
     )
 
 
@@ -109,13 +106,17 @@ def _reason(limit: Bound, figures: Figures, machine: Machine) -> str:
     if limit is Bound.PYTHON:
         return (
             f"{_percent(figures.python, figures.seconds)} of it passes between its "
-            f"{figures.calls:.0f} operators, not in them."
+            f"{figures.calls:.0f} operators{_passes(figures)}, "
+            f"{_percent(figures.launches, figures.seconds)} in calling them; products and "
+            f"attention themselves get {_percent(figures.kernels, figures.seconds)}."
         )
     if limit is Bound.LAUNCH:
         return (
             f"Calling its {figures.calls:.0f} operators{_passes(figures)} takes "
-            f"{_percent(figures.launches, figures.seconds)} of it, whatever they compute: each of "
-            f"the {figures.kernel_calls:.0f} products and attentions costs "
+            f"{_percent(figures.launches, figures.seconds)} of it, Python between them "
+            f"{_percent(figures.python, figures.seconds)}, products and attention themselves "
+            f"{_percent(figures.kernels, figures.seconds)}. Whatever they compute, each of the "
+            f"{figures.kernel_calls:.0f} products and attentions costs "
             f"{1e6 * machine.product_seconds:.1f} µs at least, any other operator "
             f"{1e6 * machine.op_seconds:.1f} µs."
         )
@@ -136,7 +137,7 @@ def _reason(limit: Bound, figures: Figures, machine: Machine) -> str:
     if not saturated(figures, machine):
         found += (
             f" Products and attention take {_percent(figures.kernels, figures.seconds)} of the "
-            "time, but on shapes this small they do not reach full speed."
+            "time, but do not reach full speed: shapes are small, or the machine is busy."
         )
     return found
 
@@ -177,35 +178,32 @@ _TITLES = {
     "verify": "Verify",
     "other": "Scheduling, packing and committing",
 }
-_FEWER_STEPS = "What helps: fewer steps (longer drafts) or more sequences in each."
+_FEWER_STEPS = "fewer steps (longer drafts) or more sequences in each"
+_MORE_TOKENS = "more tokens in each forward (longer drafts, more sequences), which cost little here"
+_FEWER_PASSES = (
+    "fewer passes (shorter drafts, heads that draft several tokens at once), or a draft that takes "
+    "no forward (ngram)"
+)
+_FEWER_ROWS = "fewer rows of logits (shorter drafts, smaller trees)"
+# Where memory or compute is saturated; where it is not, what saves calls and Python helps.
 _CURES = {
-    (Bound.MEMORY, "target"): "What helps: fewer bytes (a smaller dtype or quantised weights), or "
-    "more tokens for the same bytes (longer drafts, more sequences).",
-    (Bound.MEMORY, "draft"): "What helps: a smaller draft, fewer passes (shorter drafts), or one "
-    "that takes no forward (ngram).",
-    (
-        Bound.MEMORY,
-        "verify",
-    ): "What helps: fewer rows of logits (shorter drafts, smaller trees), or greedy decoding.",
-    (Bound.MEMORY, "other"): "What helps: fewer rows to move (chains instead of trees).",
-    (Bound.COMPUTE, "target"): "What helps: fewer rows (shorter drafts, smaller trees); more rows "
-    "take more time here, so longer drafts would not pay.",
-    (Bound.COMPUTE, "draft"): "What helps: a smaller draft, or shorter drafts.",
-    (Bound.COMPUTE, "verify"): "What helps: fewer rows of logits (shorter drafts, smaller trees).",
-    (Bound.COMPUTE, "other"): _FEWER_STEPS,
-    (Bound.LAUNCH, "target"): "What helps: more tokens in each forward (longer drafts, more "
-    "sequences), as they cost next to nothing; a larger model would not be slower in proportion.",
-    (Bound.LAUNCH, "draft"): "What helps: fewer passes (shorter drafts, heads that draft several "
-    "tokens at once), or a draft that takes no forward (ngram).",
-    (Bound.LAUNCH, "verify"): _FEWER_STEPS,
-    (Bound.LAUNCH, "other"): _FEWER_STEPS,
-    (Bound.PYTHON, "target"): "What helps: more tokens in each forward (longer drafts, more "
-    "sequences), as they cost Python nothing.",
-    (Bound.PYTHON, "draft"): "What helps: fewer passes (shorter drafts, heads that draft several "
-    "tokens at once).",
-    (Bound.PYTHON, "verify"): _FEWER_STEPS,
-    (Bound.PYTHON, "other"): _FEWER_STEPS,
+    (Bound.MEMORY, "target"): "fewer bytes (a smaller dtype or quantised weights), or more tokens "
+    "for the same bytes (longer drafts, more sequences)",
+    (Bound.MEMORY, "draft"): f"a smaller draft, {_FEWER_PASSES}",
+    (Bound.MEMORY, "verify"): f"{_FEWER_ROWS}, or greedy decoding",
+    (Bound.MEMORY, "other"): "fewer rows to move (chains instead of trees)",
+    (Bound.COMPUTE, "target"): "fewer rows (shorter drafts, smaller trees, fewer sequences): each "
+    "takes its time here",
+    (Bound.COMPUTE, "draft"): "a smaller draft, or shorter drafts",
+    (Bound.COMPUTE, "verify"): _FEWER_ROWS,
 }
+_OVERHEAD_CURES = {"target": _MORE_TOKENS, "draft": _FEWER_PASSES}
+
+
+def _cure(limit: Bound, figures: Figures, machine: Machine) -> str:
+    if saturated(figures, machine):
+        return _CURES.get((limit, figures.name), _FEWER_STEPS)
+    return _OVERHEAD_CURES.get(figures.name, _FEWER_STEPS)
 
 
 def conclude(name: str, phases: list[Figures], machine: Machine, tokens_per_second: float) -> str:
