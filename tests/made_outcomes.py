@@ -1,0 +1,60 @@
+"""Outcomes and contestants made by hand, with times that are known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.bench.outcome import Answer, Ask, Outcome
+from paceline.bench.runner import Heat, Job
+from paceline.core.params import SamplingParams
+
+
+def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    return Ask(prompt or (1, 2, 3), params)
+
+
+def job(category: str = "chat", index: int = 0, clients: int = 1, **options: float) -> Job:
+    asks = tuple(ask(index + 1, 2, n + 1) for n in range(clients))
+    return Job(category, clients, options.get("temperature", 0.0), index, asks)
+
+
+def outcome(
+    seconds: float, arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)), **more: object
+) -> Outcome:
+    """One answer whose tokens are 0, 1, 2 ..., a step for each delivery."""
+    tokens = tuple(range(sum(count for _, count in arrivals)))
+    options = {"steps": len(arrivals), **more}
+    return Outcome([Answer(tokens, tuple(arrivals))], seconds, **options)  # type: ignore[arg-type]
+
+
+def heat(turn: int, where: Job, **seconds: float) -> Heat:
+    return Heat(where, turn, {name: outcome(value) for name, value in seconds.items()})
+
+
+@dataclass
+class Fake:
+    """Answers at once with ``tokens``, in so many seconds by its own account; keeps a diary."""
+
+    name: str
+    diary: list[str] = field(default_factory=list)
+    seconds: float = 1.0
+    tokens: tuple[int, ...] = (5, 6, 7, 8)
+    drafted: int = 0
+    accepted: int = 0
+    interrupted_at: int | None = None  # the run in which Ctrl-C comes
+    runs: int = 0
+
+    def refresh(self) -> None:
+        self.diary.append(f"{self.name} refreshed")
+
+    def run(self, asks: Sequence[Ask]) -> Outcome:
+        self.runs += 1
+        if self.runs == self.interrupted_at:
+            raise KeyboardInterrupt
+        self.diary.append(f"{self.name} {asks[0].prompt[0]} x{asks[0].params.max_tokens}")
+        answers = [Answer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in asks]
+        return Outcome(
+            answers, self.seconds, steps=len(asks), drafted=self.drafted, accepted=self.accepted
+        )
