@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from paceline.server.app import create_app
+from paceline.server.security import Security
 from paceline.server.service import Service
 
 MODEL = "paceline/tiny"
@@ -28,10 +29,10 @@ class Running:
         return self.service.llm.engine.cache.pool.available
 
 
-def serve(service: Service) -> Iterator[Running]:
+def serve(service: Service, security: Security | None = None) -> Iterator[Running]:
     """Run uvicorn on a free port until the caller goes on."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(service), log_level="warning", lifespan="on")
+    config = uvicorn.Config(create_app(service, security), log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

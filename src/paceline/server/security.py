@@ -226,7 +226,7 @@ class BodyLimit:
                 return b"".join(parts)
         # A connection that is closed while the client still sends is reset, and the client then
         # never sees the answer. So swallow what comes, but neither for long nor without end.
-        if declared <= 8 * self._limit:
+        if more and declared <= 8 * self._limit:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._swallow(receive, size), _SWALLOW_SECONDS)
         return None
