@@ -118,12 +118,13 @@ def measure_method(
     batches = sample.batches
     rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
     profile = Profile.of(drafter, LONGEST, rehearsed)
-    longest = profile.longest
+    # A draft must have room in the answers, or nothing is learnt of it.
+    longest = max(1, min(profile.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest)
     levels = Levels(longest)
     for run in runs:
         levels.add(run.levels)
-    fill = levels.nodes / max(1, levels.steps * profile.nodes[-1])
+    fill = levels.nodes / max(1, levels.steps * profile.nodes[longest])
     nodes = tuple(fill * most for most in profile.nodes)
     deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
     costs = [_typical(run.steps, batch, target) for run, batch in zip(runs, batches, strict=True)]
@@ -139,20 +140,19 @@ def measure_method(
         passes=profile.passes[: deepest + 1],
         overhead=plain.overhead,
         parameters=_parameters(drafter),
-        **_curves(costs, batches, profile, rehearsed, target, plain),
+        **_curves(costs, batches, profile.passes[longest], rehearsed, target, plain),
     )
 
 
 def _curves(
     costs: Sequence[Step],
     batches: tuple[int, int],
-    profile: Profile,
+    passes: int,
     rehearsed: CostCurve,
     target: TargetCosts,
     plain: Method,
 ) -> dict[str, CostCurve]:
     """How real steps differ from forwards measured alone, at both batch sizes."""
-    passes = profile.passes[-1]
     pairs = list(zip(costs, batches, strict=True))
     handling = CostCurve((1,), (0.0,))
     pass_seconds = rehearsed

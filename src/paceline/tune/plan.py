@@ -98,7 +98,7 @@ Advance = Callable[[str], None]
 
 def turns(candidates: Sequence[Candidate], wish: Wish) -> int:
     """About how often ``tune`` reports progress."""
-    return 3 + len(candidates) + 6 * wish.rounds
+    return 4 + len(candidates) + 6 * wish.rounds
 
 
 def tune(
@@ -124,6 +124,9 @@ def tune(
     outcome.prompt_count = len(encoded)
     outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
     sample = _sample(encoded, wish)
+    advance("loading drafters")
+    for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
+        _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
     advance("measuring the target")
     with_room = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
     outcome.target = target_costs(with_room, batch_sizes(wish.concurrency, LARGEST_BATCH))

@@ -106,9 +106,9 @@ def _search_table(outcome: Outcome) -> Table:
         rows,
         title=f"Predicted, each method at its best length, {wish.concurrency} at once, "
         f"temperature {wish.temperature:g}",
-        note=f"Plain decoding: {outcome.plain_rate:.0f} tok/s predicted. len.: levels. acc.: "
-        f"share of tried positions accepted ({outcome.prompt_count} prompts at hand). ms: a step; "
-        f"draft: its share. until: the largest batch that gains, sought to {outcome.largest_batch}.",
+        note=f"Plain decoding: {outcome.plain_rate:.0f} tok/s predicted. len.: levels. acc.: share "
+        "of tried positions accepted. ms: a step; draft: its share. until: the largest batch that "
+        f"gains, sought to {outcome.largest_batch}. {outcome.prompt_count} prompts at hand.",
     )
 
 

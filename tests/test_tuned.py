@@ -1,0 +1,247 @@
+"""Profiles: what they hold, what they refuse, and what an LLM makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine_models import write_pair
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.model.identity import ModelIdentity, count_parameters
+from paceline.model.target import CausalModel
+from paceline.tuned import (
+    VERSION,
+    DraftChoice,
+    EngineChoice,
+    KnownCosts,
+    Machine,
+    Measured,
+    PassCosts,
+    TunedProfile,
+)
+from tiny_models import TinyPair
+
+PROMPT = "Once upon a time there was a little"
+FREE = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("tuned")))
+
+
+@pytest.fixture(scope="module")
+def target(folders: tuple[str, str]) -> CausalModel:
+    return CausalModel.load(folders[0], dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
+    return TunedProfile(
+        version=VERSION,
+        model=ModelIdentity.of(target),
+        draft=DraftChoice(f"model:{folders[1]}", "auto", 5),
+        engine=EngineChoice(3, "block"),
+        measured=Measured(
+            concurrency=2,
+            temperature=0.0,
+            prompts="some.jsonl",
+            prompt_count=7,
+            plain_tokens_per_second=100.0,
+            tokens_per_second=150.5,
+            speedup=1.505,
+            predicted_speedup=1.6,
+            tokens_per_step=2.5,
+            acceptance=(0.8, 0.75),
+            break_even_batch=6,
+            why=("it was faster", 'says "so"'),
+        ),
+        costs=KnownCosts(
+            batches=(1, 2, 4),
+            tokens=(1, 2, 8),
+            target=((0.004, 0.004, 0.005), (0.005, 0.006, 0.008), (0.006, 0.009, 0.02)),
+            passes={"model": PassCosts((1, 4), (0.001, 0.002))},
+        ),
+        machine=Machine.of(target),
+    )
+
+
+@pytest.fixture
+def path(profile: TunedProfile, tmp_path: Path) -> Path:
+    profile.write(tmp_path / "paceline.toml")
+    return tmp_path / "paceline.toml"
+
+
+# -- the file --------------------------------------------------------------------------------
+
+
+def test_round_trip(profile: TunedProfile, path: Path) -> None:
+    assert TunedProfile.read(path) == profile
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# A profile made by `paceline tune`")
+    assert "[0.004, 0.004, 0.005]" in text  # one line, not three
+    assert max(map(len, text.splitlines())) < 400
+
+
+Damage = Callable[[str], str]
+
+
+def swap(old: str, new: str) -> Damage:
+    def change(text: str) -> str:
+        assert re.search(old, text, re.M), old
+        return re.sub(old, new, text, count=1, flags=re.M)
+
+    return change
+
+
+def without_machine(text: str) -> str:
+    return "machine = 3\n" + text.partition("[machine]")[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (swap(r"^version = 1", "version = 9"), "has version 9, but this paceline reads 1"),
+        (lambda text: "x = [", "is not valid TOML"),
+        (lambda text: "", "has version None"),
+        (swap(r"^\[draft\]", "[draft]\ncolour = 1"), "has the unknown key draft.colour"),
+        (swap(r"^rule = .*\n", ""), "lacks the key engine.rule"),
+        (swap(r"^rule = .*", "rule = 5"), "engine.rule is 5, which is of the wrong type"),
+        (swap(r"^max_batch_size = 3", "max_batch_size = true"), "wrong type"),
+        (swap(r"^max_batch_size = 3", "max_batch_size = 0"), "max_batch_size makes no sense"),
+        (swap(r'^length = "auto"', 'length = "long"'), "draft.length makes no sense"),
+        (swap(r'^length = "auto"', "length = -1"), "draft.length makes no sense"),
+        (swap(r"^length = .*", "length = 1.5"), "draft.length is 1.5"),
+        (swap(r"^max_length = 5", "max_length = 0"), "max_length makes no sense"),
+        (swap(r"\[0.004, 0.004, 0.005\]", "[0.004, 0.005]"), "costs makes no sense"),
+        (swap(r"\[0.004, 0.004, 0.005\]", "[0.004, nan, 0.005]"), "costs makes no sense"),
+        (swap(r"^tokens = \[1, 2, 8\]", "tokens = [1, 8, 2]"), "costs makes no sense"),
+        (swap(r"^batches = \[1, 2, 4\]", "batches = []"), "costs makes no sense"),
+        (swap(r"^batches = \[1, 4\]", "batches = [1]"), "costs makes no sense"),
+        (lambda text: without_machine(text), "machine is not a table"),
+    ],
+)
+def test_a_damaged_profile_is_one_line(path: Path, damage: Damage, message: str) -> None:
+    path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        TunedProfile.read(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unreadable_profile_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read.*; make one with paceline tune"):
+        TunedProfile.read(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TunedProfile.read(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        TunedProfile.read(tmp_path / "bytes")
+
+
+def test_a_profile_cannot_be_written_everywhere(profile: TunedProfile, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the profile"):
+        profile.write(tmp_path / "file" / "paceline.toml")
+
+
+# -- whose it is -----------------------------------------------------------------------------
+
+
+def test_a_model_is_known_in_any_dtype(folders: tuple[str, str], target: CausalModel) -> None:
+    mine = ModelIdentity.of(target)
+    assert mine.difference(ModelIdentity.of(target)) is None
+    other = CausalModel.load(folders[0], dtype="bfloat16")
+    assert mine.difference(ModelIdentity.of(other)) is None
+    plain = CausalModel.load(folders[0], dtype="float32", quick=False)
+    assert mine.difference(ModelIdentity.of(plain)) is None
+    assert count_parameters(target) == sum(p.numel() for p in plain.hf.parameters())
+
+
+def test_other_models_are_told_apart(
+    folders: tuple[str, str], target: CausalModel, tiny_pair: TinyPair
+) -> None:
+    mine = ModelIdentity.of(target)
+    noisy = ModelIdentity.of(CausalModel.load(folders[1], dtype="float32"))
+    assert mine.difference(noisy) == "its weights are others"
+    deeper = ModelIdentity.of(CausalModel.load(tiny_pair.target, dtype="float32"))
+    assert mine.difference(deeper) == "its number of layers is 3, not 2"
+    assert mine.difference(replace(mine, config="0")) == "its configuration is another one"
+
+
+def test_a_profile_of_another_model_is_refused(path: Path, folders: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"was made for .*target, not for .*draft: its weights"):
+        LLM(folders[1], dtype="float32", profile=path)
+
+
+# -- what an LLM takes from it ---------------------------------------------------------------
+
+
+def test_an_llm_takes_what_is_left_open(
+    path: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LLM(folders[0], dtype="float32")
+
+    def never(*args: object) -> None:
+        raise AssertionError("measured although the costs are known")
+
+    monkeypatch.setattr("paceline.build.measure", never)
+    llm = LLM(folders[0], dtype="float32", profile=path)
+    assert llm.notes == ()
+    assert llm.drafters == ("model",)
+    assert llm.engine.scheduler.config.max_batch_size == 3
+    (fast,), (slow,) = llm.generate(PROMPT, FREE), plain.generate(PROMPT, FREE)
+    assert fast.token_ids == slow.token_ids
+    assert fast.stats.drafted_tokens > 0
+
+
+def test_what_is_given_wins(path: Path, folders: tuple[str, str]) -> None:
+    llm = LLM(
+        folders[0], dtype="float32", profile=path, draft_length=2, max_batch_size=1, rule="token"
+    )
+    assert llm.engine.scheduler.config.max_batch_size == 1
+    stats = llm.generate(PROMPT, FREE)[0].stats
+    assert 1 < stats.drafted_tokens / stats.target_steps <= 2
+    own = LLM(folders[0], "ngram", dtype="float32", profile=path)
+    assert own.drafters == ("ngram",)
+    assert own.engine.scheduler.config.max_batch_size == 3
+    none = LLM(folders[0], "none", dtype="float32", profile=path)
+    assert none.generate(PROMPT, FREE)[0].stats.drafted_tokens == 0
+    with pytest.raises(ConfigError, match="max_batch_size is 0"):
+        LLM(folders[0], profile=path, max_batch_size=0)
+
+
+def test_a_fixed_length_comes_from_the_profile(
+    profile: TunedProfile, tmp_path: Path, folders: tuple[str, str]
+) -> None:
+    fixed = replace(profile, draft=replace(profile.draft, length=3))
+    fixed.write(tmp_path / "p.toml")
+    llm = LLM(folders[0], dtype="float32", profile=tmp_path / "p.toml")
+    stats = llm.generate(PROMPT, FREE)[0].stats
+    assert 2 < stats.drafted_tokens / stats.target_steps <= 3
+
+
+def test_on_another_machine_costs_are_measured_anew(
+    profile: TunedProfile, tmp_path: Path, folders: tuple[str, str]
+) -> None:
+    elsewhere = replace(profile, machine=replace(profile.machine, processor="abacus", threads=99))
+    elsewhere.write(tmp_path / "p.toml")
+    llm = LLM(folders[0], dtype="float32", profile=tmp_path / "p.toml")
+    (note,) = llm.notes
+    assert "measured elsewhere (processor abacus, here" in note
+    assert "threads 99, here" in note
+    assert llm.drafters == ("model",)
+
+
+def test_costs_of_a_batch() -> None:
+    costs = KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
+    steps = costs.steps(8)
+    assert steps.batch == 4
+    assert steps.target(1, 1) == 1.0
+    assert steps.target(4, 8) == 5.0
+    assert costs.steps(3).batch == 2
+    assert costs.passes_of("model") is None
