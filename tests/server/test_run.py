@@ -1,0 +1,183 @@
+"""The life of a server: where it listens, how it says so, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
+
+import pytest
+import uvicorn
+
+from paceline import LLM
+from paceline.server import run
+from paceline.server.app import create_app
+from paceline.server.config import ServeConfig
+from paceline.server.security import Keys
+from paceline.server.service import Service
+
+MODEL = "paceline/tiny"
+
+
+# -- the address -----------------------------------------------------------------------------------
+
+
+def test_a_free_port_is_found_and_told() -> None:
+    with run.bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert port > 0
+        assert run.url_of(listener, "127.0.0.1") == f"http://127.0.0.1:{port}"
+        assert run.url_of(listener, "::1") == f"http://[::1]:{port}"
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(run.AddressError, match=f"port {port} of 127.0.0.1 is taken.*--port"):
+            run.bind("127.0.0.1", port)
+
+
+def test_a_port_that_was_just_left_is_free() -> None:
+    """A restart must not wait for the connections that its predecessor closed."""
+    with run.bind("127.0.0.1", 0) as first:
+        first.listen()
+        address = first.getsockname()
+        client = socket.create_connection(address)
+        served, _ = first.accept()
+        served.close()  # the side that closes first keeps the port in TIME_WAIT
+        client.close()
+    run.bind(*address).close()
+
+
+def test_addresses_that_cannot_be() -> None:
+    with pytest.raises(run.AddressError, match="'no such host' is no address"):
+        run.bind("no such host", 0)
+    with pytest.raises(run.AddressError, match=r"no address 192\.0\.2\.1; choose another --host"):
+        run.bind("192.0.2.1", 0)
+
+
+def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(run.AddressError, match="port 80 needs privileges; choose a --port from"):
+        run.bind("127.0.0.1", 80)
+
+
+def test_somebody_was_quicker(target: LLM) -> None:
+    """Two may bind while neither listens; the slower one says so in a line."""
+    with run.bind("127.0.0.1", 0) as ours, socket.socket() as theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        theirs.bind(ours.getsockname())
+        theirs.listen()
+        config = ServeConfig(port=ours.getsockname()[1])
+        with pytest.raises(run.AddressError, match="is taken"):
+            run.run(target.beside(), config, Keys(), ours)
+
+
+def test_the_line_of_the_start(target: LLM) -> None:
+    llm = target.beside(["ngram", "suffix"], draft_length=2)
+    config = ServeConfig(served_model_name="mine")
+    said = run.describe(llm, config, Keys(), "http://127.0.0.1:1")
+    assert said == (
+        "serving mine at http://127.0.0.1:1 (drafters: ngram, suffix; float32 on cpu; no API key)"
+    )
+    assert "drafters: none; " in run.describe(target, config, Keys(), "")
+    assert "2 API keys" in run.describe(target, config, Keys.of(["a", "b"]), "")
+
+
+def test_what_the_configuration_means_for_the_service(target: LLM) -> None:
+    config = ServeConfig(max_queue=3, deadline=0, max_n=2, served_model_name="mine")
+    service = run.service_of(target, config)
+    assert (service.model, service.loop.limits.max_queue) == ("mine", 3)
+    assert service.loop.limits.deadline is None
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ending:
+    """A draining server on a thread; signals are handed to it as the system would."""
+
+    server: run.DrainingServer
+    service: Service
+    thread: threading.Thread
+    port: int
+
+    def stream(self) -> HTTPResponse:
+        """A long answer that has begun."""
+        body = {"model": MODEL, "prompt": "Once", "max_tokens": 1000, "stream": True}
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({**body, "ignore_eos": True}),
+            {"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: {")
+        return response
+
+
+def ending(target: LLM, drain_seconds: float) -> Iterator[Ending]:
+    service = Service(target.beside(max_batch_size=2), MODEL)
+    listener = run.bind("127.0.0.1", 0)
+    listener.listen()
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(create_app(service), log_config=None, lifespan="on")
+    server = run.DrainingServer(config, service.loop, drain_seconds, "started")
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    yield Ending(server, service, thread, port)
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def impatient(target: LLM) -> Iterator[Ending]:
+    yield from ending(target, 0.0)
+
+
+@pytest.fixture
+def patient(target: LLM) -> Iterator[Ending]:
+    yield from ending(target, 600.0)
+
+
+def test_idle_servers_end_at_once(patient: Ending) -> None:
+    patient.server.handle_exit(signal.SIGINT, None)
+    patient.thread.join(20)
+    assert not patient.thread.is_alive() and not patient.service.loop.alive
+
+
+def test_what_still_runs_after_drain_seconds_is_told(impatient: Ending) -> None:
+    response = impatient.stream()
+    impatient.server.handle_exit(signal.SIGTERM, None)
+    lines = [line for line in response.read().decode().splitlines() if line]
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    impatient.thread.join(20)
+    assert not impatient.thread.is_alive() and not impatient.service.loop.alive
+
+
+def test_a_second_signal_ends_the_process(patient: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    response = patient.stream()
+    patient.server.handle_exit(signal.SIGTERM, None)
+    assert not codes and not patient.service.loop.ready
+    patient.server.handle_exit(signal.SIGINT, None)
+    assert codes == [130]
+    response.close()
