@@ -1,0 +1,338 @@
+"""Serving: speculation on against off, and what HTTP costs beside calling the engine directly.
+
+One server (`paceline serve`, a process of its own) and one `LLM` in this process, over the same
+pair, take turns; the other one idles. Every cell is a closed loop: N clients, each sending its next
+request when one is answered, all with the same prompts, token counts and batch limit. Every request
+streams and writes exactly `--max-tokens` tokens, greedily.
+
+    python benchmarks/serving.py
+    python benchmarks/serving.py --quick --json serving.json
+
+Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
+says which tokens it holds: time to first token is from sending a request to its first chunk with
+text, inter-token latency the time between two chunks divided by the tokens of the later one.
+The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from rich.console import Console
+from rich.progress import track
+
+from paceline import LLM, SamplingParams
+from paceline.bench.figures import percentile
+from paceline.bench.prompts import load_prompts
+from paceline.report.document import Report, Table, Text
+from paceline.report.markdown import as_table
+from paceline.report.terminal import print_report
+
+WAYS = ("auto", "off")  # with the default drafter, and without any
+MODEL = "paceline/tiny"
+DRAFT = "paceline/tiny-draft"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, and the tokens that each is answered with."""
+
+    prompts: list[str]
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompts) * self.max_tokens
+
+    def body(self, prompt: str, way: str, tokens: bool) -> bytes:
+        return json.dumps(
+            {
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": self.max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "speculation": {"method": way, "tokens": tokens},
+            }
+        ).encode()
+
+
+# -- over HTTP ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Latencies:
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # one per token
+
+
+async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
+    """One streamed request over a connection of its own, read to its end."""
+    start = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"error: the server said {status.decode().strip()}")
+    if latencies is None:
+        rest = await reader.read()
+        assert b"data: [DONE]" in rest, rest[-300:]
+        writer.close()
+        return
+    before = None
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.perf_counter()
+        count = len(json.loads(line[6:])["choices"][0]["tokens"])
+        if before is None:
+            latencies.first.append(now - start)
+        else:
+            latencies.gaps.extend([(now - before) / count] * count)
+        before = now
+    writer.close()
+
+
+async def clients(port: int, count: int, bodies: list[bytes], latencies: Latencies | None) -> float:
+    """Seconds in which so many clients have all bodies answered."""
+    waiting = deque(bodies)
+
+    async def client() -> None:
+        while waiting:
+            await request(port, waiting.popleft(), latencies)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(count)))
+    return time.perf_counter() - start
+
+
+def over_http(
+    port: int, count: int, work: Work, way: str, latencies: Latencies | None = None
+) -> float:
+    bodies = [work.body(prompt, way, latencies is not None) for prompt in work.prompts]
+    return asyncio.run(clients(port, count, bodies, latencies))
+
+
+@contextmanager
+def server(batch: int, threads: int) -> Iterator[int]:
+    """The port of a server in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", MODEL, "--draft", DRAFT]
+    command += ["--port", str(port), "--max-batch-size", str(batch), "--threads", str(threads)]
+    command += ["--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise SystemExit("error: the server did not start") from None
+                time.sleep(0.1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+# -- directly ----------------------------------------------------------------------------------
+
+
+def directly(llm: LLM, count: int, work: Work, way: str) -> float:
+    """Seconds of the same closed loop around the engine, tokenising included."""
+    drafter = None if way == "auto" else "none"
+    params = SamplingParams(max_tokens=work.max_tokens, ignore_eos=True, drafter=drafter)
+    waiting = deque(work.prompts)
+    running = 0
+    start = time.perf_counter()
+    while waiting or running:
+        while waiting and running < count:
+            llm.enqueue(llm.prepare(waiting.popleft(), params, streams=False))
+            running += 1
+        for found, _ in llm.step():
+            if found.completion is not None:
+                llm.release([found])
+                running -= 1
+    return time.perf_counter() - start
+
+
+# -- the run -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """Tokens a second by way of asking, ``"http auto"`` and so on, one entry a round."""
+
+    concurrency: int
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    latencies: dict[str, Latencies] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.rates[name])
+
+    def ratio(self, one: str, other: str) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(
+            a / b for a, b in zip(self.rates[one], self.rates[other], strict=True)
+        )
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"concurrency": self.concurrency, "tokens_per_second": self.rates}
+        found["speedup"] = self.ratio("http auto", "http off")
+        found["server_by_engine"] = {
+            way: self.ratio(f"http {way}", f"engine {way}") for way in WAYS
+        }
+        found["latency"] = {
+            way: {
+                "first_p50": percentile(own.first, 0.5),
+                "first_p99": percentile(own.first, 0.99),
+                "inter_token_p50": percentile(own.gaps, 0.5),
+                "inter_token_p99": percentile(own.gaps, 0.99),
+            }
+            for way, own in self.latencies.items()
+        }
+        return found
+
+
+def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
+    cells = [Cell(count) for count in args.concurrency]
+    limit = max(args.concurrency)
+    llm = LLM(MODEL, draft=DRAFT, max_batch_size=limit)
+    with server(limit, args.threads) as port:
+        for cell in cells:  # warm-up, of every shape
+            short = Work(work.prompts[: cell.concurrency], 8)
+            for way in WAYS:
+                over_http(port, cell.concurrency, short, way)
+                directly(llm, cell.concurrency, short, way)
+        turns = [(turn, cell) for turn in range(args.rounds) for cell in cells]
+        for turn, cell in track(turns, "serving", console=Console(stderr=True), transient=True):
+            names = [f"{kind} {way}" for kind in ("http", "engine") for way in WAYS]
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                kind, way = name.split()
+                if kind == "http":
+                    seconds = over_http(port, cell.concurrency, work, way)
+                else:
+                    seconds = directly(llm, cell.concurrency, work, way)
+                cell.rates.setdefault(name, []).append(work.tokens / seconds)
+        for cell in cells:
+            for way in WAYS:
+                cell.latencies[way] = Latencies()
+                over_http(port, cell.concurrency, work, way, cell.latencies[way])
+    return cells
+
+
+def tables(cells: list[Cell], work: Work, args: argparse.Namespace) -> list[Table]:
+    note = (
+        f"{len(work.prompts)} prompts of eight categories, {work.max_tokens} tokens each, greedy; "
+        f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model."
+    )
+    speed = [
+        (
+            cell.concurrency,
+            f"{cell.median('http off'):.0f}",
+            f"{cell.median('http auto'):.0f}",
+            f"{cell.ratio('http auto', 'http off'):.2f}x",
+            f"{cell.ratio('http off', 'engine off'):.2f}",
+            f"{cell.ratio('http auto', 'engine auto'):.2f}",
+        )
+        for cell in cells
+    ]
+    times = [
+        (
+            cell.concurrency,
+            way,
+            *(
+                f"{1e3 * (percentile(values, share) or 0.0):.1f} ms"
+                for values in (own.first, own.gaps)
+                for share in (0.5, 0.99)
+            ),
+        )
+        for cell in cells
+        for way, own in cell.latencies.items()
+    ]
+    return [
+        Table(
+            ("clients", "off, tok/s", "on, tok/s", "speedup", "off by engine", "on by engine"),
+            speed,
+            "Throughput, and the server's by the bare engine's",
+            note,
+        ),
+        Table(
+            ("clients", "speculation", "first token p50", "p99", "inter-token p50", "p99"),
+            times,
+            "Latency, seen by the clients",
+        ),
+    ]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two rounds, fewer tokens")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--concurrency", default="1,4,16", help="clients, as in 1,4,16")
+    parser.add_argument("--threads", type=int, default=1, help="of the model, in both processes")
+    parser.add_argument("--json", help="file to write the JSON object to")
+    parser.add_argument("--markdown", help="file to write the tables to")
+    args = parser.parse_args(arguments)
+    args.rounds = args.rounds or (2 if args.quick else 5)
+    args.max_tokens = args.max_tokens or (32 if args.quick else 64)
+    try:
+        args.concurrency = [int(part) for part in args.concurrency.split(",")]
+    except ValueError:
+        parser.error("--concurrency: write numbers, as in 1,4,16")
+    if min(args.rounds, args.max_tokens, args.threads, *args.concurrency) < 1:
+        parser.error("all numbers must be at least 1")
+    return args
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    import torch
+
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(args.threads)
+    texts = [prompt.text for prompt in load_prompts(per_category=2 if args.quick else 4)]
+    work = Work(texts, args.max_tokens)
+    cells = measure(args, work)
+    found = tables(cells, work, args)
+    report = Report("Serving")
+    report.add("Serving", *found, Text("Above 0.90 the server costs less than a tenth."))
+    print_report(report, Console(width=max(100, Console().width)))
+    if args.markdown:
+        Path(args.markdown).write_text("\n\n".join(map(as_table, found)) + "\n")
+    line = json.dumps({"cells": [cell.record() for cell in cells], "threads": args.threads})
+    if args.json:
+        Path(args.json).write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
