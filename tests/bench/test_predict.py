@@ -125,7 +125,7 @@ def test_the_textbook_formula() -> None:
 
 def test_without_overheads_both_formulas_agree() -> None:
     """Equal rates, verification for nothing and no bookkeeping are what the textbook assumes."""
-    rates = Drafts(levels=3, nodes=3, passes=3, rates=(0.6,) * 3, acceptance=0.6, planned=True)
+    rates = Drafts(3, 3, 3, rates=(0.6,) * 3, acceptance=0.6, planned=True, full=0.0)
     forward = {"draft": 0.0, "target": 10.0, "verify": 0.0, "other": 0.0}
     made = predict([run([1] * 9, forward)], [run([3] * 3, forward)], rates, Alone(5.0, 5.0, 1.5))
     assert made is not None
@@ -265,6 +265,7 @@ def test_drafts_of_an_adaptive_length_count_what_was_not_drafted() -> None:
     assert (drafts.levels, drafts.nodes, drafts.passes) == pytest.approx((1.25, 1.25, 1.25))
     assert expected_tokens(drafts.rates) == pytest.approx(spec.tokens / spec.steps)
     assert drafts.acceptance == pytest.approx(90 / 115)
+    assert drafts.full == pytest.approx(0.5)
     made = predict([plain_run()], [spec], drafts, NO_CATCH_UP)
     assert made is not None
     assert made.tokens_per_step == pytest.approx(made.measured_tokens_per_step)
@@ -310,9 +311,9 @@ def test_measuring_forwards_leaves_no_trace(spec: LLM) -> None:
     assert alone.catch_up >= 0
 
 
-def test_contexts_beyond_the_cache_are_cut(plain: LLM) -> None:
-    alone = measure_alone(plain.engine, nodes=4, passes=0, context=10**6, rounds=1)
-    assert alone.plain > 0
+def test_contexts_and_batches_beyond_the_cache_are_cut(plain: LLM) -> None:
+    alone = measure_alone(plain.engine, nodes=40, passes=0, batch=64, context=10**6, rounds=1)
+    assert alone.check > 0
     assert alone.draft == 0
 
 

@@ -71,7 +71,7 @@ class Drafts:
     rates: tuple[float, ...]
     acceptance: float
     planned: bool
-    full: float = 0.0
+    full: float
 
     @classmethod
     def of(cls, drafter: Drafter, length: int | None, rounds: Sequence[Outcome]) -> Drafts:
@@ -82,17 +82,19 @@ class Drafts:
         accepted = _sums([outcome.accepted_at for outcome in rounds])
         tried = sum(reached)
         acceptance = sum(accepted) / tried if tried else 0.0
+        # A token was accepted and there was no further one to try.
+        whole = sum(won - on for won, on in zip(accepted, [*reached[1:], 0], strict=True))
+        full = whole / steps if steps else 0.0
         if length and drafted >= _FULL * _complete(drafter, length, rounds):
             rates = [won / of for won, of in zip(accepted, reached, strict=True) if of]
             nodes, passes = drafter.max_nodes(length), drafter.passes(length)
-            full = accepted[length - 1] / steps if len(accepted) >= length else 0.0
             return cls(length, nodes, passes, tuple(rates), acceptance, True, full)
         before = [steps, *accepted]
         rates = [won / of for won, of in zip(accepted, before, strict=False) if of]
         nodes_each = drafted / steps if steps else 0.0
         levels = _levels(drafter, nodes_each)
         passes_each = _between(drafter.passes, levels)
-        return cls(levels, nodes_each, passes_each, tuple(rates), acceptance, False)
+        return cls(levels, nodes_each, passes_each, tuple(rates), acceptance, False, full)
 
 
 # -- what comes out ------------------------------------------------------------------------------
