@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log
 
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve
@@ -183,30 +182,6 @@ def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -
         before = chosen
         chosen = [
             max(range(len(own)), key=lambda k: own[k] - rate * times[k])
-            for own, times in zip(gains, seconds, strict=True)
-        ]
-        if chosen == before:
-            break
-    return chosen
-
-
-def fairest(
-    gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], start: Sequence[int]
-) -> list[int]:
-    """The option of each sequence with the best geometric mean of the sequences' speeds.
-
-    As ``best``, but maximises the sum of log(gain) minus n log(time): a step is the same time for
-    all, so drafting for some slows those down that gain nothing by it. Each round bounds the
-    logarithm by its tangent at the time so far, so it never gets worse than ``start``
-    (majorisation; Hunter and Lange 2004).
-    """
-    chosen = list(start)
-    for _ in range(4):
-        time = sum(times[k] for times, k in zip(seconds, chosen, strict=True))
-        price = len(chosen) / time
-        before = chosen
-        chosen = [
-            max(range(len(own)), key=lambda k: log(own[k]) - price * times[k])
             for own, times in zip(gains, seconds, strict=True)
         ]
         if chosen == before:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Protocol
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import Sequence as Request
+from paceline.draft.prices import Candidate, Prices, choose
 from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Acceptance, Profile, best, fairest, levels_tried
+from paceline.draft.worth import Acceptance, Profile, levels_tried
 
 
 class Controller(Protocol):
@@ -70,16 +70,6 @@ class Decision:
         )
 
 
-class _Fill:
-    """Nodes that a drafter proposes, as a share of the most it might: n-grams are often short."""
-
-    def __init__(self) -> None:
-        self.share = 1.0
-
-    def record(self, nodes: int, most: int) -> None:
-        self.share += 0.05 * (min(1.0, nodes / most) - self.share)
-
-
 class _Purse:
     """Seconds that may be spent on trying drafts that do not seem to pay: a share of all."""
 
@@ -104,7 +94,7 @@ class _Settled:
     drafting: list[tuple[str, float]] = field(default_factory=list)  # by drafter, as measured
     drafts: bool = False
     probe: bool = False
-    gains: list[list[float]] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
 
 
 class AdaptiveLength:
@@ -134,16 +124,14 @@ class AdaptiveLength:
         default: str = "",
     ) -> None:
         self._steps = steps
-        self._profiles = dict(profiles)
+        self._prices = Prices(steps, profiles)
+        self._profiles = self._prices.profiles
         self._bounds = dict(bounds or {})
         self._default = default or next(iter(profiles))
         depth = max((profile.longest for profile in self._profiles.values()), default=0)
         self._acceptance = Acceptance(depth)
-        self._fill = {name: _Fill() for name in self._profiles}
-        self._reading = {name: own.row_seconds for name, own in self._profiles.items()}
         self._purse = _Purse()
         self._read: dict[int, int] = {}  # tokens of a sequence when it was last drafted for
-        self._tables: dict[tuple[str, int], tuple[int, list[float]]] = {}
         self._step = 0
         self._settled = _Settled()
 
@@ -151,6 +139,7 @@ class AdaptiveLength:
 
     def lengths(self, seqs: Sequence[Request]) -> list[int]:
         self._step += 1
+        self._prices.tick()
         ids = [seq.seq_id for seq in seqs]
         held = self._settled
         if self._step >= held.until or ids != held.ids:
@@ -168,125 +157,31 @@ class AdaptiveLength:
         if not own:
             return found
         requests, known = [seqs[place] for place in own], [names[place] for place in own]
-        gains = [self._gains(seq.seq_id, name) for seq, name in zip(requests, known, strict=True)]
-        chosen = self._choose(batch, requests, known, gains)
+        candidates = [self._candidate(s, name) for s, name in zip(requests, known, strict=True)]
+        chosen = choose(self._prices, batch, candidates)
         if not any(chosen):
             found.until = self._step + self.HOLD_PLAIN
             for seq, name in zip(requests, known, strict=True):
                 self._acceptance.of(seq.seq_id, name).fade(self.FADE)
             if self._purse.seconds > 0:
-                found.probe = self._probe(batch, requests, known, gains, chosen)
+                found.probe = self._probe(batch, requests, candidates, chosen)
                 found.until -= found.probe * (self.HOLD_PLAIN - 1)
         for place, length in zip(own, chosen, strict=True):
             wishes[place] = length
         for name in set(known) if any(chosen) else ():
             lengths = [n for own, n in zip(known, chosen, strict=True) if own == name]
             if any(lengths):
-                found.drafting.append((name, self._drafting(name, lengths)))
-        found.gains, found.drafts = gains, any(wishes)
+                found.drafting.append((name, self._prices.passes(name, lengths)))
+        found.candidates, found.drafts = candidates, any(wishes)
         return found
 
-    def _choose(
-        self,
-        batch: int,
-        seqs: Sequence[Request],
-        names: Sequence[str],
-        gains: Sequence[Sequence[float]],
-    ) -> list[int]:
-        """Lengths with the best geometric mean of the sequences' speeds; alone, with the best."""
-        options, seconds = [], []
-        for seq, name, gain in zip(seqs, names, gains, strict=True):
-            table = self._table(name, batch)
-            options.append(gain[: len(table)])
-            unread = self._unread(seq)
-            if unread > 8:
-                # Reading is written off over the tokens to come, so over room / gain steps.
-                each = unread * self._reading[name] / min(max(seq.room, 1), self.HORIZON)
-                table = [
-                    table[0],
-                    *(t + g * each for t, g in zip(table[1:], gain[1:], strict=False)),
-                ]
-            seconds.append(table)
-        chosen = best(options, seconds)
-        if batch > 1 and any(chosen):
-            chosen = fairest(options, seconds, chosen)
-            chosen = self._paid(batch, names, gains, chosen)
-        return chosen
-
-    def _gains(self, seq_id: int, name: str) -> list[float]:
-        return self._acceptance.of(seq_id, name).expected_tokens()
-
-    def _table(self, name: str, batch: int) -> list[float]:
-        """A sequence's part of the step, by draft length, if all drafted alike."""
-        since, table = self._tables.get((name, batch), (0, []))
-        if not table or self._step - since >= self.HOLD_PLAIN:
-            profile, fill = self._profiles[name], self._fill[name].share
-            table = [
-                self._steps.step(batch, nodes * fill, profile.drafting(length, batch), name) / batch
-                for length, nodes in enumerate(profile.nodes)
-            ]
-            if len(self._tables) > 256:
-                self._tables.clear()
-            self._tables[name, batch] = (self._step, table)
-        return table
-
-    def _paid(
-        self,
-        batch: int,
-        names: Sequence[str],
-        gains: Sequence[Sequence[float]],
-        chosen: list[int],
-    ) -> list[int]:
-        """Without the deepest levels, or without drafts, where the batch is faster so.
-
-        A pass costs nearly as much for one sequence as for all: it must pay for those that are
-        still drafting then.
-        """
-        score = self._score(batch, names, gains, chosen)
-        shorter = chosen
-        while any(shorter):
-            deepest = max(shorter) - 1
-            shorter = [min(length, deepest) for length in shorter]
-            other = self._score(batch, names, gains, shorter)
-            if other > score:
-                chosen, score = shorter, other
-            elif any(shorter):
-                shorter = [0] * len(shorter)
-                other = self._score(batch, names, gains, shorter)
-                chosen = shorter if other > score else chosen
-        return chosen
-
-    def _score(
-        self,
-        batch: int,
-        names: Sequence[str],
-        gains: Sequence[Sequence[float]],
-        chosen: Sequence[int],
-    ) -> float:
-        """Logarithm of the geometric mean of the sequences' speeds, times their number."""
-        tokens = sum(log(gain[length]) for gain, length in zip(gains, chosen, strict=True))
-        return tokens - len(chosen) * log(self._seconds(batch, names, chosen))
-
-    def _seconds(self, batch: int, names: Sequence[str], chosen: Sequence[int]) -> float:
-        nodes = drafting = 0.0
-        for name in set(names):
-            lengths = [length for own, length in zip(names, chosen, strict=True) if own == name]
-            profile, fill = self._profiles[name], self._fill[name].share
-            each = sum(profile.nodes[length] for length in lengths) * fill / batch
-            nodes += each
-            drafting += self._steps.drafting(batch, each, self._drafting(name, lengths), name)
-        return self._steps.rest(batch, nodes) + drafting
-
-    def _drafting(self, name: str, lengths: Sequence[int]) -> float:
-        """Seconds of a drafter's passes: each over the sequences that are not done yet."""
-        profile = self._profiles[name]
-        if profile.free:
-            return 0.0
-        passes = [profile.passes[length] for length in lengths]
-        return sum(
-            profile.seconds(sum(count > number for count in passes))
-            for number in range(max(passes))
-        )
+    def _candidate(self, seq: Request, name: str) -> Candidate:
+        gains = self._acceptance.of(seq.seq_id, name).expected_tokens()
+        unread = self._unread(seq)
+        if unread <= 8 or self._profiles[name].free:
+            return Candidate(name, gains)
+        room = min(max(seq.room, 1), self.HORIZON)
+        return Candidate(name, gains, unread * self._prices.reading(name) / room)
 
     # -- trying what does not seem to pay ----------------------------------------------------
 
@@ -294,28 +189,28 @@ class AdaptiveLength:
         self,
         batch: int,
         seqs: Sequence[Request],
-        names: Sequence[str],
-        gains: Sequence[Sequence[float]],
+        candidates: Sequence[Candidate],
         chosen: list[int],
     ) -> bool:
         """Draft for one sequence all the same if that is paid for and could change anything."""
-        plain = self._steps.rest(batch, 0)
-        for name in dict.fromkeys(names):
-            table = self._table(name, batch)
+        prices = self._prices
+        plain = prices.steps.rest(batch, 0)
+        for name in dict.fromkeys(own.name for own in candidates):
+            table = prices.table(name, batch)
             if max((1 + n) / table[n] for n in range(1, len(table))) * table[0] <= 1.02:
                 continue  # even a draft that is always right would not pay
-            places = [place for place, own in enumerate(names) if own == name]
+            places = [place for place, own in enumerate(candidates) if own.name == name]
             place = min(places, key=lambda p: self._unread(seqs[p]))
-            gain, seq = gains[place], seqs[place]
-            length = max(range(1, len(table)), key=lambda n: gain[n] / table[n])
+            gains, seq = candidates[place].gains, seqs[place]
+            length = max(range(1, len(table)), key=lambda n: gains[n] / table[n])
             length = min(length, seq.room - 1)
             if length < 1:
                 continue
-            nodes = self._profiles[name].nodes[length] / batch
-            cost = self._steps.rest(batch, nodes) - plain
-            cost += self._steps.drafting(batch, nodes, self._drafting(name, [length]), name)
-            cost += self._unread(seq) * self._reading[name]
-            cost -= (gain[length] - 1) * plain / batch
+            lengths = [length if p == place else 0 for p in range(len(candidates))]
+            cost = prices.seconds(batch, [own.name for own in candidates], lengths) - plain
+            if not self._profiles[name].free:
+                cost += self._unread(seq) * prices.reading(name)
+            cost -= (gains[length] - 1) * plain / batch
             if cost <= self._purse.seconds:
                 self._purse.seconds -= max(0.0, cost)
                 chosen[place] = length
@@ -337,9 +232,10 @@ class AdaptiveLength:
             return
         wished = dict(zip(held.ids, zip(held.names, held.wishes, strict=True), strict=True))
         nodes = unread = 0
-        measure = True  # a step that prefills is no measure
+        measure = even = True  # a step that prefills is no measure
         for commit in commits:
             measure = measure and commit.fed == 1 and bool(commit.tokens)
+            even = even and commit.drafted == commits[0].drafted
             if not commit.drafted:
                 continue  # no proposal: nothing was tried, and nothing was paid
             nodes += commit.drafted
@@ -349,7 +245,7 @@ class AdaptiveLength:
         if unread > 4 * len(commits):
             measure = False
             self._learn_reading(unread, nodes / len(commits), drafting)
-        self._steps.end(len(commits), nodes, seconds if measure else None, drafting)
+        self._steps.end(len(commits), nodes, seconds if measure else None, drafting, even)
 
     def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
@@ -360,7 +256,7 @@ class AdaptiveLength:
     def _learn(self, commit: Commit, name: str, length: int) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         profile = self._profiles[name]
-        self._fill[name].record(commit.drafted, profile.nodes[length])
+        self._prices.fill[name].record(commit.drafted, profile.nodes[length])
         reached = levels_tried(commit, length)
         self._acceptance.record(commit.seq_id, name, reached, len(commit.path))
         end = commit.position + commit.fed
@@ -370,13 +266,10 @@ class AdaptiveLength:
 
     def _learn_reading(self, rows: int, nodes: float, drafting: float | None) -> None:
         """A drafter has read ``rows`` tokens besides drafting."""
-        if drafting is None or len(self._settled.drafting) != 1:
-            return
-        ((name, seconds),) = self._settled.drafting
-        batch = len(self._settled.ids)
-        spent = drafting - self._steps.drafting(batch, nodes, seconds, name)
-        before = self._reading[name]
-        self._reading[name] = before + 0.2 * (min(max(spent / rows, 0.0), 4 * before) - before)
+        if drafting is not None and len(self._settled.drafting) == 1:
+            ((name, passes),) = self._settled.drafting
+            passes = self._steps.drafting(len(self._settled.ids), nodes, passes, name)
+            self._prices.learn_reading(name, drafting - passes, rows)
 
     def forget(self, seq_id: int) -> None:
         self._acceptance.forget(seq_id)
@@ -387,14 +280,15 @@ class AdaptiveLength:
     def snapshot(self) -> Decision | None:
         """The last decision and why; None before the first, or if drafters decide themselves."""
         held = self._settled
-        if not held.gains or len(held.gains) < len(held.ids):
+        if not held.candidates or len(held.candidates) < len(held.ids):
             return None
-        batch, drafts = len(held.ids), any(held.wishes)
-        pairs = zip(held.gains, held.wishes, strict=True)
+        batch = len(held.ids)
+        pairs = zip(held.candidates, held.wishes, strict=True)
+        pays = "drafting pays" if held.drafts else "plain pays"
         return Decision(
             lengths=dict(zip(held.ids, held.wishes, strict=True)),
-            seconds=self._seconds(batch, held.names, held.wishes),
-            tokens=sum(gain[length] for gain, length in pairs),
+            seconds=self._prices.seconds(batch, held.names, held.wishes),
+            tokens=sum(own.gains[length] for own, length in pairs),
             plain_seconds=self._steps.rest(batch, 0),
-            reason="probe" if held.probe else "drafting pays" if drafts else "plain pays",
+            reason="probe" if held.probe else pays,
         )
