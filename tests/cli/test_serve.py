@@ -6,7 +6,16 @@ import json
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from paceline.cli import serve
+from paceline.cli.main import app
+from paceline.errors import ModelLoadError
+from paceline.server.config import ServeConfig, configure, keys
 from served_process import ServedProcess
 
 PROMPT = "Once upon a time"
@@ -52,3 +61,150 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
         assert "POST /v1/completions 200" in log and " 5 tokens\n" in log
         assert "900 tokens\n" in log and "SIGTERM: no new requests" in log
         assert PROMPT not in log and "Traceback" not in log
+
+
+def test_keys_from_the_environment_and_a_second_signal() -> None:
+    env = {"PACELINE_API_KEYS": "sk-a,sk-b"}
+    arguments = ["--draft", "none", "--threads", "1", "--cors-origin", "https://chat.example"]
+    with ServedProcess(arguments, env) as server:
+        assert "drafters: none" in server.announcement and "2 API keys" in server.announcement
+        assert server.ask("GET", "/v1/models").status == 401
+        key = {"Authorization": "Bearer sk-b", "Origin": "https://chat.example"}
+        models = server.ask("GET", "/v1/models", headers=key)
+        assert models.status == 200
+        assert models.headers["Access-Control-Allow-Origin"] == "https://chat.example"
+        body = completion(max_tokens=1000, ignore_eos=True, stream=True)
+        stream = server.ask("POST", "/v1/completions", body, key)
+        assert stream.readline().startswith(b"data: {")
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for_status("/health/ready", 503)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 130
+        assert "sk-" not in "".join(server.errors)
+
+
+# -- what is refused before anything is loaded -----------------------------------------------------
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "unexpected" not in line
+    for word in words:
+        assert word in line
+
+
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets as far as loading a model hears of it."""
+
+    def load(settings: object) -> None:
+        raise ModelLoadError("a model was loaded")
+
+    monkeypatch.setattr(serve, "_load", load)
+
+
+@pytest.mark.usefixtures("no_models")
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert_one_line(run("--port", port), f"port {port} of 127.0.0.1 is taken", "--port")
+
+
+@pytest.mark.usefixtures("no_models")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-queue", "-1"], ["--max-queue is -1", "at least 0"]),
+        (["--log-level", "loud"], ["--log-level is 'loud'", "debug, info"]),
+        (["--kv-cache-memory", "many"], ["--kv-cache-memory: 'many' is not a size"]),
+        (["--draft-length", "x"], ["--draft-length is 'x'", "auto or a whole number"]),
+        (["--draft", "none", "--draft", "ngram"], ["'none' stands alone"]),
+        (["--host", "no such host", "--port", "0"], ["'no such host' is no address"]),
+        (["--config", "nowhere.toml"], ["config file nowhere.toml cannot be read"]),
+        (["--api-key-file", "nowhere"], ["API key file nowhere cannot be read"]),
+        (["--cors-origin", "chat.example"], ["cors_origin 'chat.example' is no origin"]),
+    ],
+)
+def test_bad_settings(arguments: list[str], words: list[str]) -> None:
+    assert_one_line(run(*arguments), *words)
+
+
+@pytest.mark.usefixtures("no_models")
+def test_bad_config_keys(tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text("[limits]\nmax_queu = 1\n")
+    result = run("--config", str(path))
+    assert_one_line(result, str(path), "[limits] max_queu", "did you mean max_queue?")
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert_one_line(run(missing, "--port", "0"), "nowhere", "does not exist")
+
+
+@pytest.mark.usefixtures("no_models")
+def test_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the model is loaded."""
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    path = tmp_path / "keys"
+    path.write_text("sk-a\n")
+    with_keys = ("--port", "0", "--api-key-file", str(path))
+    exposed = run("--port", "0", "--host", "0.0.0.0").stderr.splitlines()
+    path.chmod(0o644)
+    readable = run(*with_keys).stderr.splitlines()
+    path.chmod(0o600)
+    quiet = run(*with_keys).stderr.splitlines()
+    assert quiet == ["error: a model was loaded"]
+    assert exposed[0].startswith("warning: 0.0.0.0 can be reached from other machines")
+    assert readable[0].startswith("warning: API key file") and "chmod 600" in readable[0]
+    assert len(exposed) == len(readable) == 2
+
+
+# -- flags and file --------------------------------------------------------------------------------
+
+
+def flags() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return {item.name: item for item in group.commands["serve"].params}
+
+
+def test_flags_and_keys_are_in_step() -> None:
+    """Every key has a flag that gives the same value, and every flag a key."""
+    names = {item.name for item, _ in keys()}
+    assert set(flags()) - {"config", "print_config", "help"} == names
+    for name in names - {"model"}:
+        assert f"--{name.replace('_', '-')}" in flags()[name].opts
+
+
+def test_print_config_is_a_config(tmp_path: Path) -> None:
+    """Everything said with flags comes back from the printed file; keys do not."""
+    keys_file = tmp_path / "keys"
+    keys_file.write_text("sk-secret\n")
+    arguments = ["folder", "--draft", "ngram", "--draft", "suffix", "--draft-length", "3"]
+    arguments += ["--rule", "block", "--profile", "p.toml", "--served-model-name", "mine"]
+    arguments += ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
+    arguments += ["--max-batch-size", "2", "--kv-cache-memory", "64M", "--host", "::1"]
+    arguments += ["--port", "1", "--log-level", "debug", "--log-prompts", "--drain-seconds", "1.5"]
+    arguments += ["--max-queue", "1", "--deadline", "5", "--max-request-bytes", "1K"]
+    arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
+    arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]
+    used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
+    assert used == {item.name for item, _ in keys()}
+    printed = run(*arguments, "--print-config")
+    assert printed.exit_code == 0 and "sk-secret" not in printed.output
+    assert "# 1 API keys, which are not shown" in printed.stdout
+    path = tmp_path / "printed.toml"
+    path.write_text(printed.stdout)
+    config = configure({}, path)
+    default = ServeConfig()
+    assert not [i.name for i, _ in keys() if getattr(config, i.name) == getattr(default, i.name)]
+    assert config.kv_cache_memory == 2**26 and config.draft == ("ngram", "suffix")
+    # A flag can also take back what a file says.
+    again = run("--config", str(path), "--no-log-prompts", "--print-config")
+    assert "log_prompts = false" in again.stdout

@@ -92,26 +92,27 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
     settings = configure(flags, config)
-    from paceline.server.security import Keys, exposure_warning, key_file_warning
+    from paceline.server.security import Keys
 
     api_keys = Keys.load(settings.api_key_file)
     if print_config:
         print(f"# {len(api_keys)} API keys, which are not shown")
         print(to_toml(settings), end="")
         return
-    notes = [exposure_warning(settings.host, api_keys)]
-    if settings.api_key_file is not None:
-        notes.append(key_file_warning(settings.api_key_file))
-    for note in filter(None, notes):
-        print(f"warning: {note}", file=sys.stderr)
     _run(settings, api_keys)
 
 
 def _run(settings: ServeConfig, api_keys: Keys) -> None:
     """What is quickly found out comes first: the address, then the model."""
     from paceline.server.run import bind, run, set_up_logging
+    from paceline.server.security import exposure_warning, key_file_warning
 
     with bind(settings.host, settings.port) as listener:
+        notes = [exposure_warning(settings.host, api_keys)]
+        if settings.api_key_file is not None:
+            notes.append(key_file_warning(settings.api_key_file))
+        for note in filter(None, notes):
+            print(f"warning: {note}", file=sys.stderr)
         llm = _load(settings)
         set_up_logging(settings.log_level)
         run(llm, settings, api_keys, listener)
