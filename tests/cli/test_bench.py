@@ -1,0 +1,202 @@
+"""``paceline bench``: table, JSON, report, failures and bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from made_outcomes import Fake
+from paceline.bench.contestants import Starter
+from paceline.bench.methods import Method
+from paceline.bench.outcome import Ask, Contestant, Outcome
+from paceline.cli.main import app
+from tiny_models import TinyPair
+
+FEW = ["--rounds", "1", "--per-category", "1", "--category", "chat", "--category", "code"]
+SHORT = ["--max-tokens", "12"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"})
+
+
+def test_the_embedded_pair(tmp_path: Path) -> None:
+    report = tmp_path / "bench.html"
+    methods = ["-m", "draft@3", "-m", "ngram@2", "--allow-idle"]
+    result = run(*FEW, *SHORT, *methods, "--concurrency", "1,2", "--json", "--report", str(report))
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    names = [method["name"] for method in record["methods"]]
+    assert names == ["plain", "draft@3", "ngram@2"]
+    assert {row["category"] for row in record["figures"]} == {
+        *("chat", "code", "overall", "all prompts")
+    }
+    overall = {r["method"]: r for r in record["figures"] if r["category"] == "overall"}
+    assert overall["plain"]["speedup"]["median"] == 1
+    assert overall["plain"]["tokens"] == 2 * 12
+    assert overall["draft@3"]["drafts"]["mean_accepted_length"] > 1
+    for row in record["figures"]:
+        assert row["tokens_per_second"]["low"] <= row["tokens_per_second"]["median"]
+        assert row["time_to_first_token"] > 0 and row["inter_token_p99"] >= row["inter_token_p50"]
+        assert len(row["drafts"]["acceptance"]) == len(row["drafts"]["reached"])
+    assert {item["method"] for item in record["predicted"]} <= set(names) - {"plain"}
+    assert record["predicted"] and record["bugs"] == []
+    assert record["machine"]["threads"] and record["settings"]["concurrency"] == [1, 2]
+    text = report.read_text(encoding="utf-8")
+    assert text.count("<svg") == 4
+    for title in ("speedup", "acceptance", "concurrency", "steps"):
+        assert f'id="{title}-' in text
+
+
+def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text(
+        '{"question_id": 1, "category": "a", "turns": ["one two one two one two"]}\n'
+        '{"question_id": 2, "category": "b", "turns": ["three four three four"]}\n'
+    )
+    report = tmp_path / "bench.md"
+    pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
+    result = run(
+        *pair,
+        *("--prompts", str(prompts), "--rounds", "2", "--max-tokens", "24"),
+        *("-m", "draft@2", "-m", "transformers", "-m", "ngram", "--concurrency", "1,2"),
+        *("--temperature", "0,1", "--seed", "3", "--price", "2", "--allow-idle"),
+        *("--report", str(report)),
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("By category", "cost", "Acceptance by position", "runs at 1 only", "Same text"):
+        assert words in result.stdout, words
+    text = report.read_text(encoding="utf-8")
+    figures = {path.name for path in tmp_path.glob("*.svg")}
+    assert {"bench-speedup-t0.svg", "bench-acceptance.svg", "bench-steps.svg"} <= figures
+    assert {"bench-concurrency-t1.svg", "bench-temperature.svg"} <= figures
+    assert all(name in text for name in figures)
+
+
+def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(self: Starter, method: Method, clients: int) -> Contestant:
+        return Fake(method.name, drafted=2, accepted=1)
+
+    monkeypatch.setattr(Starter, "open", busy)
+    for arguments, expected in (
+        ([], ["plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3"]),
+        (["--draft", "suffix"], ["plain", "draft", "ngram"]),
+        (["--draft", "none"], ["plain", "ngram"]),
+    ):
+        result = run(*FEW, *arguments, "--json")
+        assert result.exit_code == 0, result.output
+        assert [method["name"] for method in json.loads(result.stdout)["methods"]] == expected
+
+
+class Liar:
+    """Puts a wrong token into every answer of another contestant."""
+
+    def __init__(self, honest: Contestant) -> None:
+        self.name, self._honest = honest.name, honest
+
+    def refresh(self) -> None:
+        self._honest.refresh()
+
+    def run(self, asks: list[Ask]) -> Outcome:
+        outcome = self._honest.run(asks)
+        answers = [
+            replace(answer, tokens=(*answer.tokens[:3], 0, *answer.tokens[4:]))
+            for answer in outcome.answers
+        ]
+        return replace(outcome, answers=answers)
+
+
+def test_another_text_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Starter.open
+
+    def lying(self: Starter, method: Method, clients: int) -> Any:
+        honest = start(self, method, clients)
+        return Liar(honest) if method.name == "ngram@4" else honest
+
+    monkeypatch.setattr(Starter, "open", lying)
+    result = run(*FEW, *SHORT, "-m", "ngram@4", "--allow-idle", "--json")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)  # the result is still shown
+    assert record["bugs"] == ["ngram@4"]
+    (line,) = errors(result)
+    assert "ngram@4 wrote another text than plain decoding" in line and "bug" in line
+
+
+def fakes(monkeypatch: pytest.MonkeyPatch, **contestants: Fake) -> None:
+    monkeypatch.setattr(Starter, "open", lambda self, method, clients: contestants[method.name])
+
+
+def errors(result: Result) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_a_method_that_did_nothing_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes(monkeypatch, plain=Fake("plain"), ngram=Fake("ngram"))
+    result = run(*FEW, "-m", "ngram")
+    assert result.exit_code == 1
+    assert "Methods" in result.stdout
+    (line,) = errors(result)
+    assert "ngram drafted nothing in the whole run" in line and "plain decoding" in line
+    assert run(*FEW, "-m", "ngram", "--allow-idle").exit_code == 0
+
+
+def test_ctrl_c_shows_what_was_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = Fake("ngram", drafted=2, accepted=1, interrupted_at=3)  # warm-up, one prompt, then
+    fakes(monkeypatch, plain=Fake("plain"), ngram=last)
+    result = run(*FEW, "-m", "ngram", "--json")
+    assert result.exit_code == 130
+    record = json.loads(result.stdout)
+    assert record["interrupted"]
+    assert {row["category"] for row in record["figures"]} == {"chat"}
+    assert "interrupted" in result.stderr
+
+
+def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes(monkeypatch, plain=Fake("plain", interrupted_at=1), ngram=Fake("ngram"))
+    result = run(*FEW, "-m", "ngram", "--json")
+    assert result.exit_code == 130 and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "ngrm"], "no method 'ngrm'; there are plain"),
+        (["-m", "transformers:assisted", "--draft", "ngram"], "needs a draft model"),
+        (["-m", "draft", "--draft", "none"], "no draft is named"),
+        (["--lengths", "0"], "--lengths '0'"),
+        (["--price", "-1"], "--price is -1"),
+        (["--price", "nan"], "--price is nan"),
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--concurrency", "0"], "--concurrency '0'"),
+        (["--concurrency", "1,x"], "--concurrency '1,x'"),
+        (["--temperature", "-1"], "--temperature '-1'"),
+        (["--temperature", "hot"], "--temperature 'hot'"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--max-batch-size", "4"], "--concurrency"),
+        (["--category", "cooking"], "no category cooking in the shipped prompt set; there are"),
+        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--report", "x.pdf"], ".md or .html"),
+        (["--max-tokens", "2000"], "too long: paceline/tiny sees 1024"),
+        (["-m", "model:/no/where"], "/no/where"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    result = run("--rounds", "1", *arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ") and "unexpected" not in line
+    assert words in line
+
+
+def test_a_file_without_prompts(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    result = run("--prompts", str(empty))
+    assert result.exit_code == 1 and len(result.stderr.strip().splitlines()) == 1
