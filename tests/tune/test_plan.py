@@ -31,7 +31,7 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     specs = [candidate.spec for candidate in found]
     assert len(specs) == len(set(specs)) >= 12
     assert "model:paceline/tiny-draft,nodes=0" in specs
-    assert "eagle3:paceline/tiny-eagle3,branching=2x2x1" in specs
+    assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
     assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
     assert not any(candidate.given for candidate in found)
 
@@ -40,7 +40,7 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     found = at_hand("other", ["some/draft", "ngram:min=2"])
     assert [c.spec for c in found if c.given] == [
         "model:some/draft,nodes=0",
-        "model:some/draft,branching=2x2x1",
+        "model:some/draft,branching=2x2x1x1x1",
         "model:some/draft,nodes=8",
         "ngram:min=2",
     ]
@@ -52,9 +52,9 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
 @pytest.mark.parametrize(
     ("text", "shapes"),
     [
-        ("some/draft", ["chain", "2x2x1", "8 nodes"]),
-        ("model:some/draft,vocab=auto", ["chain", "2x2x1", "8 nodes"]),
-        ("tree:some/draft", ["2x2x1"]),
+        ("some/draft", ["chain", "2x2 tree", "8 nodes"]),
+        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "8 nodes"]),
+        ("tree:some/draft", ["tree"]),
         ("model:some/draft,branching=3x1", ["3x1"]),
         ("eagle3:head,nodes=32", ["32 nodes"]),
         ("eagle3:head,nodes=0", ["chain"]),
@@ -113,7 +113,7 @@ def test_the_winner() -> None:
 
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
-        steps = [Step(1, 0, 0.0, s, 0.0, True) for s in seconds]
+        steps = [Step(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
         return Run(Levels(0), steps=steps)
 
     assert unrest_of(run([1.0] * 20)) == 1.0

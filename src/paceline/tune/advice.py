@@ -43,7 +43,7 @@ def advise(outcome: Outcome) -> list[Advice]:
     return [
         *_size(outcome, settings),
         _worth(outcome, settings),
-        _longer(outcome, settings[0]),
+        *_longer(outcome, settings),
         *_copying(outcome, settings),
         _break_even(outcome, settings[0]),
         *_trees(outcome, settings),
@@ -102,8 +102,11 @@ def _worth(outcome: Outcome, settings: list[Setting]) -> Advice:
     return Advice("acceptance below 0.4 is not worth drafting for", measured, verdict, holds)
 
 
-def _longer(outcome: Outcome, best: Setting) -> Advice:
+def _longer(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     assert outcome.target is not None
+    best = next((s for s in settings if s.method.longest > _LONG), None)
+    if best is None:
+        return
     method = best.method
     alone = best_length(method, outcome.target, 1)
     high, long = method.mean_acceptance > LONGER, alone.length > _LONG
@@ -119,7 +122,7 @@ def _longer(outcome: Outcome, best: Setting) -> Advice:
         verdict = "long all the same: looking further takes no forward"
     else:
         verdict = "no reason for longer drafts" if not long else "long drafts win all the same"
-    return Advice("acceptance above 0.8: draft longer", measured, verdict, high == long)
+    yield Advice("acceptance above 0.8: draft longer", measured, verdict, high == long)
 
 
 def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:

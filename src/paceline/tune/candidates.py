@@ -19,7 +19,9 @@ _EMBEDDED_DRAFTS = (
 _LOOKUPS = ("ngram", "suffix", "recycling")
 _TRAINED_ON_NOTHING = ("lookahead", "layer_skip")
 _TREE_KINDS = {"model", "tree", "eagle", "eagle2", "eagle3"}
-BRANCHING, NODES = "2x2x1", 8
+# A static tree may be cut at any level, so one deep one stands for the shallower ones.
+_BRANCHING, _NODES = "2x2x1x1x1", 8
+CHAIN, TREE, BEST_FIRST = "chain", "2x2 tree", f"{_NODES} nodes"
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def variants(text: str, given: bool = False) -> list[Candidate]:
     base = f"{spec.kind}:{spec.argument or ''}"
     rest = "".join(f",{key}={value}" for key, value in spec.options.items())
     shapes = {
-        "chain": f"{base}{rest},nodes=0",
-        BRANCHING: f"{base}{rest},branching={BRANCHING}",
-        f"{NODES} nodes": f"{base}{rest},nodes={NODES}",
+        CHAIN: f"{base}{rest},nodes=0",
+        TREE: f"{base}{rest},branching={_BRANCHING}",
+        BEST_FIRST: f"{base}{rest},nodes={_NODES}",
     }
     label = _label(spec)
     return [Candidate(f"{label} {s}", full, spec.kind, s, given) for s, full in shapes.items()]
@@ -80,7 +82,7 @@ def _shape_of(spec: DraftSpec) -> str:
         return spec.options["branching"]
     if spec.options.get("nodes", "0") != "0":
         return f"{spec.options['nodes']} nodes"
-    return {"tree": BRANCHING, "eagle2": "tree"}.get(spec.kind, "chain")
+    return "tree" if spec.kind in ("tree", "eagle2") else CHAIN
 
 
 def hybrid_of(first: Method, second: Method) -> Candidate:

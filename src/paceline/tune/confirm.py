@@ -52,11 +52,18 @@ class Confirmation:
     target_steps: int = 0
     drafted: int = 0
     ratios: list[float] = field(default_factory=list)
+    decoded: int = 0  # tokens of steps that read no prompt, and their seconds
+    decoding_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
         """Tokens per second over all rounds."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def decoding_rate(self) -> float:
+        """Tokens per second once the prompts are read, which is what the model predicts."""
+        return self.decoded / self.decoding_seconds if self.decoding_seconds else 0.0
 
     @property
     def speedup(self) -> float:
@@ -118,6 +125,8 @@ def confirm(
             result.seconds += run.seconds
             result.target_steps += run.target_steps
             result.drafted += run.drafted
+            result.decoded += sum(step.tokens for step in run.steps)
+            result.decoding_seconds += sum(step.seconds for step in run.steps)
             rates[place] = run.rate
         for place, rate in rates.items():
             results[place].ratios.append(rate / rates[0])

@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One engine step that decoded only: ``nodes`` verified over ``batch`` sequences; seconds."""
+    """One engine step that decoded only: ``nodes`` verified over ``batch`` sequences gained so
+    many ``tokens``; the rest are seconds."""
 
     batch: int
     nodes: int
+    tokens: int
     draft: float
     target: float
     other: float
     full: bool  # every sequence had room for the longest draft
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.target + self.other
 
 
 @dataclass
@@ -139,6 +145,7 @@ def _step(llm: LLM, run: Run, running: dict[int, Request]) -> None:
             Step(
                 batch=len(commits),
                 nodes=sum(commit.drafted for commit in commits),
+                tokens=sum(len(commit.tokens) for commit in commits),
                 draft=spent["draft"],
                 target=spent["target"],
                 other=spent["verify"] + spent["other"],

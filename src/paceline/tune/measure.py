@@ -188,7 +188,7 @@ def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
 
 
 def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step:
-    """The mean of the faster half of the fullest steps: noise on a shared machine only adds.
+    """The mean of the faster three quarters of the fullest steps: noise only adds.
 
     Fast is judged by the target forward against what it should take, so that steps which verify
     little are not preferred.
@@ -197,12 +197,13 @@ def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step:
     chosen = [step for step in steps if step.batch == min(batch, most)]
     chosen = [step for step in chosen if step.full] or chosen
     chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
-    kept = chosen[: -(-len(chosen) // 2)]
+    kept = chosen[: -(-3 * len(chosen) // 4)]
     if not kept:
-        return Step(batch, 0, 0.0, target(batch, 1), 0.0, True)  # every answer was one token
+        return Step(batch, 0, 0, 0.0, target(batch, 1), 0.0, True)  # every answer was one token
     return Step(
         batch=kept[0].batch,
         nodes=round(fmean(step.nodes for step in kept)),
+        tokens=0,
         draft=fmean(step.draft for step in kept),
         target=fmean(step.target for step in kept),
         other=fmean(step.other for step in kept),

@@ -51,7 +51,7 @@ class Method:
     label: str
     spec: str
     family: str
-    shape: str  # "chain", "2x2x1", "8 nodes" or, for plain decoding, ""
+    shape: str  # "chain", a kind of tree or, for plain decoding, ""
     survival: tuple[float, ...]
     acceptance: tuple[float, ...]
     reached: tuple[int, ...]

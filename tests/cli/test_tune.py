@@ -1,0 +1,108 @@
+"""``paceline tune`` from the command line: its output, its profile, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+from paceline.tuned import TunedProfile
+
+RUNNER = CliRunner()
+SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one two three one two three one two\n---\ndef add(a, b):\n", encoding="utf-8")
+    return str(file)
+
+
+def tune(*arguments: str) -> Result:
+    return RUNNER.invoke(app, [*SMALL, *arguments])
+
+
+def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
+    out, report = str(tmp_path / "sub" / "p.toml"), str(tmp_path / "r.html")
+    result = tune("--prompts", prompts, "--out", out, "--report", report, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["confirmed"] is True
+    assert record["profile"] == out
+    assert [entry["spec"] for entry in record["search"]] == ["ngram"]
+    assert record["search"][0]["acceptance"]
+    assert {entry["spec"] for entry in record["confirmation"]} == {"none", "ngram"}
+    assert len(record["advice"]) >= 4
+    assert f"profile: {out}" in result.stderr
+    html = Path(report).read_text(encoding="utf-8")
+    assert html.count("<svg") == 2
+    profile = TunedProfile.read(out)
+    assert profile.model.name == "paceline/tiny"
+    assert profile.draft.spec in ("none", "ngram")
+    assert profile.measured.prompts == prompts
+    text = RUNNER.invoke(
+        app, ["generate", "--profile", out, "--json", "--max-tokens", "12", "one two one two"]
+    )
+    plain = RUNNER.invoke(
+        app, ["generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"]
+    )
+    assert text.exit_code == plain.exit_code == 0, text.output
+    assert json.loads(text.stdout)["text"] == json.loads(plain.stdout)["text"]
+    assert "note:" not in text.stderr
+    again = tune("--prompts", prompts, "--out", out)
+    assert again.exit_code == 1
+    assert again.stderr == (
+        f"error: {out} exists already; give --force to overwrite it, or another --out\n"
+    )
+
+
+def test_an_interruption_shows_what_there_is_and_writes_nothing(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.tune.plan.confirm", interrupted)
+    out = tmp_path / "p.toml"
+    result = tune("--prompts", prompts, "--out", str(out))
+    assert result.exit_code == 130
+    assert "Not confirmed: ngram" in result.stdout
+    assert "Predicted, each method at its best length" in result.stdout
+    assert "no profile was written: nothing is confirmed" in result.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--category", "poetry"], "no category poetry"),
+        (["--report", "r.pdf"], "end its name in .md or .html"),
+        (["--out", "."], "--out . is a folder"),
+        (["--model", "nowhere/at/all"], "model folder nowhere/at/all does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = tune("--out", str(tmp_path / "p.toml"), *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text("version = 1\n", encoding="utf-8")
+    result = RUNNER.invoke(app, ["generate", "--profile", str(tmp_path / "p.toml"), "Once"])
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "lacks the key" in result.stderr
