@@ -2,4 +2,4 @@
 
 from paceline.doctor.examination import examine as examine
 from paceline.doctor.findings import Finding as Finding
-from paceline.doctor.findings import Severity as Severity
+from paceline.doctor.kinds import Severity as Severity

@@ -11,8 +11,9 @@ import torch
 
 from paceline.config import DraftSpec
 from paceline.doctor.files import ModelFiles, read_files
-from paceline.doctor.findings import NOTE, Finding, by_severity, finding
-from paceline.doctor.heads import check_head, head_files
+from paceline.doctor.findings import Finding, by_severity, finding
+from paceline.doctor.heads import another_kind, check_head, head_files, head_kind
+from paceline.doctor.kinds import NOTE
 from paceline.doctor.machine import Load, Setting, check_dtype, check_memory
 from paceline.doctor.models import Model, check_tensors, describe, millions
 from paceline.doctor.tokens import check_rows, compare
@@ -158,11 +159,9 @@ def _own_layers(spec: DraftSpec, total: int) -> Finding:
 def _model(
     spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting
 ) -> tuple[list[Finding], _Cost]:
-    other = _head_kind(files)
+    other = head_kind(files)
     if other is not None:
-        text = f"{files.name} holds {other[0]}, not a language model"
-        cure = f"Use --draft {other[1]}:{files.name}."
-        return [finding("draft-of-another-kind", "draft", text, cure=cure)], _Cost()
+        return [another_kind(files, other)], _Cost()
     model, findings = describe(files, "draft")
     findings += check_files(files, "draft")
     if model is None:
@@ -171,17 +170,6 @@ def _model(
     findings += compare(target, model, spec.options.get("vocab", "auto"))
     findings += [*_context(target, model), *_size(target, model)]
     return findings, _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
-
-
-def _head_kind(files: ModelFiles) -> tuple[str, str] | None:
-    """What a folder holds, and the spec's word for it, if that is no language model."""
-    names = {key.removeprefix("model.") for key in files.tensors}
-    if "fc.weight" in names:
-        third = "d2t" in names or any("hidden_norm" in key for key in names)
-        return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
-    if any(key[0].isdigit() or key.startswith(("medusa", "blocks.")) for key in names):
-        return "Medusa heads", "medusa"
-    return None
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:
@@ -225,7 +213,8 @@ def _scaling(config: Any) -> str:
 def _size(target: Model, draft: Model) -> list[Finding]:
     """Parameters and depth against the target's."""
     ratio = target.parameters / max(1, draft.parameters)
-    text = f"the draft is {ratio:.1f} times smaller than the target"
+    times = f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+    text = f"the draft is {times} times smaller than the target"
     if ratio < 1:
         text = "the draft is larger than the target"
     text += f": {millions(draft.parameters)} against {millions(target.parameters)} parameters"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from paceline.config import DraftSpec
-from paceline.doctor.files import ModelFiles
-from paceline.doctor.findings import Finding, finding
+from paceline.doctor.files import ModelFiles, read_files
+from paceline.doctor.findings import Finding, finding, parted
 from paceline.doctor.models import Model, millions
 from paceline.doctor.weights import check_files, check_values
 from paceline.draft import eagle_format, medusa_format
@@ -37,10 +37,31 @@ def head_files(kind: str) -> tuple[str, ...]:
     return medusa_format.FILES if kind == "medusa" else eagle_format.FILES
 
 
+def head_kind(files: ModelFiles) -> tuple[str, str] | None:
+    """What a folder holds, and the spec's word for it, if that is no language model."""
+    names = {key.removeprefix("model.") for key in files.tensors}
+    if "fc.weight" in names:
+        third = "d2t" in names or any("hidden_norm" in key for key in names)
+        return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
+    if any(key[0].isdigit() or key.startswith(("medusa", "blocks.")) for key in names):
+        return "Medusa heads", "medusa"
+    return None
+
+
+def another_kind(files: ModelFiles, other: tuple[str, str]) -> Finding:
+    """A folder that holds what ``head_kind`` says instead of what the spec says."""
+    text, cure = f"{files.name} holds {other[0]}", f"Use --draft {other[1]}:{files.name}."
+    return finding("draft-of-another-kind", "draft", text, cure=cure)
+
+
 def check_head(
     spec: DraftSpec, files: ModelFiles, target: Model
 ) -> tuple[HeadSize | None, list[Finding]]:
     """The head that a spec names, in its folder's ``files``; None if it cannot be used."""
+    if not (files.tensors or files.pickled or files.damaged or files.remote):
+        other = head_kind(read_files(files.name))  # under a file name of another kind's
+        if other is not None:
+            return None, [another_kind(files, other)]
     findings = check_files(files, "draft")
     if not files.whole:
         return None, findings
@@ -52,9 +73,9 @@ def check_head(
         else:
             size = _eagle(spec, checkpoint, target, findings)
     except ModelLoadError as error:
-        found, _, cure = str(error).rpartition("; ")
-        code = "draft-of-another-kind" if "use --draft" in cure else "head-refused"
-        findings.append(finding(code, "draft", found, cure=f"{cure[:1].upper()}{cure[1:]}."))
+        found, cure = parted(error)
+        code = "draft-of-another-kind" if "Use --draft" in (cure or "") else "head-refused"
+        findings.append(finding(code, "draft", found, cure=cure))
     findings += _base(files, target)
     findings += check_values(files, "draft")
     return size, findings

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.doctor.findings import ERROR, Finding, finding
+from paceline.doctor.findings import Finding, finding
+from paceline.doctor.kinds import ERROR
 from paceline.drafters import BLOCK_SIZE
 from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
 
@@ -49,7 +50,11 @@ def check_dtype(setting: Setting, weights: int) -> list[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
     if setting.device.type != "cpu":
         name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
-        return [finding("dtype-suits", "machine", f"{name} on {setting.device}")]
+        text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
+        emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        return [finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)]
     bf16 = "with" if cpu_has_bf16() else "without"
     text = f"{_name(setting.dtype)} on a processor ({platform.machine()}) {bf16} bf16 instructions"
     if setting.dtype == torch.float32:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.doctor.files import ModelFiles, TensorEntry
-from paceline.doctor.findings import ERROR, NOTE, Finding, finding
+from paceline.doctor.findings import Finding, finding, parted
+from paceline.doctor.kinds import ERROR, NOTE
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.loading import check_architecture, load_tokenizer, read_config
 from paceline.model.target import UNLIMITED_POSITIONS
@@ -19,6 +20,10 @@ from paceline.model.target import UNLIMITED_POSITIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_TIE = (
+    'If the model ties its embeddings, write "tie_word_embeddings": true into config.json; '
+    "otherwise copy the weights again."
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -106,7 +111,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         config = read_config(files.name, str(files.folder))
         check_architecture(config)
     except (ModelLoadError, UnsupportedModelError) as error:
-        found, cure = _parted(str(error))
+        found, cure = parted(error)
         code = "remote-code" if foreign else "architecture-refused"
         return None, [finding(code, about, found, cure=cure)]
     if foreign:
@@ -119,12 +124,6 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     return model, findings
 
 
-def _parted(message: str) -> tuple[str, str]:
-    """An error's message as what is wrong and what to do about it."""
-    found, _, cure = message.rpartition("; ")
-    return (found, cure[:1].upper() + cure[1:] + ".") if found else (message, "")
-
-
 def _tokenizer(
     files: ModelFiles, about: str
 ) -> tuple[PreTrainedTokenizerFast | None, list[Finding]]:
@@ -135,7 +134,7 @@ def _tokenizer(
     try:
         return load_tokenizer(str(files.folder)), []
     except ModelLoadError as error:
-        found, cure = _parted(str(error))
+        found, cure = parted(error)
         return None, [finding("tokenizer-absent", about, found, ERROR, cure)]
 
 
@@ -180,7 +179,8 @@ def check_tensors(model: Model) -> list[Finding]:
     findings = []
     if missing:
         text = f"the files lack {_some(missing)}, which config.json asks for"
-        findings.append(finding("tensors-missing", about, text))
+        cure = _TIE if missing == ["lm_head.weight"] else None
+        findings.append(finding("tensors-missing", about, text, cure=cure))
     if wrong:
         shapes = f"{list(held[wrong[0]])} where {list(wanted[wrong[0]])} is due"
         text = f"{_some(wrong)} of another shape than config.json asks for ({shapes})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.doctor.findings import ERROR, OK, WARNING, Finding
+from paceline.doctor.findings import Finding
+from paceline.doctor.kinds import ERROR, OK, WARNING
 from paceline.doctor.trial import LONG, Trial
 from paceline.doctor.verdict import VERDICTS
 from paceline.report import plots

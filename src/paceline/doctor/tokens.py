@@ -6,7 +6,8 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from paceline.doctor.findings import NOTE, Finding, finding
+from paceline.doctor.findings import Finding, finding, parted
+from paceline.doctor.kinds import NOTE
 from paceline.doctor.models import Model
 from paceline.draft.vocab_match import match_vocabularies
 from paceline.errors import VocabularyMismatchError
@@ -47,8 +48,8 @@ def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
     try:
         match = match_vocabularies(target, draft, ours, theirs, wish)
     except VocabularyMismatchError as error:
-        found, _, cure = str(error).rpartition("; ")
-        return [finding("vocabulary-refused", "pair", found, cure=f"{cure[:1].upper()}{cure[1:]}.")]
+        found, cure = parted(error)
+        return [finding("vocabulary-refused", "pair", found, cure=cure)]
     finally:
         logger.setLevel(before)
     findings = []
@@ -57,7 +58,8 @@ def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
         text = f"all {count:,} ids mean the same tokens; draft tokens are used as they are"
         findings.append(finding("vocabulary-same", "pair", text))
         if target.vocab_size != draft.vocab_size:
-            text = f"the target has {target.vocab_size:,} rows of logits, the draft {draft.vocab_size:,}"
+            rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
+            text = f"rows of logits differ: {rows}"
             findings.append(finding("vocabulary-padded", "pair", text))
     else:
         way = {
@@ -65,8 +67,8 @@ def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
             "string": "drafts are re-tokenised as text",
         }[match.method]
         text = (
-            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; shared tokens cover "
-            f"{100 * match.share:.0f} % of text, so {way}"
+            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; "
+            f"shared tokens cover {100 * match.share:.0f} % of text, so {way}"
         )
         findings.append(finding("vocabulary-differs", "pair", text))
     if draft.tokenizer is not None:

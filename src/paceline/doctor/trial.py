@@ -7,6 +7,7 @@ token i of a draft; these predict the speedup of every length, and the best one 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.predict import textbook_speedup
+from paceline.bench.predict import expected_tokens, textbook_speedup
 from paceline.bench.prompts import load_prompts
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
 from paceline.engine.clock import PHASES
 from paceline.engine.controller import FixedLength
 
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
 SECONDS = 10.0  # of measuring, by default
 LONG, _SHORT = 8, 2  # draft lengths of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
-_MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, 6, 256
+_SEQUENCE = 1 << 40  # a number that no request of the LLM has
+_MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Steps that only decode: prompt and first token are left out.
+    """Steps that only decode: the one that reads the prompt is left out.
 
     ``nodes`` drafted in all; ``reached[i]`` drafts had a token to try at position i, and of
     ``accepted[i]`` it was right.
@@ -109,8 +112,15 @@ class Exploration:
                 points[rows] = max(decoded.each("target"), max(points.values()))
         return CostCurve(tuple(points), tuple(points.values()))
 
+    @property
+    def chain(self) -> bool:
+        """Whether every draft is a chain of as many tokens as were asked for."""
+        return self.passes[-1] == self.nodes[-1] == len(self.nodes) - 1
+
     def tokens(self, length: int) -> float:
         """Expected in a step: the target's own, and each drafted one by how often it was gained."""
+        if self.chain:  # shorter ones were cut by the end of the request
+            return expected_tokens(self.per_position[:length])
         return 1 + sum(self.long.accepted[:length]) / self.long.steps
 
     def step(self, length: int) -> float:
@@ -140,9 +150,8 @@ class Exploration:
 
     @property
     def textbook(self) -> float | None:
-        """The formula of Leviathan et al. 2023 at the best length; None where a draft is no chain."""
-        chain = self.passes[self.best] == self.nodes[self.best] == self.best
-        if self.cost_ratio is None or not chain:
+        """Leviathan et al.'s (2023) formula at the best length; None where a draft is no chain."""
+        if self.cost_ratio is None or not self.chain:
             return None
         return textbook_speedup(self.acceptance, self.best, self.cost_ratio)
 
@@ -201,7 +210,7 @@ def run_trial(
     warm = turn(prompts[0], _LEAST_TOKENS, 0, LONG, _SHORT)[0]
     # Each prompt is decoded in three ways, and three prompts at least should have their turn.
     room = max(_LEAST_TOKENS, int(_EXPLORE * seconds * warm.rate / 9))
-    tokens = min(_MOST_TOKENS, room, plain.target.max_positions - most - 1)
+    tokens = max(1, min(_MOST_TOKENS, room, plain.target.max_positions - most - 1))
     explored = [
         turn(ids, tokens, 0, LONG, _SHORT) for ids in _until(prompts, start + _EXPLORE * seconds)
     ]
@@ -227,27 +236,29 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         yield ids
 
 
-def decode(llm: LLM, ids: list[int], tokens: int) -> Decoded:
-    """Decode greedily, past end tokens; the clock starts behind the first token."""
+def decode(llm: LLM, ids: Sequence[int], tokens: int) -> Decoded:
+    """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
+    engine = llm.engine
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True)
-    events = llm.stream([ids], params)
-    before: dict[str, float] = {}
-    steps = 0
-    for event in events:
-        if not before:
-            before, steps = llm.engine.clock.totals(), llm.engine.clock.steps
-        if event.completion is not None:
-            stats = event.completion.stats
-    after = llm.engine.clock.totals()
-    reached = stats.reached_per_position
-    rates = zip(stats.acceptance_per_position, reached, strict=True)
+    seq = Request(_SEQUENCE, list(ids), len(ids), params)
+    engine.add(seq)
+    try:
+        while not seq.generated:
+            engine.step()
+        before, steps, first = engine.clock.totals(), engine.clock.steps, seq.generated
+        known = copy.deepcopy(seq.counts)  # that step drafts as well
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.abort(_SEQUENCE)
+    after, counts = engine.clock.totals(), seq.counts
     return Decoded(
-        tokens=tokens,
-        steps=llm.engine.clock.steps - steps,
+        tokens=seq.generated - first,
+        steps=engine.clock.steps - steps,
         seconds={phase: after[phase] - before[phase] for phase in PHASES},
-        nodes=stats.drafted_tokens,
-        reached=tuple(reached),
-        accepted=tuple(round(rate * tried) for rate, tried in rates),
+        nodes=counts.drafted - known.drafted,
+        reached=_sums(counts.reached_at, [-count for count in known.reached_at]),
+        accepted=_sums(counts.accepted_at, [-count for count in known.accepted_at]),
     )
 
 

@@ -77,7 +77,8 @@ def _untrained(
     """Why they look untrained, or None.
 
     Initialisation leaves norms at exactly one (Gemma: zero), and matrices with the standard
-    deviation of the config (``initializer_range``) or of ``torch.nn.Linear``, 1 / sqrt(3 inputs).
+    deviation of the config (``initializer_range``), of that over sqrt(2 layers) where outputs are
+    added up (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs).
     """
     if not matrices:
         return None
@@ -87,11 +88,14 @@ def _untrained(
     if not all(bool((values == 1).all() or (values == 0).all()) for values in norms):
         return None
     said = float(config.get("initializer_range") or 0.02)
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     fresh = []
     for key, (values, shape) in matrices.items():
         spread = float(values.std())
-        of_linear = 1 / math.sqrt(3 * shape[1])
-        if key not in zero and min(abs(spread / said - 1), abs(spread / of_linear - 1)) > _CLOSE:
+        usual = (said, said / math.sqrt(2 * layers), 1 / math.sqrt(3 * shape[1]))
+        # Of few values the spread is not known well: three standard errors.
+        close = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))
+        if key not in zero and min(abs(spread / one - 1) for one in usual) > close:
             return None
         fresh.append(spread)
     ones = "norms are as they began, and " if norms else ""

@@ -1,0 +1,110 @@
+"""``paceline doctor``: table, JSON, report, exit codes and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+from paceline.model.names import resolve
+from tiny_models import TinyPair
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    """A draft whose config asks for a weight that is missing."""
+    folder = tmp_path / "draft"
+    shutil.copytree(resolve("paceline/tiny-draft"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return str(folder)
+
+
+def test_the_embedded_pair() -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    for words in ("0 errors, 0 warnings", "In order", "all 110 tensors", "4,096 ids mean the same"):
+        assert words in result.stdout
+
+
+def test_json() -> None:
+    result = run("--draft", "ngram", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["model"], record["draft"], record["run"]) == ("paceline/tiny", "ngram", None)
+    assert "draft-free" in {item["code"] for item in record["findings"]}
+
+
+def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    result = run("--draft", broken, "--report", str(report))
+    assert result.exit_code == 1
+    assert "1 errors" in result.stdout
+    text = report.read_text()
+    assert "| error | draft | the files lack lm_head.weight" in text
+    assert "tie_word_embeddings" in text
+
+
+def test_nothing_is_measured_where_there_is_an_error(broken: str) -> None:
+    result = run("--draft", broken, "--run", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["run"] is None
+
+
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.doctor.trial.SECONDS", 0.2)
+
+
+def test_measuring(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fast(monkeypatch)
+    report = tmp_path / "report.html"
+    pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
+    result = run(*pair, "--run", "--report", str(report))
+    assert result.exit_code == 0, result.output
+    for words in ("measured speedup", "acceptance rate", "untrained"):
+        assert words in result.stdout
+    assert "<svg" in report.read_text()
+
+
+def test_ctrl_c_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.doctor._trial", interrupted)
+    result = run("--run", "--json")
+    assert result.exit_code == 130
+    record = json.loads(result.stdout)
+    assert record["run"] is None and record["findings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/nowhere/at/all"], "does not exist"),
+        (["--draft", "eagle3"], "needs a head"),
+        (["--draft", "ngram:colour=red"], "no option colour"),
+        (["--dtype", "int3"], "dtype 'int3'"),
+        (["--report", "x.pdf"], ".md or .html"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_run_needs_a_draft() -> None:
+    result = run("--draft", "none", "--run")
+    assert result.exit_code == 2
+    assert "--run measures a draft" in result.stderr

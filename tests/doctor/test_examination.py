@@ -1,0 +1,232 @@
+"""The whole examination: healthy pairs, kinds of draft, context, sizes, architectures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doctor_folders import Copy, codes, only
+from paceline.doctor import Finding, Severity, examine
+from paceline.doctor.findings import by_severity, finding
+from paceline.doctor.kinds import KINDS
+from paceline.errors import ConfigError, ModelLoadError
+
+TARGET = "paceline/tiny"
+HEALTHY = {
+    "paceline/tiny-draft": {"draft-too-large"},  # as a note: six times smaller
+    "tree:paceline/tiny-draft,branching=2x2x1": {"draft-too-large"},
+    "eagle:paceline/tiny-eagle": set(),
+    "eagle2:paceline/tiny-eagle,nodes=8": set(),
+    "eagle3:paceline/tiny-eagle3": {"head-vocabulary-reduced"},
+    "medusa:paceline/tiny-medusa": set(),
+    "ngram:min=2,max=4": set(),
+    "suffix": set(),
+    "lookahead": set(),
+    "recycling:k=4": set(),
+    "early_exit:layers=4": {"draft-own-layers"},
+    "layer_skip": {"draft-own-layers"},
+    "layer_skip:skip=2-5": {"draft-own-layers"},
+    "none": {"draft-none"},
+}
+
+
+@pytest.mark.parametrize("spec", HEALTHY)
+def test_the_embedded_pair_is_healthy(spec: str) -> None:
+    findings = examine(TARGET, spec)
+    assert codes(findings) == HEALTHY[spec]
+    assert {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
+
+
+def test_no_draft_is_that_of_none() -> None:
+    ours, theirs = examine(TARGET), examine(TARGET, "none")
+    assert [item.code for item in ours] == [item.code for item in theirs]
+
+
+def test_members_are_told_apart() -> None:
+    head = "eagle3:paceline/tiny-eagle3"
+    drafts: list[str | list[str]] = [f"hybrid:ngram+{head}", ["ngram", head]]
+    for draft in drafts:
+        findings = examine(TARGET, draft)
+        assert only(findings, "draft-free").about == "draft 1 (ngram)"
+        assert only(findings, "head-fits").about == "draft 2 (eagle3)"
+    plain = only(examine(TARGET), "memory-fits").found
+    assert only(findings, "memory-fits").found.partition(",")[0] != plain.partition(",")[0]
+
+
+def test_own_layers() -> None:
+    assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").found
+    found = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").found
+    assert "7 of the target's 12" in found
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ngram:minimum=2",
+        "early_exit:layers=12",
+        "early_exit:size=2",
+        "layer_skip:skip=0-30",
+        "layer_skip:depth=3",
+        "recycling:share=perhaps",
+        "model",
+        "tree:paceline/tiny-draft,nodes=-1",
+        "model:paceline/tiny-draft,colour=red",
+        "hybrid:ngram+unknown",
+    ],
+)
+def test_specs_that_make_no_sense(spec: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        examine(TARGET, spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        with pytest.raises(ModelLoadError) as caught:
+            examine(*arguments)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    missing = str(tmp_path / "nowhere")
+    assert "does not exist" in refused(missing)
+    assert "does not exist" in refused(TARGET, missing)
+    assert "does not exist" in refused(TARGET, f"eagle3:{missing}")
+    assert "no config.json" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "not valid JSON" in refused(str(tmp_path))
+    assert "not valid JSON" in refused(TARGET, f"medusa:{tmp_path}")
+    (tmp_path / "config.json").write_text("[1]")
+    assert "no JSON object" in refused(str(tmp_path))
+    assert "no built-in model" in refused("paceline/huge")
+    assert "give the path" in refused("someone/far-away")
+
+
+def test_settings_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        examine(TARGET, dtype="int3")
+    with pytest.raises(ConfigError, match="device"):
+        examine(TARGET, device="cuda:77")
+
+
+# -- architecture --------------------------------------------------------------------------------
+
+
+def test_architectures_that_are_refused(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(model_type="bloom")
+    found = only(examine(str(folder)), "architecture-refused")
+    assert (found.severity, found.about) == (Severity.ERROR, "target")
+    assert "bloom" in found.found
+    found = only(examine(TARGET, str(folder.config(model_type="mamba"))), "architecture-refused")
+    assert found.about == "draft"
+    assert "rolled back" in found.found
+    found = only(examine(str(folder.config(model_type="llama9"))), "architecture-refused")
+    assert "config.json" in found.found and "transformers" in found.cure
+
+
+def test_code_out_of_folders(copy: Copy) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    folder = copy("tiny-draft").config(**code)
+    assert only(examine(str(folder)), "remote-code").severity is Severity.NOTE
+    folder.config(model_type="own")
+    assert only(examine(str(folder)), "remote-code").severity is Severity.ERROR
+
+
+def test_quantised_weights(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(quantization_config={"quant_method": "gptq", "bits": 4})
+    found = only(examine(TARGET, str(folder)), "quantised")
+    assert (found.severity, "gptq" in found.found) == (Severity.WARNING, True)
+
+
+# -- context and size ----------------------------------------------------------------------------
+
+
+def test_a_draft_with_a_short_context(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(max_position_embeddings=512)
+    found = only(examine(TARGET, str(folder)), "draft-context-short")
+    assert found.severity is Severity.WARNING
+    assert "512" in found.found and "1,024" in found.found
+    assert "context-covered" in {f.code for f in examine(str(folder), "paceline/tiny-draft")}
+
+
+def test_a_draft_with_a_window(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(
+        model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=128
+    )
+    found = only(examine(TARGET, str(folder)), "draft-window")
+    assert (found.severity, "128" in found.found) == (Severity.NOTE, True)
+    assert "draft-window" not in codes(examine(TARGET, str(folder.config(sliding_window=None))))
+
+
+def test_other_rotary_scaling(copy: Copy) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    folder = copy("tiny-draft").config(rope_parameters=scaling)
+    found = only(examine(TARGET, str(folder)), "rope-scaling-differs")
+    assert "default against linear x2" in found.found
+
+
+@pytest.mark.parametrize(
+    ("target", "severity", "words"),
+    [
+        ("paceline/tiny", Severity.NOTE, "6.3 times smaller"),
+        ("paceline/tiny-draft", Severity.WARNING, "1.0 times smaller"),
+    ],
+)
+def test_drafts_that_are_too_large(target: str, severity: Severity, words: str) -> None:
+    found = only(examine(target, "paceline/tiny-draft"), "draft-too-large")
+    assert (found.severity, words in found.found) == (severity, True)
+
+
+def test_small_and_deep_drafts(copy: Copy, tmp_path: Path) -> None:
+    assert "larger than" in only(examine("paceline/tiny-draft", TARGET), "draft-too-large").found
+    found = only(examine("paceline/tiny-draft", TARGET), "draft-deep")
+    assert (found.severity, "12 layers" in found.found) == (Severity.WARNING, True)
+    wide = copy("tiny").config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7)
+    for file in wide.path.glob("*.safetensors"):
+        file.unlink()  # sizes are then those of the config
+    findings = examine(str(wide), "paceline/tiny-draft")
+    assert only(findings, "draft-small").severity is Severity.OK
+    assert only(findings, "draft-deep").severity is Severity.NOTE
+
+
+# -- the list ------------------------------------------------------------------------------------
+
+
+def test_the_worst_comes_first(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(max_position_embeddings=512, tie_word_embeddings=False)
+    found = [item.severity for item in examine(TARGET, str(folder))]
+    assert found == sorted(found, key=list(Severity).index)
+    assert {Severity.ERROR, Severity.WARNING, Severity.OK} <= set(found)
+
+
+def test_findings_as_records() -> None:
+    item = finding("tensors-missing", "draft", "a weight is missing")
+    record = json.loads(json.dumps(item.record()))
+    assert record["severity"] == "error"
+    assert record["cure"] == KINDS["tensors-missing"].cure
+    assert finding("tensors-missing", "draft", "it", cure="Do so.").cure == "Do so."
+    with pytest.raises(AssertionError):
+        finding("tensors-missing", "draft", "it", Severity.NOTE)
+    assert by_severity([finding("draft-free", "draft", ""), item])[0] is item
+
+
+def test_the_page_has_every_finding() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    wanted = []
+    for code, kind in KINDS.items():
+        bad = [severity.value for severity in kind.severities if severity is not Severity.OK]
+        if bad:
+            wanted.append(f"| `{code}` | {', '.join(bad)} | {kind.consequence} | {kind.cure} |")
+    assert [row for row in rows if row.count("|") == 5] == wanted
+
+
+def test_the_findings_are_plain_text() -> None:
+    items: list[Finding] = examine(TARGET, "paceline/tiny-draft")
+    fields: list[Any] = [getattr(item, name) for item in items for name in ("found", "cure")]
+    assert not [text for text in fields if "\n" in text or "torch." in text]

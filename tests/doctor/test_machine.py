@@ -1,0 +1,96 @@
+"""Dtypes that make verification dear, and memory that does not suffice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from doctor_folders import codes, only
+from paceline.doctor import Severity, examine, machine
+from paceline.doctor.machine import Load, Setting, check_dtype, check_memory, free_memory, size
+
+TARGET = "paceline/tiny"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16", "code"),
+    [
+        ("bfloat16", True, None),
+        ("auto", True, None),
+        ("float32", True, "verify-float32"),
+        ("auto", False, "verify-float32"),
+        ("bfloat16", False, "bfloat16-emulated"),
+        ("float16", True, "float16-on-cpu"),
+    ],
+)
+def test_dtypes(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, has_bf16: bool, code: str | None
+) -> None:
+    for module in ("paceline.doctor.machine", "paceline.model.loading"):
+        monkeypatch.setattr(f"{module}.cpu_has_bf16", lambda: has_bf16)
+    findings = examine(TARGET, dtype=dtype, device="cpu")
+    assert codes(findings, "machine") == ({code} if code else set())
+    if code:
+        assert only(findings, code).severity is Severity.WARNING
+
+
+def test_large_weights_on_a_processor() -> None:
+    (suits, absent) = check_dtype(Setting(CPU, torch.bfloat16), 14 << 30)
+    assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
+    assert "14.0 GiB" in absent.found
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:
+    """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
+    monkeypatch.setattr(machine, "free_memory", lambda device: free)
+    load = Load(100 << 20, 1 << 10, 1024)
+    (found,) = check_memory(Setting(CPU, torch.bfloat16, 8, given), load)
+    return found.code, found.severity.value
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1 << 20
+    assert memory(monkeypatch, 99 * mib) == ("memory-short", "error")
+    assert memory(monkeypatch, 100 * mib + 1000) == ("cache-short", "error")
+    assert memory(monkeypatch, 103 * mib) == ("cache-short", "warning")
+    assert memory(monkeypatch, 120 * mib) == ("cache-partial", "note")
+    assert memory(monkeypatch, 200 * mib) == ("memory-fits", "ok")
+    assert memory(monkeypatch, 200 * mib, 2 * mib) == ("cache-partial", "note")
+    assert memory(monkeypatch, 200 * mib, 150 * mib) == ("memory-short", "error")
+
+
+def test_options_reach_the_check() -> None:
+    found = only(examine(TARGET, kv_cache_memory=8 << 20), "cache-partial").found
+    assert "8 sequences of 1,024" in found
+    assert "memory-fits" in {
+        item.code for item in examine(TARGET, kv_cache_memory=8 << 20, max_batch_size=1)
+    }
+
+
+def test_the_cache_of_a_token_is_that_of_the_engine() -> None:
+    from paceline.model.cache import bytes_per_token
+    from paceline.model.target import CausalModel
+
+    model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", quick=False)
+    expected = bytes_per_token(model.cache_shapes, model.dtype)
+    found = only(examine(TARGET, dtype="bfloat16"), "memory-fits").found
+    assert f"{size(expected)} of cache a token" in found
+
+
+def test_free_memory_is_less_than_all() -> None:
+    assert 1 << 20 < free_memory(CPU) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (20 << 20, "20.0 MiB"),
+        (2 << 50, "2048.0 TiB"),
+    ],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
