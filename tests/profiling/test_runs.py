@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.profiling.runs import figures_of, split
+from paceline.profiling.runs import RunProfile, figures_of, split
 from paceline.profiling.steady import Stretch
 from paceline.profiling.trace import Profiled, Share, shares
 from paceline.profiling.work import Work
@@ -51,6 +52,20 @@ def test_figures_are_those_of_one_step() -> None:
     assert (figures.calls, figures.kernel_calls, figures.bytes, figures.flops) == (10, 5, 250, 1000)
     assert (figures.parameters, figures.passes, figures.rows) == (50, 2.0, 5.0)
     assert figures.bytes_per_second == 500
+
+
+def run_profile(**changes: Any) -> RunProfile:
+    values = {field.name: 0.0 for field in fields(RunProfile)}
+    return RunProfile(**{**values, "name": "model", "figures": (), **changes})
+
+
+def test_warnings() -> None:
+    assert run_profile(drafts=True, drafted=4, busy=0.09).warnings() == []
+    assert run_profile(drafts=False, drafted=0, busy=0.0).warnings() == []
+    (silent,) = run_profile(drafts=True, drafted=0).warnings()
+    assert silent.startswith("model: nothing was drafted")
+    (busy,) = run_profile(drafts=False, busy=0.25).warnings()
+    assert "had the processor for 25% of the time" in busy
 
 
 def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> Any:

@@ -101,6 +101,13 @@ def test_bad_trace_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         trace.check_path(tmp_path / "folder.json")
     trace.check_path(tmp_path / "trace.json.gz")
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that takes no files")
+def test_unwritable_trace() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another place"):
+        trace.check_path("/proc/trace.json")
 
 
 def test_the_last_level_cache_is_read_from_the_system(tmp_path: Path) -> None:

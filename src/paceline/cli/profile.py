@@ -96,7 +96,7 @@ def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]
     batch = loaded.engine.scheduler.config.max_batch_size
     if concurrency > batch:
         raise ConfigError(
-            f"--concurrency is {concurrency}, but only {batch} sequences are decoded together; "
+            f"--concurrency is {concurrency}, but sequences decoded together are at most {batch}; "
             f"add --max-batch-size {concurrency}"
         )
     if draft is None:

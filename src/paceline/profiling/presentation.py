@@ -9,12 +9,6 @@ from paceline.report.document import Cell, Figure, Report, Table, Text
 from paceline.report.plots import stacks
 
 _TOP = 8  # operators in the table
-# Of a step's time. Below it medians hold; above it every figure is one of this hour.
-BUSY = 0.1
-_BUSY_WARNING = (
-    "other programs had the processor for {:.0%} of the time: times are too long and limits seem "
-    "further away than they are; measure again on an idle machine"
-)
 
 
 def report_of(result: Result, setting: str) -> Report:
@@ -32,12 +26,8 @@ def report_of(result: Result, setting: str) -> Report:
     for run in result.runs:
         report.add(f"Operators: {run.name}", _operator_table(run))
     for run in result.runs:
-        report.add(f"Verdict: {run.name}", *map(Text, run.sentences(machine)))
-        if run.busy > BUSY:
-            report.sections[-1].blocks.insert(0, Text(_BUSY_WARNING.format(run.busy), warning=True))
-        if run.drafted == 0 and run is not result.runs[0]:
-            nothing = "nothing was drafted: these are the figures of plain decoding"
-            report.sections[-1].blocks.insert(0, Text(f"{run.name}: {nothing}", warning=True))
+        warnings = [Text(words, warning=True) for words in run.warnings()]
+        report.add(f"Verdict: {run.name}", *warnings, *map(Text, run.sentences(machine)))
     return report
 
 
@@ -142,9 +132,9 @@ def _operator_table(run: RunProfile) -> Table:
         for o in run.operators[:_TOP]
     ]
     return Table(
-        ["operator", "calls a step", "µs a call", "ms a step", "of all operators"],
+        ["operator", "calls", "µs each", "ms", "share"],
         rows,
-        note="Under the profiler: own time, without what an operator calls in turn.",
+        note="Of a step under the profiler: own time, without what an operator calls in turn.",
     )
 
 

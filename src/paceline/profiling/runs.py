@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.draft.base import NoDrafter
 from paceline.engine.clock import PHASES
 from paceline.profiling import steady, trace
 from paceline.profiling.machine import Machine, measure_machine, read_bandwidth
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
 
 # Steps under the profiler: twenty give the shares to a per cent and a trace that opens at once.
 PROFILED_STEPS = 20
+# Of a step's time, without a processor. Below it medians hold; above it no figure repeats.
+BUSY = 0.1
 _NO_SHARE = trace.Share()
 
 
 @dataclass(frozen=True)
 class RunProfile:
     """One way of decoding. ``working_set``: bytes that a step reads, each counted once.
-    ``busy``: share of the steps' time that other programs had the processor, with or without the
-    profiler. ``slowdown``: a step under the profiler by one without it."""
+    ``drafts``: whether it has a drafter. ``busy``: share of the steps' time that other programs
+    had the processor, with or without the profiler. ``slowdown``: a step under the profiler by one
+    without it."""
 
     name: str
     figures: tuple[Figures, ...]  # by phase, of a step
@@ -34,6 +38,7 @@ class RunProfile:
     tokens_per_step: float
     context: float
     working_set: float
+    drafts: bool
     drafted: int
     accepted: int
     busy: float
@@ -44,6 +49,21 @@ class RunProfile:
     @property
     def step_seconds(self) -> float:
         return sum(figures.seconds for figures in self.figures)
+
+    def warnings(self) -> list[str]:
+        """Why the figures may not be what they seem."""
+        found = []
+        if self.drafts and not self.drafted:
+            found.append(
+                f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
+                "give --draft-length a number to see drafting"
+            )
+        if self.busy > BUSY:
+            found.append(
+                f"other programs had the processor for {self.busy:.0%} of the time: times are too "
+                "long and limits seem further away than they are; measure again on an idle machine"
+            )
+        return found
 
     def sentences(self, machine: Machine) -> list[str]:
         """What holds the step up, then each phase that matters, the longest first."""
@@ -83,10 +103,12 @@ class RunProfile:
             "working_set_bytes": self.working_set,
             "processor_busy_elsewhere": self.busy,
             "profiler_slowdown": self.slowdown,
+            "profiled_steps": self.profiled_steps,
             "phases": phases,
             "operators": [
                 {"name": o.name, "calls": o.calls, "seconds": o.seconds} for o in self.operators
             ],
+            "warnings": self.warnings(),
             "verdict": self.sentences(machine),
         }
 
@@ -192,6 +214,7 @@ def _assemble(
         tokens_per_step=tokens / steps,
         context=stretches[0].context,
         working_set=working_set,
+        drafts=not isinstance(llm.engine.drafter, NoDrafter),
         drafted=sum(stretch.drafted for stretch in stretches),
         accepted=sum(stretch.accepted for stretch in stretches),
         busy=max(profiled.stretch.busy, statistics.median(s.busy for s in stretches)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,8 +74,15 @@ def check_path(path: str | Path) -> None:
         raise ConfigError(f"trace {str(path)!r} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"trace {str(path)!r}: there is no folder {path.parent}; create it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"trace {str(path)!r} cannot be written; choose another place")
+    new = not path.exists()
+    try:
+        path.open("ab").close()  # permissions alone do not tell: read-only mounts, /proc
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"trace {str(path)!r} cannot be written: {error.strerror}; choose another place"
+        ) from None
 
 
 def run(
@@ -91,13 +97,22 @@ def run(
     with _recording(recorder) as around:
         stretch = steady.run(llm, prompts, steps, around)
     if trace is not None:
-        try:
-            recorder.export_chrome_trace(str(trace))
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"cannot write the trace {str(trace)!r}: {error}") from None
+        _export(recorder, Path(trace))
     events: list[Any] = list(recorder.events() or ())  # type: ignore[no-untyped-call]
     cost = event_seconds(device)
     return Profiled(stretch, shares(events), operators(events, device.type), cost)
+
+
+def _export(recorder: Any, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        recorder.export_chrome_trace(str(path))
+        if path.stat().st_size:  # the profiler's library fails without an error
+            return
+        reason = "nothing was written"
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    raise ConfigError(f"cannot write the trace {str(path)!r}: {reason}; choose another place")
 
 
 @contextmanager
