@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,11 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
     with ServedProcess(arguments) as server:
         assert server.announcement.startswith(f"serving {MODEL} at http://127.0.0.1:")
         assert "ngram" in server.announcement and " on cpu" in server.announcement
+        rebound = server.ask("GET", "/v1/models", headers={"Host": "evil.example"})
+        assert rebound.status == 403
         short = server.ask("POST", "/v1/completions", completion(max_tokens=5))
         assert short.status == 200
+        assert short.headers["Server"] is None
         assert json.loads(short.read())["usage"]["completion_tokens"] == 5
         body = completion(max_tokens=900, ignore_eos=True, stream=True)
         stream = server.ask("POST", "/v1/completions", body)
@@ -70,7 +75,7 @@ def test_keys_from_the_environment_and_a_second_signal() -> None:
         assert "drafters: none" in server.announcement and "2 API keys" in server.announcement
         assert server.ask("GET", "/v1/models").status == 401
         key = {"Authorization": "Bearer sk-b", "Origin": "https://chat.example"}
-        models = server.ask("GET", "/v1/models", headers=key)
+        models = server.ask("GET", "/v1/models", headers={**key, "Host": "llm.example"})
         assert models.status == 200
         assert models.headers["Access-Control-Allow-Origin"] == "https://chat.example"
         body = completion(max_tokens=1000, ignore_eos=True, stream=True)
@@ -180,6 +185,18 @@ def test_flags_and_keys_are_in_step() -> None:
     assert set(flags()) - {"config", "print_config", "help"} == names
     for name in names - {"model"}:
         assert f"--{name.replace('_', '-')}" in flags()[name].opts
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom paceline.cli.main import app\ntry:\n    app(['serve', '--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-queue" in done.stdout
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "fastapi", "uvicorn", "starlette"}
 
 
 def test_print_config_is_a_config(tmp_path: Path) -> None:

@@ -250,6 +250,21 @@ def test_pages_elsewhere_cannot_post_without_a_preflight(server: Running) -> Non
     assert response.status in (400, 415, 422)
 
 
+@pytest.fixture(scope="module")
+def local(target: LLM) -> Iterator[Running]:
+    yield from serve(Service(target.beside(), MODEL), Security(local=True))
+
+
+def test_local_servers_answer_to_local_names(local: Running) -> None:
+    port = local.url.rpartition(":")[2]
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "[::1]"):
+        assert ask(local, "GET", "/v1/models", headers={"Host": host})[0].status == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "::1:x"):
+        response, body = ask(local, "GET", "/v1/models", headers={"Host": host})
+        assert response.status == 403, host
+        assert json.loads(body)["error"]["code"] == "host_not_allowed"
+
+
 # -- the log ---------------------------------------------------------------------------------------
 
 

@@ -14,12 +14,12 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server import chat, completions
+from paceline.server import chat, completions, page
 from paceline.server.chat_format import render
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.requestlog import RequestLog
-from paceline.server.security import BodyLimit, KeyGuard, Security
+from paceline.server.security import BodyLimit, HostGuard, KeyGuard, Security
 from paceline.server.service import Service
 
 
@@ -50,6 +50,7 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.include_router(_tokens(service))
     app.include_router(_state(service))
     app.include_router(service.metrics.router())
+    app.include_router(page.router())
     app.add_exception_handler(PacelineError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
@@ -70,6 +71,8 @@ def _protect(app: FastAPI, security: Security) -> None:
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
+    if security.local:
+        app.add_middleware(HostGuard)
     app.add_middleware(RequestLog)
 
 

@@ -22,7 +22,7 @@ import uvicorn
 from paceline.errors import PacelineError
 from paceline.server.app import create_app
 from paceline.server.loop import EngineLoop, Limits
-from paceline.server.security import Keys, RequestLimits, Security
+from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.service import Service
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def service_of(llm: LLM, config: ServeConfig) -> Service:
 def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> None:
     """Serve until a signal ends it; returns when everything is done. Raises AddressError."""
     service = service_of(llm, config)
-    security = Security(keys, config.max_request_bytes, config.cors_origin)
+    local = not keys and is_loopback(config.host)
+    security = Security(keys, config.max_request_bytes, config.cors_origin, local)
     try:
         listener.listen(2048)
     except OSError as error:  # somebody else was quicker while the model was loading
@@ -104,6 +105,7 @@ def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> N
         log_config=None,
         access_log=False,  # ours says more, and never a query
         server_header=False,
+        headers=[("X-Content-Type-Options", "nosniff")],
         proxy_headers=False,
         ws="none",
         lifespan="on",

@@ -1,6 +1,6 @@
 """Who may ask, from where, and how much: API keys, origins and the size of a request.
 
-    request log -> CORS -> API key -> size -> the application
+    request log -> host -> CORS -> API key -> size -> the application
 
 These are plain ASGI applications around another, so that they see a request before anything of
 it has been parsed.
@@ -120,11 +120,15 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
 
 @dataclass(frozen=True)
 class Security:
-    """What stands before the application. ``max_request_bytes`` is of the body."""
+    """What stands before the application. ``max_request_bytes`` is of the body.
+
+    ``local`` is for servers of this machine that ask for no key, see ``HostGuard``.
+    """
 
     keys: Keys = field(default_factory=Keys)
     max_request_bytes: int = 4 * 2**20
     cors_origins: tuple[str, ...] = ()
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,37 @@ class RequestLimits:
                 raise APIError(
                     f"{param}: {asked} asked for, but this server allows {limit}", param=param
                 )
+
+
+class HostGuard:
+    """Answers only to the names of this machine.
+
+    A page elsewhere can give its own name our address (DNS rebinding); its scripts then count as
+    ours to a browser, and the origin protects nothing. The Host header still has the page's name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            if not all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
+                error = APIError(
+                    "a server without API keys on a loopback address answers to localhost and "
+                    "127.0.0.1 only; give it keys to use another name",
+                    403,
+                    code="host_not_allowed",
+                )
+                await respond(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _without_port(host: str) -> str:
+    """``[::1]:8000`` -> ``[::1]``, ``localhost:8000`` -> ``localhost``."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() and not name.endswith(":") else host
 
 
 class KeyGuard:
