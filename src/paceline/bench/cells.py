@@ -7,17 +7,18 @@ from paceline.report.document import Cell
 
 
 def rate(value: Spread) -> str:
-    """Tokens a second, with the lowest and the highest round."""
-    return _with_range(f"{value.median:.0f}", f"{value.low:.0f}", f"{value.high:.0f}")
+    """Tokens a second."""
+    return f"{value.median:.0f}" + _spread(value, 0)
 
 
 def speedup(value: Spread) -> str:
-    """With the lowest and the highest round."""
-    return _with_range(f"{value.median:.2f}x", f"{value.low:.2f}", f"{value.high:.2f}")
+    return f"{value.median:.2f}x" + _spread(value, 2)
 
 
-def _with_range(median: str, low: str, high: str) -> str:
-    return median if low == high else f"{median} ({low}-{high})"
+def _spread(value: Spread, digits: int) -> str:
+    """Half of what lies between the lowest and the highest round."""
+    half = (value.high - value.low) / 2
+    return f" ±{half:.{digits}f}" if half else ""
 
 
 def times(value: float | None) -> str | None:

@@ -13,9 +13,9 @@ from paceline.report import plots
 from paceline.report.document import Cell, Figure, Report, Table, Text
 
 _NOTE = (
-    "Medians over rounds, (lowest to highest). TTFT: median time to first token. ITL: gap before "
-    "a delivery, divided by the tokens delivered together; stall: the undivided gap. "
-    "Tokens a step: mean accepted length, the target's own token included."
+    "Medians over rounds, ± half of the range from the lowest to the highest. TTFT: median time to "
+    "first token. ITL: gap before a delivery, divided by the tokens delivered together; stall: the "
+    "undivided gap. Tokens a step: mean accepted length, the target's own token included."
 )
 
 
@@ -109,7 +109,7 @@ class _Pages:
                     lambda rows=rows, names=names: self._bars(rows, names),  # type: ignore[misc]
                     f"speedup{self._suffix(temperature)}",
                 ),
-                Table(["category, method", *columns], body),
+                Table(["method", *columns], body),
             )
 
     def acceptance(self, report: Report) -> None:
