@@ -304,6 +304,14 @@ def test_the_log_has_no_content(server: Running, caplog: pytest.LogCaptureFixtur
     assert SECRET not in caplog.text
 
 
+def test_polls_do_not_fill_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for path in ("/metrics", "/health", "/health/ready", "/version"):
+            ask(server, "GET", path)
+        wait_for_lines(caplog, "GET /version 200 .*")
+    assert "/metrics" not in caplog.text and "/health" not in caplog.text
+
+
 def test_prompts_are_logged_when_asked(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         ask(guarded, "POST", "/v1/completions", completion(prompt="two\nlines"), bearer(KEY))

@@ -1,4 +1,7 @@
-"""One line in the log for every request: method, path, status, seconds, tokens; never content."""
+"""One line in the log for every request: method, path, status, seconds, tokens; never content.
+
+At level info; answered polls of metrics and health at level debug.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ log = logging.getLogger("paceline.server")
 # The engine's requests that the HTTP request in this context has led to.
 _account: ContextVar[list[Request] | None] = ContextVar("paceline_account", default=None)
 _LONGEST_PATH = 200
+# Asked every few seconds by machines; a line each would bury the rest.
+_POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready"})
 
 
 def charge(requests: Sequence[Request]) -> None:
@@ -61,4 +66,6 @@ def _write(scope: Scope, status: int, seconds: float, account: Sequence[Request]
     path = quote(scope["path"])[:_LONGEST_PATH]
     tokens = sum(len(r.seq.tokens) - r.seq.prompt_length for r in account)
     counted = f" {tokens} tokens" if account else ""
-    log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, counted)
+    polled = scope["path"] in _POLLED and status == 200
+    level = logging.DEBUG if polled else logging.INFO
+    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, seconds, counted)

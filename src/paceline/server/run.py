@@ -105,7 +105,6 @@ def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> N
         log_config=None,
         access_log=False,  # ours says more, and never a query
         server_header=False,
-        headers=[("X-Content-Type-Options", "nosniff")],
         proxy_headers=False,
         ws="none",
         lifespan="on",
