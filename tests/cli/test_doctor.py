@@ -48,7 +48,7 @@ def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     result = run("--draft", broken, "--report", str(report))
     assert result.exit_code == 1
-    assert "1 errors" in result.stdout
+    assert "1 error," in result.stdout
     text = report.read_text()
     assert "| error | draft | the files lack lm_head.weight" in text
     assert "tie_word_embeddings" in text

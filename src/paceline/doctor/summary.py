@@ -57,7 +57,8 @@ def report(
 def _count(findings: Sequence[Finding]) -> Text:
     errors = sum(item.severity is ERROR for item in findings)
     warnings = sum(item.severity is WARNING for item in findings)
-    return Text(f"{errors} errors, {warnings} warnings", warning=errors > 0)
+    counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    return Text(counts, warning=errors > 0)
 
 
 def _measured(trial: Trial) -> list[Table | Figure]:

@@ -98,9 +98,13 @@ class Exploration:
     @property
     def cost_ratio(self) -> float | None:
         """One pass of the drafter over one plain target forward; None if it takes none."""
-        if not self.passes[-1]:
-            return None
-        return self.long.each("draft") / self.passes[-1] / self.plain.each("target")
+        return self._pass / self.plain.each("target") if self.passes[-1] else None
+
+    @property
+    def _pass(self) -> float:
+        """Seconds of one pass of the drafter."""
+        made = self.long.nodes if self.chain else self.passes[-1] * self.long.steps
+        return self.long.seconds["draft"] / max(1, made)
 
     @cached_property
     def target(self) -> CostCurve:
@@ -125,12 +129,11 @@ class Exploration:
 
     def step(self, length: int) -> float:
         """Seconds of a step with drafts of ``length`` tokens, from the phases of the others."""
-        drafting = self.long.each("draft")
-        if self.passes[-1]:
-            drafting *= self.passes[length] / self.passes[-1]
+        passes = self.passes[length]
+        drafting = passes * self._pass if self.passes[-1] else self.long.each("draft")
         # Look-up drafters do not always find something: as many nodes as they did.
         found = self.long.nodes / self.long.steps / max(1, self.nodes[-1])
-        rows = 1 + found * self.nodes[length]
+        rows = 1 + self.nodes[length] * (1 if self.chain else found)
         return drafting + self.target(rows) + self.long.each("verify", "other")
 
     def speedup(self, length: int) -> float:
