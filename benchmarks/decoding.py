@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import contestants as c
 import inflate
+from paceline.bench.outcome import Ask, Contestant
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
 from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, show
@@ -45,17 +46,17 @@ class Job:
 
     suite: str
     index: int
-    prompts: list[list[int]]
-    contestants: list[c.Contestant]
+    asks: tuple[Ask, ...]
+    contestants: list[Contestant]
 
 
 @dataclass
 class Field:
     """The loaded contestants of one pair."""
 
-    single: list[c.Contestant]
-    batched: list[c.Contestant]
-    sampled: list[c.Contestant]
+    single: list[Contestant]
+    batched: list[Contestant]
+    sampled: list[Contestant]
     judge: Any  # the transformers module, for near ties
     fixed: Any  # the LLM whose steps are timed last
 
@@ -103,42 +104,46 @@ def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     """Load every contestant of a pair."""
     judge = c.load_transformers(pair.target, pair)
     assistant = c.load_transformers(pair.draft, pair)
-    theirs: list[c.Contestant] = [
-        c.Transformers(THEIRS, judge, pair.device),
-        c.assisted(judge, assistant, pair.device),
-    ]
+    theirs: list[Contestant] = [c.theirs(THEIRS, judge), c.assisted(judge, assistant)]
     if args.lookup:
-        theirs.append(c.lookup(judge, pair.device))
+        theirs.append(c.lookup(judge))
     fixed = c.build_llm(pair, rule="token")  # at temperature 0 the rule makes no difference
-    plain = c.Paceline(PLAIN, c.build_llm(pair, draft=False))
-    adaptive = c.Paceline(ADAPTIVE, c.build_llm(pair, length="auto"))
-    sampled: list[c.Contestant] = []
+    plain = c.ours(PLAIN, c.build_llm(pair, draft=False))
+    adaptive = c.ours(ADAPTIVE, c.build_llm(pair, length="auto"))
+    sampled: list[Contestant] = []
     if args.rules:
-        sampled.append(c.Paceline(PLAIN, plain.llm, 1.0))
+        sampled.append(plain)
         for rule in RULES:
             llm = fixed if rule == "token" else c.build_llm(pair, rule=rule)
-            sampled.append(c.Paceline(f"rule {rule}", llm, 1.0))
-    ours: list[c.Contestant] = [plain, c.Paceline(FIXED, fixed), adaptive]
+            sampled.append(c.ours(f"rule {rule}", llm))
+    ours: list[Contestant] = [plain, c.ours(FIXED, fixed), adaptive]
     return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
 
 
-def jobs(field: Field, suites: dict[str, list[Prompt]]) -> Iterator[Job]:
+def jobs(field: Field, suites: dict[str, list[Prompt]], max_tokens: int) -> Iterator[Job]:
     """All prompts alone, then sampled, then eight together."""
     for suite, prompts in suites.items():
         for index, prompt in enumerate(prompts):
-            yield Job(suite, index, [prompt.token_ids], field.single)
+            yield Job(suite, index, c.asks([prompt.token_ids], max_tokens), field.single)
     if field.sampled:
         for suite, prompts in suites.items():
             for index, prompt in enumerate(prompts):
-                yield Job(SAMPLED + suite, index, [prompt.token_ids], field.sampled)
+                asks = c.asks([prompt.token_ids], max_tokens, 1.0)
+                yield Job(SAMPLED + suite, index, asks, field.sampled)
     together = [p.token_ids for prompts in suites.values() for p in prompts]
     together = (together * 8)[:: max(1, len(together) // 8)][:8]  # of all suites alike
-    yield Job(BATCH, 0, together, field.batched)
+    yield Job(BATCH, 0, c.asks(together, max_tokens), field.batched)
+
+
+def _shortened(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """The same for some tokens only, to warm up with."""
+    few = min(16, asks[0].params.max_tokens)
+    return tuple(replace(ask, params=replace(ask.params, max_tokens=few)) for ask in asks)
 
 
 def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record) -> None:
     """Decode everything `--rounds` times, contestants taking turns; fills the record."""
-    warm: set[tuple[int, int]] = set()
+    warm: set[tuple[int, int, float]] = set()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -151,15 +156,15 @@ def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record
             for job in todo:
                 shift = (turn + job.index) % len(job.contestants)
                 for contestant in job.contestants[shift:] + job.contestants[:shift]:
-                    key = (id(contestant), len(job.prompts))
+                    key = (id(contestant), len(job.asks), job.asks[0].params.temperature)
                     bar.update(task, description=f"{pair} {job.suite}: {contestant.name}")
                     if key not in warm:  # buffers, kernels, lazy imports
-                        contestant.run(job.prompts, min(16, args.max_tokens))
+                        contestant.run(_shortened(job.asks))
                         warm.add(key)
-                    outcome = contestant.run(job.prompts, args.max_tokens)
-                    wanted = args.max_tokens * len(job.prompts)
-                    assert outcome.count == wanted, (
-                        f"{contestant.name} wrote {outcome.count} tokens, not {wanted}"
+                    outcome = contestant.run(job.asks)
+                    wanted = args.max_tokens * len(job.asks)
+                    assert outcome.tokens == wanted, (
+                        f"{contestant.name} wrote {outcome.tokens} tokens, not {wanted}"
                     )
                     record.add(job.suite, contestant.name, job.index, outcome)
                     bar.advance(task)
@@ -179,7 +184,7 @@ def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: C
     field = load(pair, args)
     record = Record()
     try:
-        measure(name, list(jobs(field, suites)), args, record)
+        measure(name, list(jobs(field, suites, args.max_tokens)), args, record)
     except KeyboardInterrupt:
         result[name] = figures(record)
         show(name, record, result[name], out)

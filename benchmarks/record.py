@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from contestants import Outcome
+from paceline.bench.outcome import Outcome
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Record:
         runs = self.outcomes.get((suite, contestant), {})
         if not seconds:
             return None
-        return sum(runs[p][0].count for p in seconds) / sum(seconds.values())
+        return sum(runs[p][0].tokens for p in seconds) / sum(seconds.values())
 
     def ratio(self, suite: str, fast: str, slow: str) -> float | None:
         """How many times faster `fast` is, over the prompts that both have decoded."""
@@ -56,13 +56,13 @@ class Record:
         """Acceptance rate and tokens per target step; None where nothing was drafted."""
         runs = self.outcomes.get((suite, contestant), {})
         every = [o for many in runs.values() for o in many]
-        drafted = sum(o.drafted for o in every)
+        drafted = sum(o.drafted or 0 for o in every)
         if not drafted:
             return None
         return {
             "acceptance": sum(o.accepted for o in every) / drafted,
-            "mean_accepted_length": sum(o.count for o in every)
-            / max(1, sum(o.target_steps for o in every)),
+            "mean_accepted_length": sum(o.tokens for o in every)
+            / max(1, sum(o.steps for o in every)),
         }
 
 
@@ -92,6 +92,6 @@ def kinships(
     first, second = (record.outcomes.get((suite, name), {}) for name in names)
     counts: Counter[str] = Counter()
     for index in sorted(first.keys() & second.keys()):
-        a, b = first[index][0].tokens[0], second[index][0].tokens[0]
+        a, b = (list(runs[index][0].answers[0].tokens) for runs in (first, second))
         counts[kinship(model, prompts[index], a, b)] += 1
     return dict(counts)

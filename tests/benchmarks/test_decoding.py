@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import contestants
 import decoding
-from contestants import Outcome
+from paceline.bench.contestants import Paceline
+from paceline.bench.outcome import Answer, Outcome
 from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, spread
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
@@ -18,7 +19,8 @@ from stepclock import StepClock, shares
 
 
 def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> Outcome:
-    return Outcome([[1] * count], seconds, drafted, accepted, target_steps=4)
+    answer = Answer((1,) * count, ((seconds, count),))
+    return Outcome([answer], seconds, steps=4, drafted=drafted, accepted=accepted)
 
 
 def filled() -> Record:
@@ -180,7 +182,7 @@ def test_ctrl_c_prints_what_was_measured(
 ) -> None:
     pytest.importorskip("paceline.llm")
     calls = []
-    run = contestants.Paceline.run
+    run = Paceline.run
 
     def interrupted(self: Any, *call: Any) -> Outcome:
         calls.append(self.name)
@@ -188,7 +190,7 @@ def test_ctrl_c_prints_what_was_measured(
             raise KeyboardInterrupt
         return run(self, *call)
 
-    monkeypatch.setattr(contestants.Paceline, "run", interrupted)
+    monkeypatch.setattr(Paceline, "run", interrupted)
     monkeypatch.setattr(
         "sys.argv", ["decoding.py", *arguments(pair, "--pairs", "tiny", "--no-rules")]
     )
@@ -204,7 +206,7 @@ def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
     pytest.importorskip("paceline.llm")
     found = contestants.Pair("tiny", Path(pair[0]), Path(pair[1]), "cpu", "float32")
     llm = contestants.build_llm(found)
-    contestant = contestants.Paceline("x", llm)
+    contestant = contestants.ours("x", llm)
     fed: list[int] = []
     inner = llm.engine._pack
 
@@ -214,8 +216,8 @@ def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
 
     llm.engine._pack = watched
     prompt = list(range(1, 81))
-    contestant.run([prompt], 4)
-    contestant.run([prompt], 4)
+    contestant.run(contestants.asks([prompt], 4))
+    contestant.run(contestants.asks([prompt], 4))
     assert fed.count(80) == 2
 
 
