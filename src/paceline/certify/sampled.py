@@ -10,7 +10,7 @@ import torch
 from paceline.certify.cells import Cells, String, make_cells
 from paceline.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.certify.decoding import Decoded, Start, decode
-from paceline.certify.later import later_tokens
+from paceline.certify.each import each_token
 from paceline.certify.scoring import Scorer
 from paceline.core.params import SamplingParams
 from paceline.drafters import BLOCK_SIZE
@@ -164,11 +164,10 @@ def tests_of(
         if length and partition is prefix.partitions[-1]:
             two = homogeneity(counts, cells.counts(plain), slack)
             add(f"{name}, plain sampling", len(cells), two, rounding, len(drawn))
-    later = later_tokens(prefix.scorer, drawn, _MARGIN, seed)
-    if later is not None:
-        outcome = later.outcome
-        what = f"tokens 2 to {DEPTH}, target's laws"
-        add(what, outcome.df + DEPTH - 1, outcome, later.rounding, later.looked_at)
+    each = each_token(prefix.scorer, drawn, _MARGIN, seed)
+    if each is not None:
+        bins = each.outcome.df + DEPTH
+        add("each token, target's laws", bins, each.outcome, each.rounding, each.looked_at)
     return tests
 
 

@@ -1,6 +1,6 @@
-"""The tokens after the first, each against the law that its own beginning gives it.
+"""Every token of the samples against the law that its own beginning gives it.
 
-Strings are too many to count one by one, so every later token is turned into a number by its
+Strings are too many to count one by one, so every token is turned into a number by its
 law's distribution function, likeliest tokens first and randomised within a token's step: under the
 target's law these numbers are uniform, whatever the beginnings were. Only the beginnings that
 occur most are looked at; that depends on what came before the token, so it favours nothing.
@@ -56,7 +56,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class LaterTokens:
+class EachToken:
     """Outcome over all positions; ``looked_at`` tokens, ``rounding`` between batch shapes."""
 
     outcome: ChiSquare
@@ -64,17 +64,17 @@ class LaterTokens:
     rounding: float
 
 
-def later_tokens(
+def each_token(
     scorer: Scorer, strings: Sequence[String], margin: float, seed: int
-) -> LaterTokens | None:
-    """Test of every token but the first of each string; None if there are too few.
+) -> EachToken | None:
+    """Test of every token of each string; None if there are too few.
 
     ``margin``: how many times the difference between two batch shapes is allowed for.
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[ChiSquare] = []
     moves: list[float] = []
-    for position in range(1, len(strings[0]) if strings else 1):
+    for position in range(len(strings[0]) if strings else 0):
         counts, expected = _position(scorer, strings, position, generator)
         total = sum(counts)
         if total < 5 * _BINS:
@@ -88,7 +88,7 @@ def later_tokens(
     df, weight = sum(part.df for part in parts), sum(part.weight for part in parts)
     statistic, allowed = sum(p.statistic for p in parts), sum(p.allowed for p in parts)
     joint = ChiSquare(statistic, df, tail(statistic, df, allowed), weight, allowed)
-    return LaterTokens(joint, int(weight), sum(moves) / weight)
+    return EachToken(joint, int(weight), sum(moves) / weight)
 
 
 def _position(

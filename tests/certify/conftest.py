@@ -1,0 +1,35 @@
+"""A random pair, loaded once; whatever a test plants in its engine is taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine_models import write_pair
+from paceline.llm import LLM
+
+TEXTS = ("Once upon a time", "def add(a, b)", "What is 12 + 30?")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(tmp_path_factory.mktemp("certify"), noise=0.08)
+
+
+@pytest.fixture(scope="session")
+def loaded(folders: tuple[str, str]) -> LLM:
+    return LLM(folders[0], folders[1], dtype="float32", draft_length=2, max_batch_size=64, seed=1)
+
+
+@pytest.fixture
+def llm(loaded: LLM) -> Iterator[LLM]:
+    engine = loaded.engine
+    parts = engine.drafter, engine.verifier, engine.controller
+    yield loaded
+    engine.drafter, engine.verifier, engine.controller = parts
+
+
+@pytest.fixture(scope="session")
+def prompts(loaded: LLM) -> list[tuple[str, list[int]]]:
+    return [(text, loaded.tokenizer(text)["input_ids"]) for text in TEXTS]

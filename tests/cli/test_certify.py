@@ -1,0 +1,88 @@
+"""``paceline certify``: exit status, JSON, report, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.certify import Certifier
+from paceline.certify.certificate import Problem
+from paceline.cli.main import app
+from tiny_models import TinyPair
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    prompts = tmp_path_factory.mktemp("prompts") / "two.txt"
+    prompts.write_text("Once upon a time there was\n\nThe quick brown fox", encoding="utf-8")
+    pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
+    small = ["--texts", "1", "--max-tokens", "8", "--prefixes", "1", "--samples", "100"]
+    return ["certify", *pair, "--draft-length", "2", "--prompts", str(prompts), *small]
+
+
+def run(arguments: list[str]) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_tables_report_and_exit_status(arguments: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "r.html"
+    result = run([*arguments, "--report", str(report)])
+    assert result.exit_code == 0, result.output
+    for words in ("Token for token", "Distribution", "The rule, enumerated", "CERTIFIED: "):
+        assert words in result.stdout
+    assert "NOT" not in result.stdout
+    assert "CERTIFIED: " in report.read_text(encoding="utf-8")
+
+
+def test_json(arguments: list[str]) -> None:
+    result = run([*arguments, "--json", "--top-p", "0.9", "--frequency-penalty", "0.3"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["lossless"] is True and record["problems"] == []
+    assert record["sampling"]["top_p"] == 0.9
+    assert {check["kind"] for check in record["texts"]} == {"greedy", "seeded"}
+    assert all(0 <= law["p_value"] <= 1 for law in record["laws"])
+    assert 0 < record["smallest_bias"] < 1
+
+
+def test_a_problem_is_named_and_fails(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Certifier, advance: object) -> None:
+        self._problems.append(Problem("rule", "something is wrong"))
+        self._complete = True
+
+    monkeypatch.setattr(Certifier, "run", broken)
+    result = run(arguments)
+    assert result.exit_code == 1
+    assert "NOT LOSSLESS: rule: something is wrong" in result.stdout
+
+
+def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Certifier, advance: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Certifier, "run", interrupted)
+    result = run(arguments)
+    assert result.exit_code == 130
+    assert "NOT CERTIFIED: interrupted" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--draft", "none"], 2, "there is no draft to certify"),
+        (["--lossy"], 1, "error: --lossy (typical acceptance) is not lossless by design"),
+        (["--samples", "3"], 1, "error: samples is 3; it must be at least 100"),
+        (["--temperature", "-1"], 1, "error: temperature is -1.0; it must be 0"),
+        (["--report", "r.pdf"], 1, "error: report 'r.pdf': end its name in .md or .html"),
+    ],
+)
+def test_bad_input(arguments: list[str], more: list[str], code: int, message: str) -> None:
+    result = run([*arguments, *more])
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert "Traceback" not in result.output
