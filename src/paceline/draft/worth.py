@@ -24,7 +24,7 @@ class AcceptanceEstimate:
     """
 
     def __init__(
-        self, prior: Sequence[float] | AcceptanceEstimate, decay: float, weight: float = 3.0
+        self, prior: Sequence[float] | AcceptanceEstimate, decay: float, weight: float = 6.0
     ) -> None:
         self._prior = prior
         self._decay, self._weight = decay, weight
@@ -94,13 +94,13 @@ class Acceptance:
     def of(self, seq_id: int, kind: Hashable) -> AcceptanceEstimate:
         own = self._each.setdefault(seq_id, {})
         if kind not in own:
-            own[kind] = AcceptanceEstimate(self._of_all(kind), decay=0.95)
+            own[kind] = AcceptanceEstimate(self._of_all(kind), decay=0.97)
         return own[kind]
 
     def _of_all(self, kind: Hashable) -> AcceptanceEstimate:
         if kind not in self._all:
             # Hopeful, so that a drafter is tried; a few drafts in vain correct it.
-            self._all[kind] = AcceptanceEstimate([0.7] * self._depth, decay=0.99, weight=5.0)
+            self._all[kind] = AcceptanceEstimate([0.7] * self._depth, decay=0.995, weight=5.0)
         return self._all[kind]
 
     def record(
