@@ -14,10 +14,21 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from paceline import LLM
 from paceline.cli import serve
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
+from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
+from paceline.tuned import (
+    VERSION,
+    DraftChoice,
+    EngineChoice,
+    KnownCosts,
+    Machine,
+    Measured,
+    TunedProfile,
+)
 from served_process import ServedProcess
 
 PROMPT = "Once upon a time"
@@ -169,6 +180,29 @@ def test_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exposed[0].startswith("warning: 0.0.0.0 can be reached from other machines")
     assert readable[0].startswith("warning: API key file") and "chmod 600" in readable[0]
     assert len(exposed) == len(readable) == 2
+
+
+def test_a_tuned_profile(tmp_path: Path) -> None:
+    """It gives the drafter, its length and the batch size; what is said by hand wins."""
+    target = LLM(MODEL, dtype="float32").target
+    path = tmp_path / "tuned.toml"
+    TunedProfile(
+        version=VERSION,
+        model=ModelIdentity.of(target),
+        draft=DraftChoice("ngram:max=3", 3, 5),
+        engine=EngineChoice(5, "block"),
+        measured=Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
+        costs=KnownCosts((1,), (1,), ((0.004,),), {}),
+        machine=Machine.of(target),
+    ).write(path)
+    said = {"profile": str(path), "dtype": "float32"}
+    tuned = serve._load(configure(said))
+    assert tuned.drafters == ("ngram",)
+    assert tuned.engine.scheduler.config.max_batch_size == 5
+    own = serve._load(configure({**said, "draft": ["none"], "max_batch_size": 2}))
+    assert own.drafters == ("none",)
+    assert own.engine.scheduler.config.max_batch_size == 2
+    assert_one_line(run("--profile", str(tmp_path / "no"), "--port", "0"), "profile", "cannot be")
 
 
 # -- flags and file --------------------------------------------------------------------------------
