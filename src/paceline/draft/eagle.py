@@ -240,15 +240,16 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def rehearse(self, batch_size: int) -> None:
-        """One pass: a row of each sequence, its logits and the choice."""
+        """One pass: a level of each sequence's tree, its logits and the choice."""
 
         def forward(feeds: Sequence[Feed]) -> torch.Tensor:
             like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
-            hidden = like.new_zeros(len(feeds), self.head.config.hidden_size)
+            rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
+            hidden = like.new_zeros(rows, self.head.config.hidden_size)
             return self._logits(self._run(feeds, hidden))
 
         positions = self.head.config.max_positions
-        rehearse_level(forward, self.cache, batch_size, positions, self._generator)
+        rehearse_level(forward, self.cache, batch_size, positions, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

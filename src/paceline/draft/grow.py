@@ -94,7 +94,7 @@ def grow(
     """
     while trees:
         counts = [_rows(tree) for tree in trees]
-        found = _candidates(trees, counts, logits, generator)
+        found = candidates(trees, counts, logits, generator)
         trees = [tree for tree, part in zip(trees, found, strict=True) if tree.extend(*part)]
         if trees:
             logits = forward(list(trees))
@@ -103,7 +103,7 @@ def grow(
 _Part = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _candidates(
+def candidates(
     trees: Sequence[Growing],
     counts: Sequence[int],
     logits: torch.Tensor,
@@ -119,7 +119,7 @@ def _candidates(
             own = [trees[i] for i in chosen]
             joined = torch.cat([parts[i] for i in chosen])
             own_counts = [counts[i] for i in chosen]
-            found = _candidates(own, own_counts, joined, generator)
+            found = candidates(own, own_counts, joined, generator)
             result.update(zip(chosen, found, strict=True))
         return [result[i] for i in range(len(trees))]
     rows = _row_table(trees, counts)

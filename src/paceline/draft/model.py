@@ -196,9 +196,9 @@ class ModelDrafter:
             self.cache.commit(seq_id, state.tokens, state.cached)
 
     def rehearse(self, batch_size: int) -> None:
-        """One level: a forward over one token of each sequence, and its choice."""
+        """One level of each sequence's tree."""
         most = self.model.max_positions
-        rehearse_level(self._logits, self.cache, batch_size, most, self._generator)
+        rehearse_level(self._logits, self.cache, batch_size, most, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

@@ -1,4 +1,4 @@
-"""What start-up times of a drafter that runs a model over a paged cache: one level, one token."""
+"""What start-up times of a drafter that runs a model over a paged cache: one level of its trees."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from paceline.core.batch import Slice
 from paceline.core.draws import draft
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.sequence import Sequence as Request
+from paceline.draft.grow import candidates, level_feed
+from paceline.draft.policy import Policy
 from paceline.model.cache import Feed, PagedCache
 
 _BLOCKS = 4  # of context: about what the target's own costs are measured with
@@ -18,22 +21,22 @@ _BLOCKS = 4  # of context: about what the target's own costs are measured with
 
 @contextmanager
 def stand_ins(
-    cache: PagedCache, batch_size: int, max_positions: int
-) -> Iterator[tuple[list[Feed], Rows]]:
-    """Feeds of one token each for ``batch_size`` made-up sequences, and whose laws come out.
+    cache: PagedCache, batch_size: int, max_positions: int, nodes: int
+) -> Iterator[tuple[list[Request], int]]:
+    """``batch_size`` made-up sequences with room for ``nodes``, and how many tokens they have.
 
     As many as the cache has room for. It is as before afterwards.
     """
     size = cache.block_size
     blocks = max(1, min(_BLOCKS, cache.num_blocks, max_positions // size))
     count = max(1, min(batch_size, cache.num_blocks // blocks))
-    context = min(blocks * size, max_positions) - 1
-    seqs = tuple(Request(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0))
+    context = max(1, min(blocks * size, max_positions) - nodes)
+    seqs = [Request(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
     for seq in seqs:
         cache.admit(seq.seq_id, seq.tokens)
-        cache.reserve(seq.seq_id, context + 1)
+        cache.reserve(seq.seq_id, context + nodes)
     try:
-        yield [Feed(seq.seq_id, context, (0,)) for seq in seqs], Rows(seqs, (0,) * count)
+        yield seqs, context
     finally:
         for seq in seqs:
             cache.free(seq.seq_id)
@@ -45,7 +48,20 @@ def rehearse_level(
     batch_size: int,
     max_positions: int,
     generator: torch.Generator | None,
+    policy: Policy,
 ) -> None:
-    """One forward over a token of each sequence, ``[batch, vocab]``, and the choice from it."""
-    with stand_ins(cache, batch_size, max_positions) as (feeds, rows):
-        draft(forward(feeds), rows, 1, generator)
+    """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
+    width = min(policy.max_fed(2), max_positions // 2, cache.block_size)
+    with stand_ins(cache, batch_size, max_positions, max(width, 1)) as (seqs, context):
+        trees = [policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
+        made_up = torch.zeros(1, trees[0].width, device=cache.device)
+        if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
+            # Trees of one level: their only pass is over the committed token.
+            logits = forward([Feed(seq.seq_id, context, (0,)) for seq in seqs])
+            draft(logits, Rows(tuple(seqs), (0,) * len(seqs)), 1, generator)
+            return
+        logits = forward([level_feed(tree, context) for tree in trees])
+        found = candidates(trees, [len(tree.fresh) for tree in trees], logits, generator)
+        for tree, part in zip(trees, found, strict=True):
+            tree.extend(*part)
+            tree.finish()

@@ -104,9 +104,9 @@ class SelfDrafter:
         """Nothing to do: what is committed is in the target's cache."""
 
     def rehearse(self, batch_size: int) -> None:
-        """One level: a forward of the view over one token of each sequence, and its choice."""
+        """One level of each sequence's tree, by a forward of the view."""
         most = self.view.model.max_positions
-        rehearse_level(self._logits, self._cache, batch_size, most, self._generator)
+        rehearse_level(self._logits, self._cache, batch_size, most, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         """There is no state of its own."""
