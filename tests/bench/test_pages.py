@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -90,6 +91,15 @@ def test_sweeps_have_their_tables_and_pictures() -> None:
     names = [figure.name for figure in figures]
     assert len(names) == len(set(names)) and {"concurrency-t0", "temperature"} <= set(names)
     assert all("<svg" in figure.draw() for figure in figures)
+
+
+def test_repeated_prompts_flatter_who_remembers() -> None:
+    many = job(EVERYTHING, 0, 4)
+    found = result(job(), many)
+    assert "flatters" not in shown(found)
+    named = [METHODS[0], Method("model:a/quick@2", "suffix", 2)]
+    few = replace(found, methods=named, settings={**SETTINGS, "prompts": 0})
+    assert "which flatters" in shown(few) and "flatters" not in shown(replace(found, methods=named))
 
 
 def test_several_clients_alone() -> None:
