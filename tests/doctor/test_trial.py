@@ -88,12 +88,25 @@ def trial(measured: float, explored: Exploration = EXPLORED) -> Trial:
     return Trial(explored, measured, 10.0)
 
 
+def told(measured: float, explored: Exploration = EXPLORED) -> list[str]:
+    """Codes of the verdict, whether the machine was busy or not."""
+    found = judge(trial(measured, explored))
+    return [item.code for item in found if item.code != "measurement-unsure"]
+
+
 def test_verdicts() -> None:
-    assert [(f.code, f.severity.value) for f in judge(trial(1.3))] == [("worth-it", "ok")]
-    assert [f.code for f in judge(trial(1.0))] == ["barely-worth-it"]
-    (found,) = judge(trial(0.9))
-    assert (found.code, found.severity) == ("not-worth-it", Severity.WARNING)
+    assert told(1.3) == ["worth-it"]
+    assert told(1.05) == ["barely-worth-it"]
+    assert told(0.9) == ["not-worth-it"]
+    found = judge(trial(0.9))[0]
+    assert found.severity is Severity.WARNING
     assert "0.90x" in found.found and "49%" in found.found
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    promised = EXPLORED.speedup(EXPLORED.best)
+    for measured, unsure in ((promised, False), (1.3 * promised, True), (0.7 * promised, True)):
+        assert ("measurement-unsure" in {f.code for f in judge(trial(measured))}) is unsure
 
 
 def test_what_stands_in_the_way() -> None:
@@ -102,10 +115,9 @@ def test_what_stands_in_the_way() -> None:
         long=decoded(100, 8, (20, 0), (100, 20), draft=0.032, target=0.040),
         short=decoded(100, 2, (20, 0), (100, 20), draft=0.008, target=0.030),
     )
-    codes = [item.code for item in judge(trial(0.5, slow))]
-    assert codes == ["not-worth-it", "acceptance-low", "draft-dear", "verify-dear"]
+    assert told(0.5, slow) == ["not-worth-it", "acceptance-low", "draft-dear", "verify-dear"]
     free = replace(slow, passes=(0,) * (LONG + 1))
-    assert [item.code for item in judge(trial(1.2, free))] == ["worth-it", "verify-dear"]
+    assert told(1.2, free) == ["worth-it", "verify-dear"]
 
 
 def test_report_and_record() -> None:

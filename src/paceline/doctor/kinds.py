@@ -355,5 +355,12 @@ KINDS: Mapping[str, Kind] = {
         "Speculation gains little here.",
         "Try another draft; paceline tune compares those at hand.",
     ),
+    "measurement-unsure": Kind(
+        "measured",
+        (NOTE,),
+        "The steps alone promise another speedup than the runs show: the machine was busy, or ten "
+        "seconds were too short.",
+        "Repeat --run on an idle machine, or measure at length with paceline bench.",
+    ),
     "worth-it": Kind("measured", (OK,)),
 }

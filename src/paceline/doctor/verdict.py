@@ -7,6 +7,7 @@ from paceline.doctor.trial import Trial
 
 VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")
 _WORTH, _HARMLESS = 1.1, 0.97  # speedups from which a draft helps, and does no harm
+_UNSURE = 1.25  # between prediction and measurement, either way
 _LOW = 0.4  # acceptance
 _DEAR = 1 / 3  # of a target forward, for one pass of the drafter
 _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
@@ -24,6 +25,9 @@ def judge(trial: Trial) -> list[Finding]:
     if trial.measured >= _HARMLESS:
         code = "worth-it" if trial.measured >= _WORTH else "barely-worth-it"
     findings = [finding(code, "pair", text)]
+    if not 1 / _UNSURE <= predicted / trial.measured <= _UNSURE:
+        text = f"predicted {predicted:.2f}x, measured {trial.measured:.2f}x"
+        findings.append(finding("measurement-unsure", "machine", text))
     ratio = found.cost_ratio
     if ratio is not None and found.acceptance < _LOW:
         text = f"of the drafted tokens that were tried {found.acceptance:.0%} were accepted"
