@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from made_outcomes import Fake
 from paceline.bench.contestants import Starter
 from paceline.bench.methods import Method
 from paceline.bench.outcome import Ask, Contestant, Outcome
+from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
+from paceline.cli.options import ModelOptions
 from tiny_models import TinyPair
 
 FEW = ["--rounds", "1", "--per-category", "1", "--category", "chat", "--category", "code"]
@@ -91,6 +94,19 @@ def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPa
         result = run(*FEW, *arguments, "--json")
         assert result.exit_code == 0, result.output
         assert [method["name"] for method in json.loads(result.stdout)["methods"]] == expected
+
+
+def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, engine = SimpleNamespace(spec="ngram", length=3), SimpleNamespace(rule="block")
+    profile = SimpleNamespace(draft=draft, engine=engine)
+    monkeypatch.setattr("paceline.tuned.TunedProfile.read", lambda path: profile)
+    for options, expected in (
+        (ModelOptions(profile="p"), (3, "block")),
+        (ModelOptions(profile="p", draft="suffix"), ("auto", "block")),
+        (ModelOptions(profile="p", draft_length="2", rule="token"), (2, "token")),
+        (ModelOptions(), ("auto", "auto")),
+    ):
+        assert _length_and_rule(options) == expected
 
 
 class Liar:
