@@ -35,6 +35,12 @@ PROMPT = "Once upon a time"
 MODEL = "paceline/tiny"
 
 
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment of the tests holds."""
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+
+
 def completion(**fields: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": PROMPT, "temperature": 0, **fields}
 
@@ -56,7 +62,7 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
         assert short.status == 200
         assert short.headers["Server"] is None
         assert json.loads(short.read())["usage"]["completion_tokens"] == 5
-        body = completion(max_tokens=900, ignore_eos=True, stream=True)
+        body = completion(max_tokens=600, ignore_eos=True, stream=True)
         stream = server.ask("POST", "/v1/completions", body)
         assert stream.readline().startswith(b"data: {")
 
@@ -75,7 +81,7 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
         assert server.wait() == 0
         log = "".join(server.errors)
         assert "POST /v1/completions 200" in log and " 5 tokens\n" in log
-        assert "900 tokens\n" in log and "SIGTERM: no new requests" in log
+        assert "600 tokens\n" in log and "SIGTERM: no new requests" in log
         assert PROMPT not in log and "Traceback" not in log
 
 
@@ -165,9 +171,8 @@ def test_a_missing_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_models")
-def test_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings(tmp_path: Path) -> None:
     """Said before the model is loaded."""
-    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
     path = tmp_path / "keys"
     path.write_text("sk-a\n")
     with_keys = ("--port", "0", "--api-key-file", str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPResponse
@@ -302,6 +303,18 @@ def test_the_log_has_no_content(server: Running, caplog: pytest.LogCaptureFixtur
             r"GET /a%0Ab%20c 404 \d+\.\d{3} s",
         )
     assert SECRET not in caplog.text
+
+
+def test_who_leaves_before_the_answer_is_logged(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a body, and the connection is gone: no error of ours."""
+    address = server.url.removeprefix("http://").split(":")
+    with caplog.at_level(logging.INFO):
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            client.sendall(head.encode() + b'{"model"')
+        wait_for_lines(caplog, r"POST /v1/completions 499 .* s")
 
 
 def test_polls_do_not_fill_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # an exception that nobody caught is answered outside of us
+        status: int | None = None
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -56,9 +56,13 @@ class RequestLog:
         start = time.perf_counter()
         try:
             await self._app(scope, receive, watch)
+        except Exception:
+            status = status or 500  # which is answered outside of us
+            raise
         finally:
             _account.reset(token)
-            _write(scope, status, time.perf_counter() - start, account)
+            # Who left before there was an answer got none: 499, as proxies call it.
+            _write(scope, status or 499, time.perf_counter() - start, account)
 
 
 def _write(scope: Scope, status: int, seconds: float, account: Sequence[Request]) -> None:
