@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from paceline.doctor.trial import Trial
 
 
-def _trial(engine: ModelOptions) -> Trial:
+def _trial(engine: ModelOptions, memory: int | None) -> Trial:
     """Load the pair and measure it."""
     from paceline.doctor.trial import SECONDS, run_trial
 
     with progress_bar("loading", total=int(SECONDS)) as advance:
         plain = engine.open(None)
-        spec = plain.beside(engine.resolved_draft, max_batch_size=1, draft_length=1)
+        spec = plain.beside(
+            engine.resolved_draft, max_batch_size=1, draft_length=1, kv_cache_memory=memory
+        )
         shown = 0
 
         def progress(passed: float) -> None:
@@ -65,7 +67,7 @@ def doctor(
     trial = None
     with partial_results() as interrupted:
         if run and not any(item.severity is Severity.ERROR for item in findings):
-            trial = _trial(engine)
+            trial = _trial(engine, memory)
             findings = by_severity([*findings, *judge(trial)])
     document = summary.report(engine.model, draft, findings, trial)
     output.emit(summary.record(engine.model, draft, findings, trial), document)
