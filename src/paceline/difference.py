@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 
+# Rows of the last forward, besides all at once: what plain and speculative steps have.
+_OTHER_SHAPES = (1, 2, 5)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Token ``at`` is ``left`` in one text and ``right`` in the other.
@@ -32,7 +36,7 @@ class Difference:
     if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
     the two stands at the border of the truncated law, which rounding moves by a token.
     ``scores``: those of the two tokens; None where there are none to compare. ``spread``: how far
-    another batch shape moved the likeliest logits at this very place, on the same scale.
+    other batch shapes moved the likeliest logits at this very place, on the same scale.
     """
 
     at: int
@@ -81,7 +85,8 @@ def explain(
     tokens = [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
     step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
-    spread = _spread(logits, _fresh_logits(model, tokens, stepwise=True), pair)
+    again = [_fresh_logits(model, tokens, last) for last in _OTHER_SHAPES if last < len(tokens)]
+    spread = max((_spread(logits, other, pair) for other in again), default=0.0)
     seq = Request(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
@@ -122,17 +127,15 @@ def _spread(logits: torch.Tensor, again: torch.Tensor, pair: list[int]) -> float
 
 
 @torch.inference_mode()
-def _fresh_logits(
-    model: CausalModel, tokens: Sequence[int], stepwise: bool = False
-) -> torch.Tensor:
+def _fresh_logits(model: CausalModel, tokens: Sequence[int], last: int = 0) -> torch.Tensor:
     """float32 [vocab] after the last token, without any history of an engine.
 
-    In one forward or, ``stepwise``, the last token in a second one: the shape of plain decoding.
+    In one forward or, with ``last``, so many of the tokens in a second one.
     """
     cache = PagedCache(model.cache_shapes, 1, len(tokens), model.dtype, model.device)
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
-    done = len(tokens) - 1 if stepwise else 0
+    done = len(tokens) - last if last else 0
     if done:
         model(cache.pack([Feed(0, 0, tokens[:done])]), cache)
     return model(cache.pack([Feed(0, done, tokens[done:])]), cache).logits[-1].float()

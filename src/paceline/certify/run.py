@@ -277,7 +277,7 @@ class Certifier:
             what = f"{recorder.impossible} tokens were drawn that its declared law rules out"
             self._problems.append(Problem("drafter", what))
         if outcome is not None:
-            what = "draws, drafter's declared law"
+            what = "draws / declared law"
             bins = len(recorder.counts)
             test = sampled.LawTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)
             self._laws.append(test)

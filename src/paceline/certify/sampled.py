@@ -52,7 +52,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class LawTest:
-    """One test: ``what`` was compared, on which prefix, at which draft length (0 is plain)."""
+    """One test: ``what`` against what, on which prefix, at which draft length (0 is plain).
+
+    ``law`` is the target's, scored afresh; ``plain`` a sample of plain decoding. The test of the
+    drafter's draws has the draft length -1.
+    """
 
     prefix: str
     draft_length: int
@@ -158,16 +162,16 @@ def tests_of(
     for partition in prefix.partitions:
         cells, slack, rounding = partition.cells, partition.slack, partition.rounding
         counts = cells.counts(drawn)
-        name = "first token" if partition.tokens == 1 else f"first {partition.tokens} together"
+        name = "first token" if partition.tokens == 1 else f"first {partition.tokens}"
         law = goodness(counts, cells.chances, slack)
-        add(f"{name}, target's law", len(cells), law, rounding, len(drawn))
+        add(f"{name} / law", len(cells), law, rounding, len(drawn))
         if length and partition is prefix.partitions[-1]:
             two = homogeneity(counts, cells.counts(plain), slack)
-            add(f"{name}, plain sampling", len(cells), two, rounding, len(drawn))
+            add(f"{name} / plain", len(cells), two, rounding, len(drawn))
     each = each_token(prefix.scorer, drawn, _MARGIN, seed)
     if each is not None:
         bins = each.outcome.df + DEPTH
-        add("each token, target's laws", bins, each.outcome, each.rounding, each.looked_at)
+        add("each token / law", bins, each.outcome, each.rounding, each.looked_at)
     return tests
 
 

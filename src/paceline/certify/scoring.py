@@ -20,6 +20,7 @@ from paceline.model.target import CausalModel
 
 _ROWS = 2048  # of one forward
 _BLOCK = 16
+_BATCH = 32  # texts at least whose last tokens are fed together, as in a decoding step
 
 
 class Scorer:
@@ -33,8 +34,12 @@ class Scorer:
         return self._laws(strings, stepwise=False)
 
     def stepwise(self, strings: Sequence[String]) -> torch.Tensor:
-        """The same laws, the last token of every text in a later forward: decoding's shape."""
-        return self._laws(strings, stepwise=True)
+        """The same laws, the last tokens of a batch of texts in a later forward: as in decoding.
+
+        Too few texts are repeated, for it is the number of rows that rounding depends on.
+        """
+        copies = -(-_BATCH // max(1, len(strings)))
+        return self._laws(list(strings) * copies, stepwise=True)[: len(strings)]
 
     @torch.inference_mode()
     def logits(self, strings: Sequence[String], stepwise: bool = False) -> torch.Tensor:

@@ -62,8 +62,8 @@ def _texts(certificate: Certificate) -> list[Block]:
                 ("text", "token", "plain", "spec.", "scores", "gap", "step", "shape", "class"),
                 [_parting(item) for item in found[:_MOST_PARTINGS]],
                 title="Where texts part, re-scored",
-                note="step: the rounding step of these logits. shape: how far another batch shape "
-                f"moves them. All {note}" + (f"; {left} more in --json." if left > 0 else "."),
+                note="step: the rounding step of these logits. shape: how far other batch shapes "
+                f"move them. All {note}" + (f"; {left} more in --json." if left > 0 else "."),
             )
         )
     return blocks
@@ -103,7 +103,8 @@ def _laws(certificate: Certificate) -> Table:
     return Table(
         ("prefix", "draft", "test", "samples", "cells", "chi2", "p", "Holm p", "sees", "rounding"),
         [_law(result) for result in certificate.laws],
-        note=f"Family-wise alpha {certificate.alpha:g}. sees: the smallest bias (total variation "
+        note="law: the target's, scored afresh; plain: a sample of plain decoding. Family-wise "
+        f"alpha {certificate.alpha:g}. sees: the smallest bias (total variation "
         f"over the cells) that this test finds with power {POWER:g}. rounding: total variation "
         "between the target's laws in two batch shapes; the test allows for twice as much.",
     )
