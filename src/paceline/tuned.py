@@ -248,7 +248,7 @@ class TunedProfile:
         if difference is not None:
             raise ConfigError(
                 f"profile {path} was made for {self.model.name}, not for {target.name}: "
-                f"{difference}; run paceline tune --model {target.name}"
+                f"{difference}; load that model, or run paceline tune --model {target.name}"
             )
 
     def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:

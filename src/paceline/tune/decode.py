@@ -76,6 +76,7 @@ class Run:
     """What a run took and yielded. ``seconds`` is wall time, prompts included."""
 
     levels: Levels
+    concurrency: int = 1
     steps: list[Step] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
@@ -102,7 +103,7 @@ def decode(
 
     ``longest``: levels of the drafts, of which acceptance is counted.
     """
-    run = Run(Levels(longest))
+    run = Run(Levels(longest), concurrency)
     stops = frozenset() if params.ignore_eos else llm.target.eos_token_ids
     waiting = deque(
         Request(number, list(ids), len(ids), params, stop_ids=stops)

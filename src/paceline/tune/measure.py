@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter
 from paceline.draft.worth import Profile
 from paceline.engine.costs import measure
+from paceline.errors import DataError
 from paceline.model.cache import Feed
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
+_SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows
+_BRIEF = 24  # tokens of answers that only time is taken of
 _CONTEXT = 64  # cached tokens of the sequences that forwards are measured on
 _TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
 _FAR = 1 << 20  # a ratio measured up to some batch holds beyond it
@@ -45,6 +48,14 @@ class Sample:
         """Greedy, or sampled as users mostly do: without a seed."""
         return SamplingParams(
             temperature=self.temperature, max_tokens=self.max_tokens, draft_length=length
+        )
+
+    def brief(self) -> Sample:
+        """Fewer and shorter answers."""
+        return replace(
+            self,
+            together=self.together[: self.batches[1]],
+            max_tokens=min(self.max_tokens, _BRIEF),
         )
 
 
@@ -83,14 +94,10 @@ def target_costs(llm: LLM, batches: Sequence[int]) -> TargetCosts:
 
 
 def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method, list[Run]]:
-    """Plain decoding as a method without drafts, and its runs."""
+    """Plain decoding as a method without drafts, and its runs. Raises DataError."""
     runs = _runs(llm, sample, 0)
-    costs = [
-        _typical(run.steps, batch, target) for run, batch in zip(runs, sample.batches, strict=True)
-    ]
+    costs = _typical_pair(runs, target)
     none = CostCurve((1,), (0.0,))
-    batches = sample.batches
-    dearer = [c.target / target(b, 1) for c, b in zip(costs, batches, strict=True)]
     method = Method(
         label="plain",
         spec="none",
@@ -103,8 +110,8 @@ def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method
         passes=(0,),
         pass_seconds=none,
         handling=none,
-        dearness=_ratio(batches, dearer),
-        overhead=CostCurve(batches, tuple(c.other for c in costs)),
+        dearness=_ratio(sample.batches, [c.target / target(c.batch, 1) for c in costs]),
+        overhead=CostCurve(sample.batches, tuple(c.other for c in costs)),
         node_overhead=none,
     )
     return method, runs
@@ -113,9 +120,8 @@ def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method
 def measure_method(
     llm: LLM, candidate: Candidate, target: TargetCosts, plain: Method, sample: Sample
 ) -> Method:
-    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle."""
+    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle. Raises DataError."""
     drafter = llm.engine.drafter
-    batches = sample.batches
     rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
     profile = Profile.of(drafter, LONGEST, rehearsed)
     # A draft must have room in the answers, or nothing is learnt of it.
@@ -127,7 +133,11 @@ def measure_method(
     fill = levels.nodes / max(1, levels.steps * profile.nodes[longest])
     nodes = tuple(fill * most for most in profile.nodes)
     deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
-    costs = [_typical(run.steps, batch, target) for run, batch in zip(runs, batches, strict=True)]
+    long = _typical_pair(runs, target)
+    short = long
+    if profile.passes[longest] > profile.passes[min(_SHORT, longest)]:
+        short = _typical_pair(_runs(llm, sample.brief(), _SHORT), target)
+    drift = _drift(llm, sample, target, plain)
     return Method(
         label=candidate.label,
         spec=candidate.spec,
@@ -138,48 +148,80 @@ def measure_method(
         reached=tuple(levels.reached[:deepest]),
         nodes=nodes[: deepest + 1],
         passes=profile.passes[: deepest + 1],
+        **_drafting(
+            [_scaled(c, 1 / drift) for c in long],
+            [_scaled(c, 1 / drift) for c in short],
+            (profile.passes[longest], profile.passes[min(_SHORT, longest)]),
+            rehearsed,
+            sample.batches,
+        ),
+        **_surroundings([_scaled(c, 1 / drift) for c in long], target, plain, sample.batches),
         overhead=plain.overhead,
         parameters=_parameters(drafter),
-        **_curves(costs, batches, profile.passes[longest], rehearsed, target, plain),
     )
 
 
-def _curves(
-    costs: Sequence[Step],
-    batches: tuple[int, int],
-    passes: int,
+def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: Method) -> float:
+    """How much slower plain steps are than when plain decoding was measured.
+
+    A machine's clock drifts, and other programs come and go: what is measured at another time is
+    compared by plain steps beside it.
+    """
+    run = decode(llm, sample.alone[:2], 1, sample.brief().params(0))
+    now = _typical(run.steps, 1, target)
+    if now is None:
+        return 1.0
+    return min(max(now.target / (target(1, 1) * plain.dearness(1)), 0.5), 3.0)
+
+
+def _scaled(step: Step, factor: float) -> Step:
+    return replace(
+        step, draft=step.draft * factor, target=step.target * factor, other=step.other * factor
+    )
+
+
+def _drafting(
+    long: Sequence[Step],
+    short: Sequence[Step],
+    passes: tuple[int, int],
     rehearsed: CostCurve,
-    target: TargetCosts,
-    plain: Method,
+    batches: tuple[int, int],
 ) -> dict[str, CostCurve]:
-    """How real steps differ from forwards measured alone, at both batch sizes."""
-    pairs = list(zip(costs, batches, strict=True))
-    handling = CostCurve((1,), (0.0,))
-    pass_seconds = rehearsed
-    if passes:
-        dearer = _ratio(batches, [c.draft / passes / rehearsed(b) for c, b in pairs])
-        points = rehearsed.tokens
-        pass_seconds = CostCurve(points, tuple(rehearsed(b) * dearer(b) for b in points))
-    else:
-        handling = CostCurve(batches, tuple(c.draft for c, _ in pairs))
+    """What drafting takes for each pass and besides, from long and short drafts in real steps."""
+    each, besides = [], []
+    for many, few in zip(long, short, strict=True):
+        slope = many.draft / passes[0] if passes[0] else 0.0
+        if passes[0] > passes[1]:
+            slope = min(max((many.draft - few.draft) / (passes[0] - passes[1]), 0.0), slope)
+        each.append(slope)
+        besides.append(max(0.0, few.draft - passes[1] * slope))
+    if not passes[0]:
+        return {"pass_seconds": rehearsed, "handling": CostCurve(batches, tuple(besides))}
+    alone = [seconds / rehearsed(c.batch) for seconds, c in zip(each, long, strict=True)]
+    dearer, points = _ratio(batches, alone), rehearsed.tokens
     return {
-        "pass_seconds": pass_seconds,
-        "handling": handling,
-        "dearness": _ratio(
-            batches, [c.target / target(b, 1 + c.nodes / c.batch) for c, b in pairs]
-        ),
-        "node_overhead": CostCurve(
-            batches,
-            tuple(
-                max(0.0, c.other - plain.overhead(b)) / max(1.0, c.nodes / c.batch)
-                for c, b in pairs
-            ),
-        ),
+        "pass_seconds": CostCurve(points, tuple(rehearsed(b) * dearer(b) for b in points)),
+        "handling": CostCurve(batches, tuple(besides)),
+    }
+
+
+def _surroundings(
+    costs: Sequence[Step], target: TargetCosts, plain: Method, batches: tuple[int, int]
+) -> dict[str, CostCurve]:
+    """How real target forwards differ from those measured alone, and what each node adds."""
+    nodes = [max(1.0, c.nodes / c.batch) for c in costs]
+    dearer = [c.target / target(c.batch, 1 + c.nodes / c.batch) for c in costs]
+    extra = [
+        max(0.0, c.other - plain.overhead(c.batch)) / n for c, n in zip(costs, nodes, strict=True)
+    ]
+    return {
+        "dearness": _ratio(batches, dearer),
+        "node_overhead": CostCurve(batches, tuple(extra)),
     }
 
 
 def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
-    """One sequence at a time, and many; the first steps of a run are warm-up."""
+    """One sequence at a time, and many together."""
     params = sample.params(length)
     return [
         decode(llm, prompts, batch, params, length)
@@ -187,21 +229,32 @@ def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
     ]
 
 
-def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step:
-    """The mean of the faster three quarters of the fullest steps: noise only adds.
+def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[Step]:
+    """Typical steps of both runs; one stands for the other if that never had a full batch."""
+    steps = [_typical(run.steps, run.concurrency, target) for run in runs]
+    found = next((step for step in steps if step is not None), None)
+    if found is None:
+        raise DataError(
+            "the answers are too short to measure decoding on; give other prompts or a larger "
+            "--max-tokens"
+        )
+    return [step or found for step in steps]
+
+
+def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step | None:
+    """The mean of the faster three quarters of the steps of a full batch: noise only adds.
 
     Fast is judged by the target forward against what it should take, so that steps which verify
     little are not preferred.
     """
-    most = max((step.batch for step in steps), default=1)
-    chosen = [step for step in steps if step.batch == min(batch, most)]
+    chosen = [step for step in steps if step.batch == batch]
     chosen = [step for step in chosen if step.full] or chosen
     chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
     kept = chosen[: -(-3 * len(chosen) // 4)]
     if not kept:
-        return Step(batch, 0, 0, 0.0, target(batch, 1), 0.0, True)  # every answer was one token
+        return None
     return Step(
-        batch=kept[0].batch,
+        batch=batch,
         nodes=round(fmean(step.nodes for step in kept)),
         tokens=0,
         draft=fmean(step.draft for step in kept),
