@@ -196,10 +196,7 @@ class ModelOptions:
     max_batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Sequences decoded together.",
-            rich_help_panel=_MODEL,
-            show_default="8",
+            min=1, help="Sequences decoded together.", rich_help_panel=_MODEL, show_default="8"
         ),
     ] = None
     profile: Annotated[
