@@ -197,8 +197,9 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     strings = list(itertools.product(range(case.width), repeat=length))
     emitted: dict[String, float] = {}
     outcomes = 0
-    for tokens, weight in drafts(case):
-        for verdict, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES - outcomes):
+    every = list(itertools.islice(drafts(case), _MOST_OUTCOMES))
+    for tokens, weight in every:
+        for verdict, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES // len(every)):
             outcomes += 1
             path, said = verdict
             if len(said) != len(path) + 1:
