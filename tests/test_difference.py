@@ -8,7 +8,7 @@ import pytest
 
 from engine_models import adapted, reference_logits
 from paceline.core.params import SamplingParams
-from paceline.difference import explain, first_difference
+from paceline.difference import Difference, explain, first_difference
 
 MODEL = adapted()
 PROMPT = [5, 9, 2]
@@ -59,3 +59,14 @@ def test_the_border_of_a_truncated_law_counts_as_a_tie_and_nothing_beyond() -> N
     ):
         found = explain(MODEL, PROMPT, [left], [right], params)
         assert found is not None and found.on_edge == expected
+
+
+def test_the_spread_is_what_other_batch_shapes_move() -> None:
+    """Tiny in float32, and the same logits however the text was read."""
+    prompt = list(range(5, 45))
+    found = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams())
+    assert found is not None and 0 <= found.spread < 1e-4
+    hot = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams(temperature=0.5, seed=1))
+    assert hot is not None and hot.spread == pytest.approx(2 * found.spread)
+    assert Difference(0, 1, 2, 0.3, 0.1, False).is_tie is False
+    assert Difference(0, 1, 2, 0.3, 0.1, False, None, 0.2).is_tie is True

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 
-# Rows of the last forward, besides all at once: what plain and speculative steps have.
-_OTHER_SHAPES = (1, 2, 5)
+# Tokens of a forward, besides all at once: what plain and speculative steps have. The last few
+# tokens are read like that, for keys and values carry what rounding made of them.
+_OTHER_SHAPES = (1, 5)
+_READ_IN_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ def explain(
     tokens = [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
     step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
-    again = [_fresh_logits(model, tokens, last) for last in _OTHER_SHAPES if last < len(tokens)]
-    spread = max((_spread(logits, other, pair) for other in again), default=0.0)
+    again = [_fresh_logits(model, tokens, rows) for rows in _OTHER_SHAPES]
+    spread = max(_spread(logits, other, pair) for other in again)
     seq = Request(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
@@ -127,15 +129,18 @@ def _spread(logits: torch.Tensor, again: torch.Tensor, pair: list[int]) -> float
 
 
 @torch.inference_mode()
-def _fresh_logits(model: CausalModel, tokens: Sequence[int], last: int = 0) -> torch.Tensor:
+def _fresh_logits(model: CausalModel, tokens: Sequence[int], rows: int = 0) -> torch.Tensor:
     """float32 [vocab] after the last token, without any history of an engine.
 
-    In one forward or, with ``last``, so many of the tokens in a second one.
+    In one forward or, with ``rows``, the last tokens in forwards of so many each.
     """
     cache = PagedCache(model.cache_shapes, 1, len(tokens), model.dtype, model.device)
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
-    done = len(tokens) - last if last else 0
-    if done:
-        model(cache.pack([Feed(0, 0, tokens[:done])]), cache)
-    return model(cache.pack([Feed(0, done, tokens[done:])]), cache).logits[-1].float()
+    first = max(1, len(tokens) - _READ_IN_STEPS) if rows else len(tokens)
+    ends = [first, *range(first + rows, len(tokens), rows or 1), len(tokens)]
+    begin = 0
+    for end in dict.fromkeys(ends):
+        logits = model(cache.pack([Feed(0, begin, tokens[begin:end])]), cache).logits[-1]
+        begin = end
+    return logits.float()
