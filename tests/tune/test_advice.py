@@ -83,6 +83,10 @@ def test_prompt_lookup_where_output_copies() -> None:
     assert "draft comes first, copied text or not" in item.verdict
     item = rule(advise(outcome(lookup(0.2), chain(0.9, 0.05), copied=0.1)), "copies")
     assert item.holds is True
+    item = rule(advise(outcome(lookup(0.6), copied=0.6)), "copies")
+    assert (item.holds, item.verdict) == (True, "it pays")
+    item = rule(advise(outcome(lookup(0.0), copied=0.0)), "copies")
+    assert (item.holds, item.verdict) == (True, "it does not pay")
 
 
 def test_the_break_even_batch_is_told() -> None:

@@ -130,16 +130,18 @@ def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     model = next((s for s in settings if s.method.family not in _LOOKUP), None)
     if lookup is None:
         return
-    copies = outcome.copied >= _COPIES
-    ahead = model is None or lookup.rate >= model.rate
+    copies, gain = outcome.copied >= _COPIES, _gain(outcome, lookup)
     measured = (
         f"{outcome.copied:.0%} of the output ends a run of four tokens seen before; "
-        f"{lookup.method.label} {_gain(outcome, lookup):.2f}x"
+        f"{lookup.method.label} {gain:.2f}x"
     )
-    if model is not None:
+    if model is None:
+        ahead = gain >= MARGIN
+        verdict = "it pays" if ahead else "it does not pay"
+    else:
+        ahead = lookup.rate >= model.rate
         measured += f", {model.method.label} {_gain(outcome, model):.2f}x"
-    first = lookup if model is None or ahead else model
-    verdict = f"{first.method.label} comes first"
+        verdict = f"{(lookup if ahead else model).method.label} comes first"
     if copies != ahead:
         verdict += ", copied text or not"
     yield Advice(
