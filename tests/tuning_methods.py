@@ -27,7 +27,7 @@ def chain(
         shape="chain",
         survival=survival,
         acceptance=(rate,) * levels,
-        reached=tuple(round(1000 * s / rate) for s in survival) if rate else (1000,),
+        reached=tuple(round(1000 * s / rate) for s in survival),
         nodes=tuple(map(float, range(levels + 1))),
         passes=tuple(range(levels + 1)),
         pass_seconds=CostCurve((1, 64), (pass_seconds, slope)),

@@ -85,7 +85,7 @@ def test_prompt_lookup_where_output_copies() -> None:
     assert item.holds is True
     item = rule(advise(outcome(lookup(0.6), copied=0.6)), "copies")
     assert (item.holds, item.verdict) == (True, "it pays")
-    item = rule(advise(outcome(lookup(0.0), copied=0.0)), "copies")
+    item = rule(advise(outcome(lookup(0.001), copied=0.0)), "copies")
     assert (item.holds, item.verdict) == (True, "it does not pay")
 
 
