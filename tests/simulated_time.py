@@ -85,8 +85,10 @@ def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
 class Machine:
     """Decodes one sequence after another with a drafter; ``seconds`` is the simulated time."""
 
-    def __init__(self, drafter: Drafter, mistaken: float = 1.0) -> None:
-        """``mistaken``: what start-up took a pass for, relative to the truth."""
+    def __init__(self, drafter: Drafter, mistaken: float = 1.0, parts: bool = True) -> None:
+        """``mistaken``: what start-up took a pass for, relative to the truth. ``parts``: whether
+        the controller is told what drafting took."""
+        self.parts = parts
         self.drafter = drafter
         self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
         steps = StepTime(costs())
@@ -139,5 +141,5 @@ class Machine:
             if own.drafted > before  # type: ignore[attr-defined]
         )
         seconds = STEP + TOKEN * len(tree) + passes + REST
-        self.controller.observe([commit], seconds)
+        self.controller.observe([commit], seconds, passes if self.parts else None)
         self.seconds += seconds

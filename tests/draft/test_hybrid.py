@@ -12,7 +12,6 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.steptime import StepTime
-
 from paceline.errors import ConfigError
 from simulated_time import REST, STEP, Chance, Guesser, Machine, always, costs, profile
 

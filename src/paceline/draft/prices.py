@@ -99,7 +99,8 @@ class Prices:
         """A drafter has read ``rows`` tokens besides drafting."""
         before, count = self._reading[name]
         keep = min(1.0, _ROWS / (count + rows))
-        seconds = min(max(seconds, 0.0), 4 * rows * before / count)
+        limit = 4 * rows * before / count or seconds  # one hiccup is no policy
+        seconds = min(max(seconds, 0.0), limit)
         self._reading[name] = (keep * (before + seconds), keep * (count + rows))
 
 

@@ -8,6 +8,8 @@ from paceline.core.costs import StepCosts
 
 _BOUND = 1.5  # by which one step may differ from what is known: a hiccup is no policy
 
+_LONG_AGO = 64  # steps
+_SETTLED = 8  # observations
 _UNEVEN = 64  # distinguishes the cells of uneven batches
 # What batches cost in which sequences have different numbers of rows, which are padded: 1.05 to
 # 1.14 times one with as many rows in all (8 and 32 sequences, embedded target, one core of Zen 4).
@@ -46,9 +48,10 @@ class Correction:
         own, count = self._cell(group, cell)
         bound = _BOUND if self._groups else 4.0
         ratio = min(max(ratio, whole * own / bound), whole * own * bound)
-        fast, slow = max(0.1, 1 / (1 + seen)), max(0.03, 1 / (4 + count))
-        self._groups[group] = (whole + fast * (ratio / own - whole), seen + 1)
-        if seen:  # the first step of all says nothing about its cell
+        fast, slow = max(0.1, 1 / (1 + seen)), max(0.03, 1 / (16 + count))
+        whole += fast * (ratio / own - whole)
+        self._groups[group] = (whole, seen + 1)
+        if seen >= _SETTLED:  # the first steps say nothing about their cells
             self._cells[group, cell] = (own + slow * (ratio / whole - own), count + 1)
 
 
@@ -68,6 +71,8 @@ class StepTime:
         self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
         self._kinds: set[Hashable] = set()  # of the drafts in the step under way
         self._drafting = 0.0  # seconds of their passes, as measured
+        self._since_plain = _LONG_AGO  # steps since one without drafts
+        self._whole = False  # whether only the whole of steps is known
 
     def verify(self, batch: int, nodes: float) -> float:
         """A target forward over ``batch`` sequences and ``nodes`` draft nodes each, as measured."""
@@ -98,6 +103,11 @@ class StepTime:
         """
         return self.rest(batch, nodes) + self.drafting(batch, nodes, drafting, kind)
 
+    @property
+    def wants_plain(self) -> bool:
+        """Whether a step without drafts is needed to tell drafting from the rest."""
+        return self._whole and self._since_plain >= _LONG_AGO
+
     def begin(self, kind: Hashable, drafting: float) -> None:
         """Drafts of a kind are made in the step under way; passes measured to take so long."""
         self._kinds.add(kind)
@@ -127,9 +137,14 @@ class StepTime:
         kind = next(iter(self._kinds)) if len(self._kinds) == 1 else None
         group, cell = _group(batch), _cell(nodes, even)
         known = self.rest(batch, nodes, even)
-        if drafting is None:  # both are as wrong as the whole
+        self._since_plain = self._since_plain + 1 if self._kinds else 0
+        self._whole = drafting is None and bool(self._kinds)
+        if drafting is None:
+            # Where plain steps say what the rest takes, drafting answers for what is left. Else
+            # all may have become slower, and both are as wrong as the whole.
             expected = self.drafting(batch, nodes, self._drafting, kind, even)
-            drafting = seconds * expected / (known + expected)
+            whole = seconds * expected / (known + expected)
+            drafting = max(seconds - known, 0.0) if self._since_plain < _LONG_AGO else whole
         rest = seconds - drafting if self._kinds else seconds
         self._rest.observe(group, cell, rest / self.verify(batch, nodes))
         if len(self._kinds) != 1:

@@ -74,8 +74,8 @@ class OwnAcceptance:
     as the best fixed one; with a rate for each level and sequence, 1.01 times.
     """
 
-    DECAY = 0.94
-    TRIALS = 12.0  # whose failures are what all sequences show
+    DECAY = 0.97
+    TRIALS = 12.0  # drafts that fail as often as everyone's do, to begin with
 
     def __init__(self, everyone: AcceptanceEstimate) -> None:
         self._everyone = everyone

@@ -171,7 +171,9 @@ class AdaptiveLength:
         requests, known = [seqs[place] for place in own], [names[place] for place in own]
         candidates = [self._candidate(s, name) for s, name in zip(requests, known, strict=True)]
         chosen = choose(self._prices, batch, candidates)
-        if not any(chosen):
+        if self._steps.wants_plain:
+            chosen, found.until = [0] * len(chosen), self._step + 1
+        elif not any(chosen):
             found.until = self._step + self.HOLD_PLAIN
             for seq, name in zip(requests, known, strict=True):
                 self._acceptance.of(seq.seq_id, name).fade(self.FADE)
@@ -283,7 +285,8 @@ class AdaptiveLength:
     def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
         self._purse.earn(seconds)
-        if self._step % 4 == 0 and all(commit.fed == 1 for commit in commits):
+        due = self._step % 4 == 0 or self._steps.wants_plain
+        if due and all(commit.fed == 1 for commit in commits):
             self._steps.end(len(commits), 0, seconds)
 
     def _learn(self, commit: Commit, name: str, length: int) -> int:
