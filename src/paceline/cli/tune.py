@@ -102,7 +102,7 @@ def tune(
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")
     ] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each prompt.")] = 48,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the confirmation.")] = 4,
     out: Annotated[str, typer.Option(help="Where the profile is written.")] = "paceline.toml",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the profile.")] = False,

@@ -40,7 +40,7 @@ class Wish:
 
     concurrency: int = 1
     temperature: float = 0.0
-    max_tokens: int = 64
+    max_tokens: int = 48
     rounds: int = 4
     source: str = "shipped prompts"
 
