@@ -163,7 +163,8 @@ def bench(
     from paceline.bench.prompts import fit
     from paceline.bench.runner import Record
 
-    llm = engine.open(None)
+    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
+    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     fitting, left_out = fit(plan.prompts, llm, options.max_tokens)
     if not fitting:
         raise PromptError(
