@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -10,13 +11,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline import SamplingParams
+from paceline import ConfigError, Grammar, SamplingParams
 from paceline.cli.options import (
     ModelOptions,
     SamplingOptions,
     expand,
+)
+from paceline.cli.values import (
     parse_bytes,
     parse_draft_length,
+    parse_grammar,
     parse_logit_bias,
 )
 
@@ -57,8 +61,18 @@ def test_defaults_are_those_of_the_api() -> None:
 def test_every_sampling_parameter_has_an_option() -> None:
     renamed = {"stop_token_id": "stop_token_ids"}
     options = {renamed.get(item.name, item.name) for item in fields(SamplingOptions)}
-    # A call has one --draft for all its prompts, so there is no drafter to choose.
-    assert options == {item.name for item in fields(SamplingParams)} - {"drafter"}
+    # A call has one --draft for all its prompts, and one --draft-length.
+    assert options == {item.name for item in fields(SamplingParams)} - {"drafter", "draft_length"}
+
+
+def test_grammars(tmp_path: Path) -> None:
+    assert parse_grammar("json") == Grammar.json()
+    assert parse_grammar("regex:[a:]+") == Grammar("regex", "[a:]+")
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    assert parse_grammar(f"json:@{tmp_path}/schema.json") == Grammar.json({"type": "integer"})
+    for text, message in (("digits", "KIND:TEXT"), ("yaml:x", "kind"), ("json:@none", "cannot")):
+        with pytest.raises(ConfigError, match=message):
+            parse_grammar(text)
 
 
 @pytest.mark.parametrize(

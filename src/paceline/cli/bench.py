@@ -15,14 +15,8 @@ from paceline.cli.measuring import (
     partial_results,
     progress_bar,
 )
-from paceline.cli.options import (
-    DEFAULT_DRAFT,
-    DEFAULT_MODEL,
-    ModelOptions,
-    expand,
-    parse_bytes,
-    parse_draft_length,
-)
+from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
+from paceline.cli.values import parse_bytes, parse_draft_length
 from paceline.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from paceline.cli.measuring import (
     partial_results,
     progress_bar,
 )
-from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, parse_logit_bias
+from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
+from paceline.cli.values import parse_logit_bias
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:

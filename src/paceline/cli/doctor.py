@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.measuring import ReportOptions, finish, partial_results, progress_bar
-from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, parse_bytes, quiet_libraries
+from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
+from paceline.cli.values import parse_bytes
 
 if TYPE_CHECKING:
     from paceline.doctor.findings import Finding

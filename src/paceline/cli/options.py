@@ -11,12 +11,16 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from paceline import config
-from paceline.errors import ConfigError
+from paceline.cli.values import (
+    parse_bytes,
+    parse_draft_length,
+    parse_grammar,
+    parse_logit_bias,
+)
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
@@ -69,37 +73,6 @@ def _default_of(item: Field[Any]) -> Any:
     if item.default_factory is not MISSING:
         return item.default_factory()
     return inspect.Parameter.empty if item.default is MISSING else item.default
-
-
-def parse_bytes(text: str) -> int:
-    """``config.parse_bytes`` for an option: a bad size is a usage error."""
-    try:
-        return config.parse_bytes(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def parse_draft_length(text: str | None) -> int | Literal["auto"] | None:
-    if text is None:
-        return None
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal():
-        raise typer.BadParameter(f"--draft-length {text!r}: write auto, or a whole number from 0")
-    return int(text)
-
-
-def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
-    biases = {}
-    for pair in pairs:
-        token, _, value = pair.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--logit-bias {pair!r}: write ID=VALUE, as in 42=-5"
-            ) from None
-    return biases
 
 
 def debugging() -> bool:
@@ -320,6 +293,19 @@ class SamplingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND:TEXT",
+            help="What the text must look like: json, json:SCHEMA, regex:..., lark:..., "
+            "or KIND:@FILE.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool,
+        typer.Option(help="Leave special tokens out of the text.", rich_help_panel=_SAMPLING),
+    ] = True
     n: Annotated[
         int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)
     ] = 1
@@ -344,6 +330,8 @@ class SamplingOptions:
             stop_token_ids=tuple(self.stop_token_id),
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
+            grammar=None if self.grammar is None else parse_grammar(self.grammar),
+            skip_special_tokens=self.skip_special_tokens,
             n=self.n,
         )
 

@@ -15,7 +15,8 @@ from paceline.cli.measuring import (
     partial_results,
     progress_bar,
 )
-from paceline.cli.options import ModelOptions, debugging, expand, parse_bytes
+from paceline.cli.options import ModelOptions, debugging, expand
+from paceline.cli.values import parse_bytes
 
 if TYPE_CHECKING:
     from paceline import LLM

@@ -16,13 +16,8 @@ from paceline.cli.measuring import (
     partial_results,
     progress_bar,
 )
-from paceline.cli.options import (
-    DEFAULT_MODEL,
-    expand,
-    parse_bytes,
-    quiet_libraries,
-    set_threads,
-)
+from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
+from paceline.cli.values import parse_bytes
 
 if TYPE_CHECKING:
     from paceline import LLM

@@ -67,6 +67,8 @@ class Engine:
         lap = self.clock.lap
         self.clock.start()
         plan = self.scheduler.plan(self.controller.lengths)
+        if not plan.slices:
+            return []
         lap("other")
         trees = self.drafter.propose(plan)
         lap("draft")

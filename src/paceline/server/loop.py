@@ -156,7 +156,6 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._preparing = threading.Lock()  # one tokeniser, not made for several threads
         self._draining = self._stopping = False
-        self._failed: str | None = None
         self._request_seconds = 1.0  # moving average, for Retry-After
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
@@ -172,7 +171,7 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self._failed is None
+        return self._thread.is_alive()
 
     @property
     def waiting(self) -> int:
