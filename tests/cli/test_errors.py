@@ -158,7 +158,7 @@ def test_messages_are_put_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object) -> None:
         raise PacelineError("first line\n  second line")
 
-    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", fail)
+    monkeypatch.setattr("paceline.cli.sampling.SamplingOptions.params", fail)
     result = run("generate", "hi")
     assert result.exit_code == 1
     assert result.stderr == "error: first line second line\n"
@@ -168,7 +168,7 @@ def test_an_unexpected_error_is_one_line_too(monkeypatch: pytest.MonkeyPatch) ->
     def fail(self: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", fail)
+    monkeypatch.setattr("paceline.cli.sampling.SamplingOptions.params", fail)
     result = run("generate", "hi")
     assert result.exit_code == 1
     assert "unexpected ZeroDivisionError: division by zero" in result.stderr
@@ -197,7 +197,7 @@ def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", interrupt)
+    monkeypatch.setattr("paceline.cli.sampling.SamplingOptions.params", interrupt)
     result = run("generate", "hi")
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from paceline import ConfigError, Grammar, SamplingParams
 from paceline.cli.options import (
     ModelOptions,
-    SamplingOptions,
     expand,
 )
+from paceline.cli.sampling import SamplingOptions
 from paceline.cli.values import (
     parse_bytes,
     parse_draft_length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +16,7 @@ from paceline.cli.measuring import (
     progress_bar,
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
-from paceline.cli.values import parse_logit_bias
+from paceline.cli.sampling import LawOptions
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _LEAST_BATCH = 32
 
 
 @dataclass(frozen=True)
-class CertifiedSampling:
+class CertifiedSampling(LawOptions):
     """Sampling parameters to certify; greedy decoding is tested in any case."""
 
     temperature: Annotated[
@@ -39,50 +39,12 @@ class CertifiedSampling:
             "--temperature", "-t", help="0 tests greedy decoding only.", rich_help_panel=_SAMPLING
         ),
     ] = 1.0
-    top_k: Annotated[
-        int, typer.Option(help="Keep the k likeliest; 0 is off.", rich_help_panel=_SAMPLING)
-    ] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Keep this much probability.", rich_help_panel=_SAMPLING)
-    ] = 1.0
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Drop tokens below this share of the likeliest.", rich_help_panel=_SAMPLING
-        ),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)
-    ] = 1.0
-    presence_penalty: Annotated[
-        float, typer.Option(help="From -2 to 2, once a token.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option(help="From -2 to 2, per occurrence.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ID=VALUE",
-            help="Add to a token's logit; repeatable.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = field(default_factory=list)
 
     def params(self) -> SamplingParams:
         """Raises ConfigError on a value out of range."""
         from paceline import SamplingParams
 
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=parse_logit_bias(self.logit_bias),
-        )
+        return SamplingParams(**self.law())
 
 
 @dataclass(frozen=True)
