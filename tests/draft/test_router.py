@@ -12,7 +12,8 @@ from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
 from paceline.draft.router import Router
-from paceline.draft.worth import Profile, StepTime
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Profile
 from paceline.engine.controller import AdaptiveLength
 from paceline.errors import ConfigError
 from paceline.llm import LLM

@@ -11,7 +11,8 @@ from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.draft import hybrid
-from paceline.draft.worth import Profile, StepTime
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Profile
 
 PARAMS = SamplingParams(temperature=1.0)
 
