@@ -6,13 +6,14 @@ decode the same waves of requests, prefill included, to the same number of token
 order rotates. A figure is the median over rounds of tokens a second; a ratio is auto's median by
 the best of the others' medians. That best is a maximum over noisy medians, so ratios lean downward.
 
-Sections: `sweep` (greedy, every concurrency), `sampled` (temperature 1, concurrency 1 and 8), `load`
-(concurrency changes 1 -> 32 -> 4 -> 16 within a run, with draft length over time), `useless`
+Sections: `sweep` (greedy, every concurrency), `sampled` (temperature 1, concurrency 1 and 8),
+`load` (concurrency changes 1 -> 32 -> 4 -> 16 within a run, with draft length over time), `useless`
 (a draft of random weights: tokens a second after each request's first hundred tokens, by plain
 decoding's; every round with a new LLM, which knows nothing yet).
 
     python benchmarks/never_slower.py --quick
     python benchmarks/never_slower.py --report never_slower.md --json never_slower.json
+    python benchmarks/never_slower.py --draft ngram --sections sweep
 
 The last line of the output is one JSON object. Ctrl-C prints what was measured.
 """
@@ -22,11 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Amount:
     prompts: int  # decoded in a round at low concurrency
 
 
-FULL, QUICK = Amount(5, 96, 8), Amount(3, 48, 4)
+FULL, QUICK = Amount(3, 64, 12), Amount(2, 48, 4)
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ Runs = dict[str, dict[str, list[Run]]]  # cell key -> contestant -> rounds
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and tokens: 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="less of everything: 3 minutes")
     parser.add_argument("--model", default="paceline/tiny")
     parser.add_argument("--draft", default="model:paceline/tiny-draft")
     parser.add_argument("--inflated", action="store_true", help="the pair at 401M and 34M")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
-    parser.add_argument("--lengths", default="1,2,3,4,6,8", help="fixed draft lengths")
-    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--lengths", help="fixed draft lengths; default 1,2,3,4,6,8, quick: 1,2,4")
+    parser.add_argument("--sections", help="default all, quick: sweep,useless")
     parser.add_argument("--prompts", help="a file in place of the shipped prompts")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--tokens", type=int, help="new tokens of a request")
@@ -99,11 +99,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--report", help=".md or .html file for tables and plots")
     args = parser.parse_args(arguments)
     args.concurrency = [int(part) for part in args.concurrency.split(",")]
-    args.lengths = [int(part) for part in args.lengths.split(",")]
-    args.sections = args.sections.split(",")
+    lengths = args.lengths or ("1,2,4" if args.quick else "1,2,3,4,6,8")
+    args.lengths = [int(part) for part in lengths.split(",")]
+    sections = args.sections or ("sweep,useless" if args.quick else ",".join(SECTIONS))
+    args.sections = sections.split(",")
+    given = [number for number in (args.rounds, args.tokens) if number is not None]
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    if min([*args.concurrency, *args.lengths, args.rounds or 1, args.tokens or 2]) < 1:
+    if min([*args.concurrency, *args.lengths, *given]) < 1:
         parser.error("--concurrency, --lengths, --rounds and --tokens must be at least 1")
     return args
 
@@ -228,8 +231,7 @@ class Bench:
             auto = Contestant(AUTO, self.plain.beside(self.useless, **self._options("auto")))
             plain = Contestant(PLAIN, self.plain)
             for count in (1, 8):
-                prompts = self.prompts[: max(2, count)] if not self.args.quick else self.prompts
-                prompts = prompts[: max(2, count)]
+                prompts = self.prompts[: max(2, count)]
                 for one in (plain, auto):
                     yield f"useless/{count}: {one.name}"
                     run = one.run(prompts, count, tokens, early=EARLY)

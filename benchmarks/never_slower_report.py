@@ -50,7 +50,7 @@ def cell_record(rounds: Rounds) -> dict[str, Any]:
 
 
 def _same_text(rounds: Rounds) -> float | None:
-    """Share of auto's texts that are plain decoding's, token for token (greedy: all but near ties)."""
+    """Share of auto's texts that are plain decoding's (greedy: all but those with near ties)."""
     pairs = [
         (one, other)
         for auto, plain in zip(rounds[AUTO], rounds.get(PLAIN, ()), strict=False)

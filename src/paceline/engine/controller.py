@@ -121,7 +121,7 @@ class AdaptiveLength:
     Drafters in ``bounds`` decide for themselves and get their longest length.
     """
 
-    HOLD = 8  # steps at most for which drafts of the same batch keep their lengths
+    HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
     HOLD_PLAIN = 16  # where nothing is drafted, so that nothing is learnt
     FADE = 0.85  # weight kept of what a sequence showed, every HOLD_PLAIN steps without a draft
     HORIZON = 256  # tokens at most over which reading a prompt is written off
@@ -163,7 +163,7 @@ class AdaptiveLength:
         names = [seq.params.drafter or self._default for seq in seqs]
         wishes = [self._bounds.get(name, 0) for name in names]
         own = [place for place, name in enumerate(names) if name in self._profiles]
-        # A new batch is looked at again soon: 1, 2, 4, 8 steps later.
+        # A new batch is looked at again soon: 1, 2, 4 steps later.
         hold = min(2 * self._settled.hold, self.HOLD) if ids == self._settled.ids else 1
         found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
         if not own:
