@@ -74,7 +74,7 @@ def test_expected_tokens_follow_the_formula() -> None:
 
 def test_good_drafts_become_long_and_bad_ones_stop() -> None:
     assert drive(adaptive(), 0.95, 60)[-1] >= 6
-    assert sum(n > 0 for n in drive(adaptive(), 0.0, 60)[-20:]) <= 1, "but for a probe"
+    assert sum(drive(adaptive(), 0.0, 200)[-40:]) <= 5, "but for a probe"
 
 
 def test_costly_verification_shortens_drafts() -> None:

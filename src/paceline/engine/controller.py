@@ -163,8 +163,10 @@ class AdaptiveLength:
         names = [seq.params.drafter or self._default for seq in seqs]
         wishes = [self._bounds.get(name, 0) for name in names]
         own = [place for place, name in enumerate(names) if name in self._profiles]
-        # A new batch is looked at again soon: 1, 2, 4 steps later.
-        hold = min(2 * self._settled.hold, self.HOLD) if ids == self._settled.ids else 1
+        # A new batch, or new drafts, are looked at again soon: 1, 2, 4 steps later.
+        before = self._settled
+        same = before.drafts and ids == before.ids
+        hold = min(2 * before.hold, self.HOLD) if same else 1
         found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
         if not own:
             return found
