@@ -337,6 +337,24 @@ def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:
     assert [table.target(b, 3) for b in (1, 2, 8)] == pytest.approx([1.2, 1.5, 3.3])
 
 
+def test_a_length_of_a_request_stands() -> None:
+    """Whatever pays; and what it comes to is learnt only as far as it is comparable."""
+    control = adaptive(draft=5.0)  # drafting never pays
+    own = Request(1, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=12), cached=1)
+    none = Request(2, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=0), cached=1)
+    for _ in range(20):
+        wishes = control.lengths([seq(0), own, none])
+        assert wishes[1:] == [12, 0]
+        commits = [
+            Commit(0, (1,), fed=1, position=1),
+            Commit(1, (1, 1, 1), (0, 1), drafted=12, levels=12, reached=3, fed=1, position=1),
+            Commit(2, (1,), fed=1, position=1),
+        ]
+        control.observe(commits, 1.0, 0.5)
+    control.forget(1)
+    assert control.lengths([seq(0), none])[1] == 0
+
+
 def test_fixed_length() -> None:
     assert FixedLength(3).lengths([seq(), seq(1)]) == [3, 3]
 

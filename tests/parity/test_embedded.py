@@ -61,5 +61,6 @@ def test_same_text_as_plain_decoding(plain: LLM, drafter: str, batch: int) -> No
             if found is not None:
                 assert plain.target.dtype != torch.float32, "float32 has no excuse"
                 assert found.is_tie, found
-        assert accepted > 0 or drafter == "ngram"
+        # The adaptive length may find plain decoding faster, and ngram nothing.
+        assert accepted > 0 or drafter in ("ngram", "model, adaptive")
     llm.close()

@@ -42,6 +42,7 @@ def stand_ins(
             cache.free(seq.seq_id)
 
 
+@torch.inference_mode()
 def rehearse_level(
     forward: Callable[[Sequence[Feed]], torch.Tensor],
     cache: PagedCache,

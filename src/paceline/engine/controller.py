@@ -96,6 +96,7 @@ class _Settled:
     drafting: list[tuple[str, float]] = field(default_factory=list)  # by drafter, as measured
     probe: bool = False
     candidates: list[Candidate] = field(default_factory=list)
+    given: bool = False  # some requests have a length of their own: such steps are no measure
 
 
 class _Seen(NamedTuple):
@@ -118,7 +119,8 @@ class AdaptiveLength:
     into probes; what a sequence showed long ago fades until it is tried again.
 
     ``profiles`` by the names that requests use; those that name none have the ``default``.
-    Drafters in ``bounds`` decide for themselves and get their longest length.
+    Drafters in ``bounds`` decide for themselves and get their longest length. A request's own
+    ``draft_length`` stands.
     """
 
     HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
@@ -161,13 +163,22 @@ class AdaptiveLength:
     def _settle(self, ids: list[int], seqs: Sequence[Request]) -> _Settled:
         batch = len(seqs)
         names = [seq.params.drafter or self._default for seq in seqs]
-        wishes = [self._bounds.get(name, 0) for name in names]
-        own = [place for place, name in enumerate(names) if name in self._profiles]
+        given = [seq.params.draft_length for seq in seqs]
+        wishes = [
+            self._bounds.get(name, 0) if length is None else length
+            for name, length in zip(names, given, strict=True)
+        ]
+        own = [
+            place
+            for place, name in enumerate(names)
+            if name in self._profiles and given[place] is None
+        ]
         # A new batch, or new drafts, are looked at again soon: 1, 2, 4 steps later.
         before = self._settled
         same = before.drafts and ids == before.ids
         hold = min(2 * before.hold, self.HOLD) if same else 1
         found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
+        found.given = any(length is not None for length in given)
         if not own:
             return found
         requests, known = [seqs[place] for place in own], [names[place] for place in own]
@@ -266,7 +277,7 @@ class AdaptiveLength:
         held, commits = step.held, step.commits
         wished = dict(zip(held.ids, zip(held.names, held.wishes, strict=True), strict=True))
         nodes = unread = 0
-        measure = even = True  # a step that prefills is no measure
+        measure, even = not held.given, True  # a step that prefills is no measure, either
         for commit in commits:
             measure = measure and commit.fed == 1 and bool(commit.tokens)
             even = even and commit.drafted == commits[0].drafted
@@ -294,6 +305,7 @@ class AdaptiveLength:
     def _learn(self, commit: Commit, name: str, length: int) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         profile = self._profiles[name]
+        length = min(length, profile.longest)
         self._prices.fill[name].record(commit.drafted, profile.nodes[length])
         reached = levels_tried(commit, length)
         self._acceptance.record(commit.seq_id, name, reached, len(commit.path))
