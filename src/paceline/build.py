@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -187,7 +187,7 @@ def measure_costs(
         cache.reserve(seq_id, context + 1 + nodes[-1])
     tokens = torch.zeros(nodes[-1], dtype=torch.int64, device=target.device)
 
-    def curve(sequences: int) -> CostCurve:
+    def curve(sequences: int, counts: Sequence[int] = nodes, rounds: int = 5) -> CostCurve:
         """A step of chains over a short context, by tokens per sequence."""
 
         def run(count: int) -> None:
@@ -195,12 +195,16 @@ def measure_costs(
             feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:sequences]]
             target(cache.pack(feeds), cache, drafter.features).logits.argmax(-1)
 
-        return measure(run, [1 + n for n in nodes], target.device)
+        budget = 0.06 * rounds
+        return measure(run, [1 + n for n in counts], target.device, rounds, budget)
 
     try:
         one = curve(1)
         full = curve(batch) if batch > 1 else one
+        few = [n for n in nodes if n <= 7]  # what pays for more than a few sequences
+        sizes = [2**power for power in range(1, 10) if 2**power < batch]
+        between = tuple((size, curve(size, few, rounds=2)) for size in sizes)
     finally:
         for seq_id in ids:
             cache.free(seq_id)
-    return StepCosts(one, full, batch)
+    return StepCosts(one, full, batch, between)

@@ -153,7 +153,8 @@ class KnownCosts:
     def steps(self, max_batch_size: int) -> StepCosts:
         """What a controller needs for batches up to ``max_batch_size``."""
         full = max((b for b in self.batches if b <= max_batch_size), default=self.batches[0])
-        return StepCosts(self.curve(self.batches[0]), self.curve(full), full)
+        between = tuple((b, self.curve(b)) for b in self.batches[1:] if b < full)
+        return StepCosts(self.curve(self.batches[0]), self.curve(full), full, between)
 
 
 @dataclass(frozen=True)

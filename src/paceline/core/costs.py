@@ -27,17 +27,22 @@ class CostCurve:
 class StepCosts:
     """What a target forward costs, from a lone sequence up to a full batch.
 
-    ``one`` and ``full``: seconds by tokens PER sequence, for one sequence and for ``batch``.
+    Seconds by tokens PER sequence: ``one`` for a lone one, ``full`` for ``batch`` of them, and
+    ``between`` for some numbers of sequences in between. The price of a sequence more falls with
+    their number: from the ends alone eight of 32 looked 14 % cheaper than they were.
     """
 
     one: CostCurve
     full: CostCurve
     batch: int
+    between: tuple[tuple[int, CostCurve], ...] = ()
 
     def target(self, sequences: int, tokens_each: float) -> float:
         """A target forward over ``tokens_each`` tokens of each of ``sequences`` sequences."""
-        alone = self.one(tokens_each)
         if self.batch == 1:
-            return alone * sequences
-        share = (sequences - 1) / (self.batch - 1)
-        return alone + share * (self.full(tokens_each) - alone)
+            return self.one(tokens_each) * sequences
+        points = [(1, self.one), *self.between, (self.batch, self.full)]
+        right = next((i for i, (n, _) in enumerate(points) if n >= sequences), len(points) - 1)
+        (low, left), (high, curve) = points[max(right, 1) - 1], points[max(right, 1)]
+        few = left(tokens_each)
+        return few + (sequences - low) / (high - low) * (curve(tokens_each) - few)

@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.costs import CostCurve
 
-_BUDGET = 0.3  # seconds of rounds beyond those asked for
+_BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
 
 
 def synchronise(device: torch.device) -> None:
@@ -24,6 +24,7 @@ def measure(
     counts: Sequence[int],
     device: torch.device,
     rounds: int = 5,
+    budget: float = _BUDGET,
 ) -> CostCurve:
     """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts.
 
@@ -36,7 +37,7 @@ def measure(
         run(count)  # warm-up: allocations, kernel selection
     began = time.perf_counter()
     done = 0
-    while done < rounds or (done < 4 * rounds and time.perf_counter() - began < _BUDGET):
+    while done < rounds or (done < 4 * rounds and time.perf_counter() - began < budget):
         done += 1
         for index, count in enumerate(counts):
             synchronise(device)
