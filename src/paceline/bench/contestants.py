@@ -59,6 +59,7 @@ class Paceline:
             seconds=end - start,
             steps=sum(count.target_steps for count in counts),
             drafted=sum(count.drafted for count in counts),
+            levels=sum(count.levels for count in counts),
             accepted=sum(count.accepted for count in counts),
             reached=_sums([count.reached_at for count in counts]),
             accepted_at=_sums([count.accepted_at for count in counts]),

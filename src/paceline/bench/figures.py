@@ -161,12 +161,14 @@ def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
 def merged(outcomes: Sequence[Outcome]) -> Outcome:
     """Runs of one contestant as one; ``drafted`` is None if it is in any of them."""
     drafted = [o.drafted for o in outcomes if o.drafted is not None]
+    levels = [o.levels for o in outcomes if o.levels is not None]
     phases = dict.fromkeys((name for o in outcomes for name in o.phases), 0.0)
     return Outcome(
         answers=[answer for o in outcomes for answer in o.answers],
         seconds=sum(o.seconds for o in outcomes),
         steps=sum(o.steps for o in outcomes),
         drafted=sum(drafted) if len(drafted) == len(outcomes) else None,
+        levels=sum(levels) if len(levels) == len(outcomes) else None,
         accepted=sum(o.accepted for o in outcomes),
         reached=_sums([o.reached for o in outcomes]),
         accepted_at=_sums([o.accepted_at for o in outcomes]),

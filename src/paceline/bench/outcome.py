@@ -29,16 +29,18 @@ class Answer:
 class Outcome:
     """One timed run over some requests, answers in their order. Times in seconds.
 
-    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` is None where a
-    contestant does not say. ``reached`` and ``accepted_at`` count drafts by position, as in
-    CompletionStats. ``phases`` are the seconds by phase of the ``decoding_steps``: the engine's
-    steps in which nobody read a prompt. ``decoding_slots`` are the sequences in them, added up.
+    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) and
+    ``levels`` (depths of the trees) are None where a contestant does not say. ``reached`` and
+    ``accepted_at`` count drafts by position, as in CompletionStats. ``phases`` are the seconds by
+    phase of the ``decoding_steps``: the engine's steps in which nobody read a prompt.
+    ``decoding_slots`` are the sequences in them, added up.
     """
 
     answers: Sequence[Answer]
     seconds: float
     steps: int
     drafted: int | None = None
+    levels: int | None = None
     accepted: int = 0
     reached: Sequence[int] = ()
     accepted_at: Sequence[int] = ()

@@ -92,7 +92,11 @@ class Drafts:
         before = [steps, *accepted]
         rates = [won / of for won, of in zip(accepted, before, strict=False) if of]
         nodes_each = drafted / steps if steps else 0.0
-        levels = _levels(drafter, nodes_each)
+        depths = [outcome.levels for outcome in rounds if outcome.levels is not None]
+        if len(depths) == len(rounds):
+            levels = sum(depths) / steps if steps else 0.0
+        else:
+            levels = _levels(drafter, nodes_each)
         passes_each = _between(drafter.passes, levels)
         return cls(levels, nodes_each, passes_each, tuple(rates), acceptance, False, full)
 

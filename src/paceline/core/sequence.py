@@ -15,17 +15,19 @@ class DraftCounts:
 
     target_steps: int = 0  # forwards that yielded tokens (prefill chunks before the last do not)
     drafted: int = 0
+    levels: int = 0  # depths of all trees
     accepted: int = 0
     reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, nodes: int, accepted: int, reached: int) -> None:
-        """Count one verified tree: its nodes, its accepted depth, and the depth it was tried to.
+    def record(self, nodes: int, levels: int, accepted: int, reached: int) -> None:
+        """Count one verified tree: its nodes, its depth, how much was accepted, how much tried.
 
         ``reached`` is ``accepted`` plus one if the last accepted node had children to try.
         """
         self.target_steps += 1
         self.drafted += nodes
+        self.levels += levels
         self.accepted += accepted
         while len(self.reached_at) < reached:
             self.reached_at.append(0)

@@ -162,7 +162,7 @@ class Engine:
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:taken],
         )
-        seq.counts.record(commit.drafted, len(path), commit.reached)
+        seq.counts.record(commit.drafted, commit.levels, len(path), commit.reached)
         return commit
 
     def _finish_reason(self, seq: Request, token: int) -> str | None:
