@@ -7,7 +7,6 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def start_browser() -> Any:
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
@@ -31,7 +29,12 @@ def browser() -> Iterator[Any]:
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,1000"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    return webdriver.Chrome(options=options, service=Service(DRIVER))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    driver = start_browser()
     try:
         yield driver
     finally:
@@ -217,16 +220,3 @@ def test_nothing_comes_from_outside_and_nothing_was_refused(page: Page) -> None:
     assert loaded and all(name.startswith(page.url) for name in loaded)
     messages = [entry["message"] for entry in page.browser.get_log("browser")]
     assert not [m for m in messages if "Content Security Policy" in m or "Uncaught" in m]
-
-
-def screenshot(browser: Any, url: str, path: Path) -> None:
-    """The picture in the README: a side-by-side run that has ended."""
-    browser.set_window_size(1120, 1020)
-    page = Page(browser, url)
-    page.fill("tokens", "90")
-    page.find("#both").click()
-    page.find("#send").click()
-    page.wait()
-    time.sleep(4)  # let the charts show it
-    webdriver.ActionChains(browser).move_to_element(page.find(".answer .draft")).perform()
-    browser.save_screenshot(str(path))

@@ -1,0 +1,42 @@
+"""The picture of the page in the README: a side-by-side run that has ended.
+
+python tests/server/take_screenshot.py docs/images/page.png
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from test_page import Page, start_browser, webdriver
+
+from paceline import LLM
+from paceline.server.service import Service
+from running_server import MODEL, serve
+
+DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
+
+
+def main(path: str) -> None:
+    browser = start_browser()
+    with closing(serve(Service(LLM(MODEL, draft=DRAFTS), MODEL))) as servers:
+        browser.set_window_size(1120, 1230)
+        page = Page(browser, next(iter(servers)).url)
+        page.fill("tokens", "90")
+        page.find("#both").click()
+        for _ in range(2):  # the first run warms up
+            page.browser.execute_script("window.paceline.runs = 0")
+            page.find("#send").click()
+            page.wait()
+        time.sleep(3)  # the charts are drawn every two seconds
+        webdriver.ActionChains(browser).move_to_element(page.find(".answer .draft")).perform()
+        browser.save_screenshot(path)
+        browser.quit()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
