@@ -14,9 +14,11 @@ class PhaseClock:
     """Adds up the seconds of each phase over all steps; always on, some hundred nanoseconds a lap.
 
     draft: proposing and learning from what was committed. target: the forward. verify: laws, rule
-    and the step's one transfer. other: scheduling, packing, committing, bookkeeping. On CUDA the
-    marks are events on the stream, read when the next step begins, so nothing waits for them; a
-    phase is then what the device spent in it, waiting for the host included.
+    and the step's one transfer. other: scheduling, packing, committing, bookkeeping.
+
+    Between steps ``seconds`` and ``steps`` are those of all steps but the last. On CUDA the marks
+    are events on the stream, read behind the next step's own synchronisation, so nothing waits for
+    them; a phase is then what the device spent in it, waiting for the host included.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -25,16 +27,21 @@ class PhaseClock:
         self._events = torch.device(device).type == "cuda"
         self._phases: list[str] = []
         self._marks: list[Any] = []
+        self._last: tuple[list[str], list[Any]] = ([], [])
 
     def start(self) -> None:
-        """A step begins; the one before is accounted for."""
+        """A step begins."""
         self._settle()
+        self._last = self._phases, self._marks
+        self._phases, self._marks = [], []
         self._mark()
 
     def lap(self, phase: str) -> None:
         """What was done since the last mark belongs to ``phase``."""
         self._phases.append(phase)
         self._mark()
+        if phase == "verify":  # the device has been waited for: what lies behind has happened
+            self._settle()
 
     def current(self, phase: str) -> float | None:
         """Seconds of a phase in the step under way; None on CUDA, where that is known later."""
@@ -50,6 +57,9 @@ class PhaseClock:
     def totals(self) -> dict[str, float]:
         """Seconds by phase of all steps so far; on CUDA this waits for the last one."""
         self._settle()
+        self._last = self._phases, self._marks
+        self._phases, self._marks = [], []
+        self._settle()
         return dict(self.seconds)
 
     def _mark(self) -> None:
@@ -61,12 +71,14 @@ class PhaseClock:
         self._marks.append(event)
 
     def _settle(self) -> None:
-        if self._phases:
-            self.steps += 1
-            if self._events:
-                self._marks[-1].synchronize()
-        for place, phase in enumerate(self._phases):
-            before, after = self._marks[place], self._marks[place + 1]
+        """Account for the step before the one under way."""
+        phases, marks = self._last
+        self._last = [], []
+        if not phases:
+            return
+        self.steps += 1
+        if self._events:
+            marks[-1].synchronize()
+        for phase, before, after in zip(phases, marks, marks[1:], strict=False):
             passed = before.elapsed_time(after) / 1e3 if self._events else after - before
             self.seconds[phase] += passed
-        self._phases, self._marks = [], []

@@ -41,6 +41,7 @@ class Metrics:
         self._speculation()
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
+        self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
         self._begun: set[int] = set()
 
@@ -178,13 +179,14 @@ class Metrics:
         self.acceptance.labels(drafter).set(recent.acceptance)
 
     def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
-        totals = llm.engine.clock.totals()
-        everyone = sum(sequences.values())
+        """The clock knows all steps but this one; asking for this one would wait for a GPU."""
+        seconds = dict(llm.engine.clock.seconds)
+        everyone = sum(self._before.values())
         for phase in PHASES:
-            passed = totals[phase] - self._phases[phase]
-            for drafter, count in sequences.items():
-                self.phase_seconds.labels(phase, drafter).inc(max(0.0, passed) * count / everyone)
-        self._phases = totals
+            passed = max(0.0, seconds[phase] - self._phases[phase])
+            for drafter, count in self._before.items():
+                self.phase_seconds.labels(phase, drafter).inc(passed * count / everyone)
+        self._phases, self._before = seconds, sequences
 
     def finished(self, request: Request, outcome: str) -> None:
         self.requests.labels(outcome).inc()
