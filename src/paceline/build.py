@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from paceline.core.costs import CostCurve, StepCosts
-from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.router import Router
@@ -17,11 +17,11 @@ from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile
 from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
 from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
-from paceline.engine.costs import measure
+from paceline.engine.costs import made_up_chains, measure
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
-from paceline.model.cache import Feed, PagedCache, bytes_per_token
+from paceline.model.cache import PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.tuned import KnownCosts
 from paceline.verify.rule import RULES, Verifier
@@ -181,30 +181,15 @@ def measure_costs(
     nodes = sorted({n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= min(deepest, room)})
     blocks_each = -(-(context + 1 + nodes[-1]) // BLOCK_SIZE)
     batch = max(1, min(options.max_batch_size, cache.num_blocks // blocks_each))
-    ids = range(-batch, 0)
-    for seq_id in ids:
-        cache.admit(seq_id, [0])
-        cache.reserve(seq_id, context + 1 + nodes[-1])
-    tokens = torch.zeros(nodes[-1], dtype=torch.int64, device=target.device)
+    few = [n for n in nodes if n <= 7]  # what pays for more than a few sequences
+    sizes = [2**power for power in range(1, 10) if 2**power < batch]
+    with made_up_chains(target, cache, batch, context, 1 + nodes[-1], drafter.features) as run:
 
-    def curve(sequences: int, counts: Sequence[int] = nodes, rounds: int = 5) -> CostCurve:
-        """A step of chains over a short context, by tokens per sequence."""
+        def curve(sequences: int, counts: Sequence[int] = nodes, rounds: int = 5) -> CostCurve:
+            lengths, budget = [1 + n for n in counts], 0.06 * rounds
+            return measure(partial(run, sequences), lengths, target.device, rounds, budget)
 
-        def run(count: int) -> None:
-            chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
-            feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:sequences]]
-            target(cache.pack(feeds), cache, drafter.features).logits.argmax(-1)
-
-        budget = 0.06 * rounds
-        return measure(run, [1 + n for n in counts], target.device, rounds, budget)
-
-    try:
         one = curve(1)
         full = curve(batch) if batch > 1 else one
-        few = [n for n in nodes if n <= 7]  # what pays for more than a few sequences
-        sizes = [2**power for power in range(1, 10) if 2**power < batch]
         between = tuple((size, curve(size, few, rounds=2)) for size in sizes)
-    finally:
-        for seq_id in ids:
-            cache.free(seq_id)
     return StepCosts(one, full, batch, between)

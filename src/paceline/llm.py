@@ -146,9 +146,11 @@ class LLM:
         self._coupled = options.rule == "coupled"
         self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id
-        self._eos = self.target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
+        self.end_tokens: frozenset[int] = self.target.eos_token_ids | (
+            {eos} if isinstance(eos, int) else set()
+        )
         self._width = max(len(self.tokenizer), 1)
-        self._grammars = GrammarCompiler(tokenizer, self._width, self._eos)
+        self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._host_generator = seeded_generator(torch.device("cpu"), seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
@@ -280,7 +282,7 @@ class LLM:
             )
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stops |= self._eos
+            stops |= self.end_tokens
         requests = []
         grammar = params.grammar
         for index in range(params.n):

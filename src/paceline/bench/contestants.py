@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.bench.methods import Method
-from paceline.bench.outcome import Answer, Ask, Contestant, Outcome
+from paceline.bench.outcome import Answer, Ask, Contestant, Outcome, column_sums
 from paceline.core.sequence import Sequence as Request
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module
@@ -61,8 +61,8 @@ class Paceline:
             drafted=sum(count.drafted for count in counts),
             levels=sum(count.levels for count in counts),
             accepted=sum(count.accepted for count in counts),
-            reached=_sums([count.reached_at for count in counts]),
-            accepted_at=_sums([count.accepted_at for count in counts]),
+            reached=column_sums([count.reached_at for count in counts]),
+            accepted_at=column_sums([count.accepted_at for count in counts]),
             phases=seconds,
             decoding_steps=steps,
             decoding_slots=slots,
@@ -71,14 +71,8 @@ class Paceline:
     def _request(self, ask: Ask) -> Request:
         stops = frozenset(ask.params.stop_token_ids)
         if not ask.params.ignore_eos:
-            stops |= end_tokens(self.llm)
+            stops |= self.llm.end_tokens
         return Request(next(self._ids), list(ask.prompt), len(ask.prompt), ask.params, stops)
-
-
-def end_tokens(llm: LLM) -> frozenset[int]:
-    """The ids that end a text of this model."""
-    eos = llm.tokenizer.eos_token_id
-    return frozenset(llm.target.eos_token_ids) | ({eos} if isinstance(eos, int) else set())
 
 
 def _closed_loop(engine: Engine, seqs: Sequence[Request], clients: int, phases: _Phases) -> None:
@@ -130,10 +124,6 @@ class _Phases:
 def _answer(seq: Request) -> Answer:
     arrivals = tuple((moment - seq.queued, count) for moment, count in seq.arrivals)
     return Answer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
-
-
-def _sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in itertools.zip_longest(*rows, fillvalue=0))
 
 
 class Transformers:
@@ -230,7 +220,7 @@ class Starter:
         return Paceline(method, build, clients)
 
     def _open_theirs(self, method: Method) -> Transformers:
-        module, end = self._module(self._model), end_tokens(self._llm)
+        module, end = self._module(self._model), self._llm.end_tokens
         extra: dict[str, Any] = {}
         if method.variant == "lookup":
             extra["prompt_lookup_num_tokens"] = method.length or 10

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.bench.outcome import Answer, Outcome
+from paceline.bench.outcome import Answer, Outcome, column_sums
 from paceline.bench.runner import Heat, Record
 
 OVERALL = "overall"
@@ -170,8 +170,8 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
         drafted=sum(drafted) if len(drafted) == len(outcomes) else None,
         levels=sum(levels) if len(levels) == len(outcomes) else None,
         accepted=sum(o.accepted for o in outcomes),
-        reached=_sums([o.reached for o in outcomes]),
-        accepted_at=_sums([o.accepted_at for o in outcomes]),
+        reached=column_sums([o.reached for o in outcomes]),
+        accepted_at=column_sums([o.accepted_at for o in outcomes]),
         phases={name: sum(o.phases.get(name, 0.0) for o in outcomes) for name in phases},
         decoding_steps=sum(o.decoding_steps for o in outcomes),
         decoding_slots=sum(o.decoding_slots for o in outcomes),
@@ -205,10 +205,6 @@ def drafts_of(outcome: Outcome) -> Drafts:
         acceptance=tuple(a / n for a, n in zip(outcome.accepted_at, outcome.reached, strict=True)),
         reached=tuple(outcome.reached),
     )
-
-
-def _sums(columns: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in itertools.zip_longest(*columns, fillvalue=0))
 
 
 def _phases(outcome: Outcome) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.contestants import Paceline
 from paceline.bench.forwards import Alone, measure_alone
 from paceline.bench.methods import PLAIN, Method
-from paceline.bench.outcome import Ask, Outcome
+from paceline.bench.outcome import Ask, Outcome, column_sums
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 
@@ -78,8 +78,8 @@ class Drafts:
         """From what was counted; ``length`` is None where it adapts."""
         steps = sum(outcome.steps for outcome in rounds)
         drafted = sum(outcome.drafted or 0 for outcome in rounds)
-        reached = _sums([outcome.reached for outcome in rounds])
-        accepted = _sums([outcome.accepted_at for outcome in rounds])
+        reached = column_sums([outcome.reached for outcome in rounds])
+        accepted = column_sums([outcome.accepted_at for outcome in rounds])
         tried = sum(reached)
         acceptance = sum(accepted) / tried if tried else 0.0
         # A token was accepted and there was no further one to try.
@@ -347,10 +347,6 @@ def _in_flight(rounds: Sequence[Outcome]) -> float:
     """Sequences in a step that only decodes; 1 if there was none."""
     steps = sum(outcome.decoding_steps for outcome in rounds)
     return sum(outcome.decoding_slots for outcome in rounds) / steps if steps else 1.0
-
-
-def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in itertools.zip_longest(*rows, fillvalue=0)]
 
 
 def _complete(drafter: Drafter, length: int, rounds: Sequence[Outcome]) -> int:

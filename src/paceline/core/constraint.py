@@ -7,7 +7,7 @@ as lossless as any other; a drafter that knows nothing of it merely proposes som
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -70,7 +70,3 @@ def _wide(allowed: torch.Tensor, width: int) -> torch.Tensor:
     if len(allowed) >= width:
         return allowed[:width]
     return torch.nn.functional.pad(allowed, (0, width - len(allowed)), value=False)
-
-
-def any_of(constraints: Iterable[Constraint | None]) -> bool:
-    return any(constraint is not None for constraint in constraints)

@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Check
-from paceline.core.constraint import any_of, forbid
+from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
@@ -145,7 +145,7 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     biased = any(p.logit_bias for p in params)
     barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
     penalised = any(p.penalises for p in params)
-    constraints = [seq.constraint for seq in rows.seqs]
+    constrained = any(seq.constraint is not None for seq in distinct.values())
     if (biased or barred) and scores is logits:
         scores = scores.clone()
     if biased:
@@ -154,7 +154,8 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         _bar_stops(scores, rows)
     if penalised:
         scores = _penalised(scores, rows, list(distinct.values()))
-    if any_of(constraints):
+    if constrained:
+        constraints = [seq.constraint for seq in rows.seqs]
         scores = forbid(scores, constraints, rows.depths, rows.paths)
     return scores
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
 from paceline.core.costs import CostCurve
+from paceline.core.tree import chain_parents
+from paceline.model.cache import Feed, PagedCache
+from paceline.model.target import CausalModel
 
 _BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
 
@@ -17,6 +21,38 @@ def synchronise(device: torch.device) -> None:
     """Wait for the device; only measurements need this."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def made_up_chains(
+    target: CausalModel,
+    cache: PagedCache,
+    sequences: int,
+    context: int,
+    longest: int,
+    features: Sequence[int] = (),
+) -> Iterator[Callable[[int, int], None]]:
+    """Gives ``run(n, count)``: a target forward over ``count`` tokens of each of n sequences.
+
+    They are ``sequences`` made-up ones with ``context`` cached tokens and room for ``longest``; the
+    cache is as before afterwards.
+    """
+    ids = range(-sequences, 0)
+    tokens = torch.zeros(longest, dtype=torch.int64, device=target.device)
+
+    def run(number: int, count: int) -> None:
+        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
+        feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:number]]
+        target(cache.pack(feeds), cache, features).logits.argmax(-1)
+
+    for seq_id in ids:
+        cache.admit(seq_id, [0])
+        cache.reserve(seq_id, context + longest)
+    try:
+        yield run
+    finally:
+        for seq_id in ids:
+            cache.free(seq_id)
 
 
 def measure(

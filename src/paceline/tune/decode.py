@@ -104,7 +104,7 @@ def decode(
     ``longest``: levels of the drafts, of which acceptance is counted.
     """
     run = Run(Levels(longest), concurrency)
-    stops = frozenset() if params.ignore_eos else llm.target.eos_token_ids
+    stops = frozenset() if params.ignore_eos else llm.end_tokens
     waiting = deque(
         Request(number, list(ids), len(ids), params, stop_ids=stops)
         for number, ids in enumerate(prompts)

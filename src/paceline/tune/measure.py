@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,10 @@ import torch
 
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
-from paceline.core.tree import chain_parents
 from paceline.draft.base import Drafter
 from paceline.draft.worth import Profile
-from paceline.engine.costs import measure
+from paceline.engine.costs import made_up_chains, measure
 from paceline.errors import DataError
-from paceline.model.cache import Feed
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
 from paceline.tune.candidates import Candidate
@@ -72,25 +71,9 @@ def target_costs(llm: LLM, batches: Sequence[int]) -> TargetCosts:
     reach = context + counts[-1]
     blocks_each = -(-reach // cache.block_size)
     sizes = [b for b in batches if b * blocks_each <= cache.num_blocks] or [1]
-    ids = range(-max(sizes), 0)
-    tokens = torch.zeros(counts[-1], dtype=torch.int64, device=target.device)
-
-    def curve(sequences: int) -> CostCurve:
-        def run(count: int) -> None:
-            chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
-            feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:sequences]]
-            target(cache.pack(feeds), cache).logits.argmax(-1)
-
-        return measure(run, counts, target.device)
-
-    for seq_id in ids:
-        cache.admit(seq_id, [0])
-        cache.reserve(seq_id, reach)
-    try:
-        return TargetCosts(tuple(sizes), tuple(curve(size) for size in sizes))
-    finally:
-        for seq_id in ids:
-            cache.free(seq_id)
+    with made_up_chains(target, cache, max(sizes), context, counts[-1]) as run:
+        curves = [measure(partial(run, size), counts, target.device) for size in sizes]
+    return TargetCosts(tuple(sizes), tuple(curves))
 
 
 def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method, list[Run]]:
