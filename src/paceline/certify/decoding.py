@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
-from paceline.engine.controller import FixedLength
 from paceline.engine.engine import Engine
 
 # Away from the ids of LLM's own requests.
@@ -41,18 +39,6 @@ class StandstillError(Exception):
     """The engine has work but commits nothing: a bug in the drafter or the rule."""
 
 
-@contextmanager
-def draft_length(engine: Engine, length: int | None) -> Iterator[None]:
-    """Draft so many levels a step; None leaves the engine's own controller in charge."""
-    before = engine.controller
-    if length is not None:
-        engine.controller = FixedLength(length)
-    try:
-        yield
-    finally:
-        engine.controller = before
-
-
 def decode(
     engine: Engine,
     starts: Sequence[Start],
@@ -64,21 +50,23 @@ def decode(
 
     No end token stops them: each has ``max_tokens`` of output, or ``enough`` tokens beyond what
     was given, if that comes first (drafts are then as long at the end as at the beginning).
+    ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
     wishes = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     ids = itertools.count(_FIRST_ID)
     seqs = [
-        Request(next(ids), list(start.tokens), len(start.prompt), wish)
+        Request(
+            next(ids), list(start.tokens), len(start.prompt), replace(wish, draft_length=length)
+        )
         for start, wish in zip(starts, wishes, strict=True)
     ]
     unfinished = {seq.seq_id: seq for seq in seqs}
     try:
-        with draft_length(engine, length):
-            for seq in seqs:
-                engine.add(seq)
-            while unfinished:
-                _step(engine, unfinished, enough)
+        for seq in seqs:
+            engine.add(seq)
+        while unfinished:
+            _step(engine, unfinished, enough)
     finally:
         for seq_id in unfinished:
             engine.abort(seq_id)

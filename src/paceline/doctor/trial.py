@@ -22,7 +22,6 @@ from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
 from paceline.engine.clock import PHASES
-from paceline.engine.controller import FixedLength
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -194,7 +193,7 @@ def run_trial(
 ) -> Trial:
     """Measure a pair for about ``seconds``, greedily, one sequence at a time.
 
-    ``spec`` decodes with the draft; its controller is replaced by fixed lengths. ``progress``
+    ``spec`` decodes with the draft, at fixed lengths. ``progress``
     hears the seconds that have passed. At least one prompt is decoded in each way, however long
     that takes. Text beyond the first 256 tokens of a prompt is left out.
     """
@@ -205,8 +204,7 @@ def run_trial(
     def turn(ids: list[int], tokens: int, *lengths: int) -> list[Decoded]:
         found = []
         for length in lengths:
-            spec.engine.controller = FixedLength(length)
-            found.append(decode(spec if length else plain, ids, tokens))
+            found.append(decode(spec if length else plain, ids, tokens, length))
             progress(time.perf_counter() - start)
         return found
 
@@ -239,10 +237,10 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         yield ids
 
 
-def decode(llm: LLM, ids: Sequence[int], tokens: int) -> Decoded:
+def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> Decoded:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
     engine = llm.engine
-    params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
     seq = Request(_SEQUENCE, list(ids), len(ids), params)
     engine.add(seq)
     try:
