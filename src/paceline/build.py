@@ -135,7 +135,7 @@ def build_engine(
         max_batch_size=options.max_batch_size,
         prefill_chunk=options.prefill_chunk,
         max_step_tokens=max(2048, options.prefill_chunk),
-        max_positions=target.max_positions,
+        max_positions=min(target.max_positions, blocks * BLOCK_SIZE),
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)

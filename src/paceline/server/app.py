@@ -85,7 +85,7 @@ def _models(service: Service) -> APIRouter:
             "object": "model",
             "created": service.created,
             "owned_by": "paceline",
-            "max_model_len": service.llm.target.max_positions,
+            "max_model_len": service.llm.max_model_len,
             "drafters": list(service.llm.drafters),
         }
 
@@ -115,7 +115,7 @@ def _tokens(service: Service) -> APIRouter:
             ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
         answer: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": service.llm.target.max_positions,
+            "max_model_len": service.llm.max_model_len,
             "tokens": ids,
         }
         if body.return_token_strs:

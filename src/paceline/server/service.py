@@ -60,15 +60,10 @@ class Service:
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        limit = self.llm.target.max_positions
-        if prompt_tokens >= limit:
-            raise APIError(
-                f"the prompt has {prompt_tokens} tokens, but this model's context is {limit} with "
-                "the answer; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return limit - prompt_tokens
+        refused = self.llm.room.refusal(prompt_tokens)
+        if refused is not None:
+            raise APIError(refused, param=param, code="context_length_exceeded")
+        return self.llm.max_model_len - prompt_tokens
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
