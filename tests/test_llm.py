@@ -9,10 +9,13 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM, SamplingParams
+from paceline.core.batch import Plan
+from paceline.core.tree import TokenTree
 from paceline.errors import (
     CacheMemoryError,
     ConfigError,
     ModelLoadError,
+    PacelineError,
     PromptError,
 )
 
@@ -147,6 +150,66 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     stream.close()
     assert not llm.engine.has_work
     llm.engine.cache.check()
+
+
+def test_a_stream_is_queued_with_its_first_event(llm: LLM) -> None:
+    """Before that it costs nothing, and what is wrong with the arguments is raised at once."""
+    stream = llm.stream([PROMPT] * 3, FREE)
+    assert not llm.engine.has_work and not llm._requests
+    stream.close()
+    unread = llm.stream(PROMPT, FREE)
+    steps = llm.engine.steps
+    (alone,) = llm.generate(PROMPT, FREE)
+    assert alone.stats.target_steps == llm.engine.steps - steps
+    assert "".join(event.text for event in unread) == alone.text
+    with pytest.raises(PromptError, match="empty"):
+        llm.stream("")
+    with pytest.raises(ConfigError, match="2 SamplingParams"):
+        llm.stream(PROMPT, [FREE, FREE])
+
+
+def test_a_stream_that_is_dropped_half_read_is_released(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([PROMPT] * 3, FREE)
+    next(stream)
+    assert llm.engine.has_work
+    del stream
+    assert not llm.engine.has_work and not llm._requests
+    # In the middle of another's step too, where a collector may find it.
+    held = [llm.stream("The quick", FREE)]
+    next(held[0])
+    propose = llm.engine.drafter.propose
+
+    def collected(plan: Plan) -> list[TokenTree]:
+        held.clear()
+        return propose(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.drafter, "propose", collected)
+        (done,) = llm.generate(PROMPT, FREE)
+    assert len(done.token_ids) == 20
+    assert not llm.engine.has_work and not llm._requests
+    llm.engine.cache.check()
+
+
+def test_a_closed_llm_says_so(folders: tuple[str, str]) -> None:
+    closed = LLM(folders[0], dtype="float32")
+    reading = closed.stream(PROMPT, FREE)
+    next(reading)
+    closed.close()
+    closed.close()
+    calls = (
+        lambda: closed.generate(PROMPT),
+        lambda: closed.stream(PROMPT),
+        lambda: closed.chat([{"role": "user", "content": "x"}]),
+        lambda: closed.step(),
+        lambda: list(reading),
+    )
+    for call in calls:
+        with pytest.raises(PacelineError, match="has been closed; make another") as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_two_streams_in_turn(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request as HTTPRequest
 
 from paceline.completion import Completion, StreamEvent
+from paceline.server.chat_format import check_text
 from paceline.server.errors import APIError
 from paceline.server.loop import EngineLoop, Limits, Ticket
 from paceline.server.metrics import Metrics
@@ -69,6 +70,7 @@ class Service:
         """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
         if not isinstance(prompt, str):
             return prompt
+        check_text(prompt, "prompt")
         ids = await asyncio.to_thread(self.llm.tokenizer.encode, prompt)
         if not ids:
             raise APIError("a prompt is empty; give at least one token of text", param="prompt")
@@ -82,12 +84,12 @@ class Service:
         self, prompts: Sequence[Prompt], params: SamplingParams, deadline: float | None
     ) -> Ticket:
         self._asks.check(len(prompts), params)
-        if self._log_prompts:
+        ticket = await self.loop.submit(prompts, params, deadline)
+        charge(ticket.requests)
+        if self._log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:
                 text = prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
                 log.info("prompt %s", json.dumps(text))
-        ticket = await self.loop.submit(prompts, params, deadline)
-        charge(ticket.requests)
         return ticket
 
 
