@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server import chat, completions, page
-from paceline.server.chat_format import render
+from paceline.server.chat_format import check_text, render
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.requestlog import RequestLog
@@ -52,6 +52,7 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.include_router(service.metrics.router())
     app.include_router(page.router())
     app.add_exception_handler(PacelineError, on_error)
+    app.add_exception_handler(RecursionError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_error)
@@ -85,7 +86,7 @@ def _models(service: Service) -> APIRouter:
             "object": "model",
             "created": service.created,
             "owned_by": "paceline",
-            "max_model_len": service.llm.target.max_positions,
+            "max_model_len": service.llm.max_model_len,
             "drafters": list(service.llm.drafters),
         }
 
@@ -112,10 +113,11 @@ def _tokens(service: Service) -> APIRouter:
         if body.messages is not None:
             ids = render(tokenizer, body.messages)
         else:
+            check_text(body.prompt or "", "prompt")
             ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
         answer: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": service.llm.target.max_positions,
+            "max_model_len": service.llm.max_model_len,
             "tokens": ids,
         }
         if body.return_token_strs:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request as HTTPRequest
 
 from paceline.completion import Completion, StreamEvent
+from paceline.server.chat_format import check_text
 from paceline.server.errors import APIError
 from paceline.server.loop import EngineLoop, Limits, Ticket
 from paceline.server.metrics import Metrics
@@ -60,20 +61,16 @@ class Service:
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        limit = self.llm.target.max_positions
-        if prompt_tokens >= limit:
-            raise APIError(
-                f"the prompt has {prompt_tokens} tokens, but this model's context is {limit} with "
-                "the answer; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return limit - prompt_tokens
+        refused = self.llm.room.refusal(prompt_tokens)
+        if refused is not None:
+            raise APIError(refused, param=param, code="context_length_exceeded")
+        return self.llm.max_model_len - prompt_tokens
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
         if not isinstance(prompt, str):
             return prompt
+        check_text(prompt, "prompt")
         ids = await asyncio.to_thread(self.llm.tokenizer.encode, prompt)
         if not ids:
             raise APIError("a prompt is empty; give at least one token of text", param="prompt")
@@ -87,12 +84,12 @@ class Service:
         self, prompts: Sequence[Prompt], params: SamplingParams, deadline: float | None
     ) -> Ticket:
         self._asks.check(len(prompts), params)
-        if self._log_prompts:
+        ticket = await self.loop.submit(prompts, params, deadline)
+        charge(ticket.requests)
+        if self._log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:
                 text = prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
                 log.info("prompt %s", json.dumps(text))
-        ticket = await self.loop.submit(prompts, params, deadline)
-        charge(ticket.requests)
         return ticket
 
 

@@ -104,7 +104,7 @@ def _readings(text: str) -> list[tuple[str, list[str]]]:
 def _items(text: str) -> list[Any]:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return [None]
     return parsed if isinstance(parsed, list) and parsed else [parsed]
 
