@@ -20,7 +20,7 @@ from paceline.drafters import Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PromptError
 from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
-from paceline.request import Request
+from paceline.request import Request, advance
 from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
@@ -167,8 +167,9 @@ class LLM:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
-        one per prompt; the default is greedy. ``progress`` shows a bar. Raises PromptError,
-        ConfigError or CacheMemoryError before anything is decoded.
+        one per prompt; the default is greedy. ``progress`` shows a bar. A request that fails ends
+        alone, with ``finish_reason`` "error". Raises PromptError, ConfigError or CacheMemoryError
+        before anything is decoded, EngineLostError if the model cannot run any more.
         """
         requests = self._submit(prompts, params, streams=False)
         with _progress_bar(len(requests), progress) as advance:
@@ -335,14 +336,11 @@ class LLM:
             raise
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step of the engine; every request has absorbed what was committed to it."""
-        advanced = []
-        for commit in self.engine.step():
-            request = self._requests.get(commit.seq_id)
-            if request is not None:
-                request.absorb(commit)
-                advanced.append((request, commit))
-        return advanced
+        """One step of the engine; every request has absorbed what was committed to it.
+
+        Raises EngineLostError when the engine cannot go on; every request has then ended.
+        """
+        return advance(self.engine, self._requests)
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
