@@ -28,7 +28,6 @@ from paceline.core.transfer import to_device
 _MAX_INVERSE_TEMPERATURE = 1e30
 # Above this a product with a score may leave float32, see _scaled.
 _LARGE_INVERSE_TEMPERATURE = 1e6
-_LARGEST = torch.finfo(torch.float32).max
 NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier ends its request
 # On the CPU a nucleus is sought among this many tokens in turn, before everything is sorted.
 _HEADS = (256, 2048)
@@ -229,8 +228,7 @@ def _penalised(scores: torch.Tensor, rows: Rows, distinct: list[Sequence]) -> to
     presence = _column(params, lambda p: p.presence_penalty, device)
     discouraged = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where((prompt + output) > 0, discouraged, scores)
-    # Minus infinity stays: such a token is forbidden.
-    return (scores - frequency * output - presence * (output > 0)).clamp_(max=_LARGEST)
+    return scores - frequency * output - presence * (output > 0)
 
 
 def _column(

@@ -123,11 +123,11 @@ class Verifier:
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
         # Greedy rows have one-hot laws, and a draw from those is the argmax.
         choices = pick(laws if outcome is None else outcome.stop, uniforms[: len(rows)])
-        if sound is not None:
-            choices = torch.where(sound, choices, NO_TOKEN)
         if coupled:
             index = to_device(coupled, scores.device)
             choices[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
+        if sound is not None:
+            choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
             return Decisions(choices)
         return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
@@ -191,7 +191,10 @@ class Verifier:
             logprobs = None
             if report is not None and check.seq.params.logprobs is not None:
                 logprobs = report.read(tail, check, row, node, path, emitted)
-            if emitted[-1] < 0:  # NO_TOKEN where the walk ended; elsewhere it does not matter
+            if min(own_choices) < 0 and any(
+                own_choices[at] < 0 for at in (0, *(i + 1 for i in path))
+            ):
+                # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
                 verdicts.append(Verdict((), (), error=NO_DISTRIBUTION))
             else:
                 shown = tuple([max(choice, 0) for choice in own_choices])
