@@ -109,11 +109,8 @@ def laws_of(rows: int, seed: int) -> torch.Tensor:
     return torch.softmax(2 * torch.randn(rows, VOCAB, generator=generator), -1)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize(("length", "empty"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_a_chain_with_an_empty_law_is_judged_as_one_that_ends_there(length, empty):
-    if empty >= length:
-        pytest.skip("no such node")
     p, q = laws_of(length + 1, 1), laws_of(length, 2)
     q[empty] = 0.0
     tokens = torch.tensor([3, 0, 5])[:length]
