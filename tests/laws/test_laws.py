@@ -119,7 +119,7 @@ def test_draft_that_knows_a_part_of_the_vocabulary(method):
 
 
 def hollow(drafter, vocab, depth, share=3):
-    """The drafter, with nothing to propose after every ``share``-th string: its law is all zeros."""
+    """The drafter, with nothing to propose after every ``share``-th string: a law of zeros."""
 
     def propose(table):
         keep = [number % share != 1 for number in range(len(strings(vocab, depth)))]
