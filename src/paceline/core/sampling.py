@@ -283,16 +283,17 @@ def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.T
 
 def _scaled(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Scores over temperatures, finite wherever the scores are."""
-    inverses = [_inverse_temperature(p) for p in params]
+    same = all(p is params[0] for p in params)
+    inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]
     if max(inverses) > _LARGE_INVERSE_TEMPERATURE:
         # The law is the same if the largest score is zero, and zero has a finite product. Rows of
         # ordinary temperatures stay bit for bit what they are.
         cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
         column = to_device(cold, scores.device, torch.bool).unsqueeze(1)
         scores = scores - torch.where(column, scores.amax(dim=-1, keepdim=True), 0.0)
-    if all(p is params[0] for p in params):
+    if same:
         return scores if inverses[0] == 1.0 else scores * inverses[0]
-    return scores * _column(params, _inverse_temperature, scores.device)
+    return scores * to_device(inverses, scores.device, torch.float32).unsqueeze(1)
 
 
 def _limit(params: SamplingParams, width: int) -> int:

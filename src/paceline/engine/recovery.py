@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -75,7 +76,8 @@ def recover(engine: Engine, failure: Failure) -> None:
     """
     log.warning("a step failed and was undone: %s; it is tried again", failure)
     if engine.target.device.type == "cuda":
-        torch.cuda.empty_cache()  # it may have been memory in pieces
+        with suppress(Exception):  # of a device that is lost
+            torch.cuda.empty_cache()  # it may have been memory in pieces
     again = engine.attempt(engine.plan)
     if again is None:
         return
