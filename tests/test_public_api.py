@@ -88,7 +88,6 @@ def test_llm_signature() -> None:
         "prefix_sharing",
         "seed",
         "lossy",
-        "error",
         "profile",
     ]
     for method in ("generate", "stream", "chat", "close"):
@@ -108,6 +107,7 @@ def test_completion_and_its_stats() -> None:
         "draft_mask",
         "stats",
         "lossy",
+        "error",
     ]
     assert [item.name for item in fields(CompletionStats)] == [
         "drafted_tokens",
