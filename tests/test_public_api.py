@@ -17,6 +17,7 @@ NAMES = [
     "Completion",
     "ConfigError",
     "DataError",
+    "EngineLostError",
     "Grammar",
     "ModelLoadError",
     "PacelineError",
@@ -44,7 +45,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 def test_every_error_is_a_paceline_error() -> None:
     errors = [name for name in NAMES if name.endswith("Error")]
-    assert len(errors) == 8
+    assert len(errors) == 9
     assert all(issubclass(getattr(paceline, name), paceline.PacelineError) for name in errors)
 
 
@@ -106,6 +107,7 @@ def test_completion_and_its_stats() -> None:
         "draft_mask",
         "stats",
         "lossy",
+        "error",
     ]
     assert [item.name for item in fields(CompletionStats)] == [
         "drafted_tokens",

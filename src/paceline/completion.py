@@ -62,8 +62,10 @@ class CompletionStats:
 class Completion:
     """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
 
-    ``finish_reason`` is "stop" (end token or stop string) or "length". ``draft_mask[i]`` is true
-    where token i was proposed by the draft. ``index`` counts the n completions of a prompt.
+    ``finish_reason`` is "stop" (end token or stop string), "length" or "error": the request failed
+    by itself, ``error`` says in a line what happened, and text and tokens are those it had by then.
+    ``draft_mask[i]`` is true where token i was proposed by the draft. ``index`` counts the n
+    completions of a prompt.
     ``lossy`` is true if the engine was asked for typical acceptance: sampled text is then not
     distributed as the target's own.
     """
@@ -77,6 +79,7 @@ class Completion:
     draft_mask: list[bool]
     stats: CompletionStats
     lossy: bool = False
+    error: str | None = None
 
 
 @dataclass(frozen=True)

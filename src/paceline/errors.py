@@ -35,5 +35,9 @@ class CacheMemoryError(PacelineError):
     """The paged cache cannot be allocated or cannot hold even one sequence."""
 
 
+class EngineLostError(PacelineError):
+    """The engine cannot go on: every forward fails."""
+
+
 class DataError(PacelineError):
     """Training or benchmark data is missing or malformed."""

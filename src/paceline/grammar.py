@@ -107,11 +107,12 @@ class Matcher:
             return None
         if path:
             matcher.consume_tokens(list(path))
-        final = matcher.is_stopped()
-        mask = None if final else _unpacked(matcher.compute_bitmask(), self._width)
-        if path:
-            matcher.rollback(len(path))
-        return mask
+        try:
+            final = matcher.is_stopped()
+            return None if final else _unpacked(matcher.compute_bitmask(), self._width)
+        finally:
+            if path:  # whatever happens: a path is only looked at
+                matcher.rollback(len(path))
 
 
 def _unpacked(bits: bytes, width: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
 from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
-from paceline.request import Request
+from paceline.request import Request, advance
 from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
@@ -188,8 +188,9 @@ class LLM:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
-        one per prompt; the default is greedy. ``progress`` shows a bar. Raises PromptError or
-        ConfigError before anything is decoded, PacelineError after ``close``.
+        one per prompt; the default is greedy. ``progress`` shows a bar. A request that fails ends
+        alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before anything is
+        decoded, PacelineError after ``close``, EngineLostError if the model cannot run any more.
         """
         requests = self._prepared(prompts, params, streams=False)
         self.enqueue(requests)
@@ -322,20 +323,17 @@ class LLM:
             raise
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step of the engine; every request has absorbed what was committed to it."""
-        advanced = []
+        """One step of the engine; every request has absorbed what was committed to it.
+
+        Raises EngineLostError when the engine cannot go on; every request has then ended.
+        """
         self._stepping = True
         try:
-            for commit in self.engine.step():
-                request = self._requests.get(commit.seq_id)
-                if request is not None:
-                    request.absorb(commit)
-                    advanced.append((request, commit))
+            return advance(self.engine, self._requests)
         finally:
             self._stepping = False
             dropped, self._dropped = self._dropped, []
             self.release(dropped)
-        return advanced
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:

@@ -128,3 +128,20 @@ def test_sampling_options_act(base: Sequence[str]) -> None:
     (stopped,) = records(run("generate", "Once", *base, "--json", *stop))
     assert stopped["finish_reason"] == "stop"
     assert len(stopped["token_ids"]) == 1
+
+
+def test_a_request_that_fails_is_told_and_exits_1(
+    base: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.engine.engine import Engine
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Engine, "_accept", fails)
+    result = run("generate", "Once upon", *base, "--json")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert (record["finish_reason"], record["error"]) == ("error", "RuntimeError: planted")
+    shown = run("generate", "Once upon", *base)
+    assert shown.exit_code == 1 and "0 tokens (RuntimeError: planted)" in shown.stderr

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from harness import (
     Draw,
     Fake,
@@ -17,6 +18,7 @@ from harness import (
     sampled_chain,
     sampled_tree,
     step_law,
+    strings,
     tree_parents,
 )
 from placed import Placed, verifier_error
@@ -114,6 +116,36 @@ def test_draft_that_knows_a_part_of_the_vocabulary(method):
     setting.draft.table[..., 1] = -float("inf")
     assert error(setting, sampled_chain(3), 3, method) < 1e-6
     assert error(setting, sampled_tree((2, 1)), 2, "siblings") < 1e-6
+
+
+def hollow(drafter, vocab, depth, share=3):
+    """The drafter, with nothing to propose after every ``share``-th string: a law of zeros."""
+
+    def propose(table):
+        keep = [number % share != 1 for number in range(len(strings(vocab, depth)))]
+        return drafter(table * torch.tensor(keep, dtype=table.dtype).unsqueeze(1))
+
+    return propose
+
+
+@pytest.mark.parametrize("name", ["plain", "top_p", "penalties"])
+@pytest.mark.parametrize("share", [2, 3, 5])
+@pytest.mark.parametrize(
+    "case", ["chain, block", "chain, token rule", "siblings", "bushy siblings"]
+)
+def test_a_draft_law_that_is_empty_here_and_there(case, share, name):
+    """What was put there instead is refused, and the law is the target's own."""
+    drafter, depth, method, vocab = CASES[case]
+    setting = Setting.random(vocab, PARAMS[name], seed=4)
+    assert error(setting, hollow(drafter, vocab, depth, share), depth, method) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["chain, block", "chain, token rule", "siblings"])
+def test_the_verifier_refuses_what_an_empty_law_proposes(case):
+    drafter, depth, rule, method = VERIFIED[case]
+    setting = Setting.random(3, PARAMS["plain"], seed=3)
+    own = hollow(drafter, 3, depth, 2)
+    assert verifier_error(setting, own, depth, Placed(rule), method) < 1e-6
 
 
 def test_block_accepts_more_than_the_token_rule():

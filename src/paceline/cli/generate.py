@@ -58,7 +58,8 @@ def generate(
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
-    _run(llm, inputs, params, output)
+    if any(completion.error for completion in _run(llm, inputs, params, output)):
+        raise typer.Exit(1)
 
 
 @expand

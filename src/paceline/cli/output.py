@@ -42,6 +42,7 @@ def prompt_text(completion: Completion, tokenizer: Any) -> str:
 
 def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
     """A completion as JSON knows it; the names are those of the Python API."""
+    failed = {} if completion.error is None else {"error": completion.error}
     return {
         "prompt": prompt_text(completion, tokenizer),
         "text": completion.text,
@@ -51,6 +52,7 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
         "index": completion.index,
         "lossy": completion.lossy,
         "stats": {name: getattr(completion.stats, name) for name in STATS},
+        **failed,
     }
 
 
@@ -70,7 +72,7 @@ def summary(completion: Completion) -> str:
     """One line of figures for people."""
     stats = completion.stats
     parts = [
-        f"{len(completion.token_ids)} tokens ({completion.finish_reason})",
+        f"{len(completion.token_ids)} tokens ({completion.error or completion.finish_reason})",
         f"{stats.tokens_per_second:.0f} tokens/s",
     ]
     if stats.drafted_tokens:

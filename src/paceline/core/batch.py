@@ -142,12 +142,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rule's word on one tree: accepted nodes, root to leaf, and the token after them."""
+    """The rule's word on one tree: accepted nodes, root to leaf, and the token after them.
+
+    With an ``error`` there is no such token, and nothing is accepted: the request cannot go on.
+    """
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
     choices: tuple[int, ...] = ()  # what each row of the check would yield; 1 + nodes
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,9 @@ class Commit:
     tree nodes whose keys and values stay: ``tokens[:len(path)]`` came from the draft. ``drafted``
     counts the tree's nodes, ``levels`` its depth, ``reached`` the levels at which it had a token to
     try.
-    ``finish_reason`` is "stop", "length" or None. A prefill chunk commits no tokens.
+    ``finish_reason`` is "stop", "length", "error" or None. A prefill chunk commits no tokens. A
+    sequence that fails ends alone, with the tokens it had, and ``error`` says in a line what
+    happened.
 
     Where to find the step's output: the features of fed token i (at absolute position
     ``position + i``) are row ``row + i``, those of tree node j row ``row + fed + j``. Only decoding
@@ -180,3 +186,4 @@ class Commit:
     choices: tuple[int, ...] = ()
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
+    error: str | None = None

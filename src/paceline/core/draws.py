@@ -8,7 +8,7 @@ import torch
 
 from paceline.core.noise import exponential, fresh_exponential
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, adjusted, laws_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -31,30 +31,39 @@ def pick(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """int64 [R]: one token from each law [R, V] by inversion, given uniforms [R] in [0, 1).
 
     A token of probability zero is never picked, so a one-hot law gives its token. Laws need not
-    sum to one. Sums are float64: no probability is lost to rounding.
+    sum to one. Sums are float64: no probability is lost to rounding. NO_TOKEN where a row is not
+    a distribution: its sum is zero, infinite or not a number.
     """
     cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
-    points = cumulative[:, -1:] * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
-    return torch.searchsorted(cumulative, points, right=True).squeeze(1)
+    mass = cumulative[:, -1:]
+    points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
+    found = torch.searchsorted(cumulative, points, right=True)
+    return torch.where((mass > 0) & (mass < torch.inf), found, NO_TOKEN).squeeze(1)
 
 
 def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
     """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed.
 
-    The position is the absolute index of the token that the row chooses.
+    The position is the absolute index of the token that the row chooses. NO_TOKEN where a row is
+    not a distribution.
     """
     seeds = [seq.params.seed or 0 for seq in rows.seqs]
     noise = exponential(seeds, rows.positions, laws.shape[1], laws.device)
-    return torch.div(laws, noise, out=noise).argmax(dim=-1)
+    best = torch.div(laws, noise, out=noise).max(dim=-1)
+    return torch.where(best.values > 0, best.indices, NO_TOKEN)  # not a number is not above zero
 
 
 def choose(laws: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn."""
+    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn.
+
+    NO_TOKEN where a row is not a distribution.
+    """
     coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
     if len(coupled) == len(rows):
         return coupled_choice(laws, rows)
     if all(seq.params.greedy for seq in rows.seqs):
-        return laws.argmax(dim=-1)
+        best = laws.max(dim=-1)
+        return torch.where(best.values > 0, best.indices, NO_TOKEN)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=laws.device, generator=generator)
     tokens = pick(laws, uniforms)
     if coupled:
@@ -78,7 +87,10 @@ def draw_of(seq: Sequence, siblings: bool = False) -> Draw:
 class Drafted:
     """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``.
 
-    ``q`` is the law from which a row's k tokens were drawn, None if no row needs it.
+    ``q`` is the law from which a row's k tokens were drawn, None if no row needs it. Where the
+    draft model's own row was not a distribution (all that is allowed lies outside its vocabulary)
+    there was nothing to draw: the law is all zeros, so that the verifier refuses whatever stands
+    there and goes on as if nothing had been proposed.
     """
 
     tokens: torch.Tensor
@@ -102,8 +114,21 @@ def draft(
         return Drafted(tokens, None)
     q = laws_of_scores(scores, params)
     if k == 1:
-        return Drafted(choose(q, rows, generator).unsqueeze(1), q)
-    return Drafted(_race(q, scores, rows, generator).topk(k, dim=-1).indices, q)
+        chosen = choose(q, rows, generator)
+        return Drafted(chosen.clamp(min=0).unsqueeze(1), _emptied(q, chosen >= 0))
+    best = _race(q, scores, rows, generator).topk(k, dim=-1)
+    first = best.values[:, 0]
+    return Drafted(best.indices, _emptied(q, (first > 0) & (first < torch.inf)))
+
+
+def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+    """The laws q [R, V] with zeros in the rows that are not ``sound`` [R].
+
+    Such rows are rare: on a CPU, where looking costs no synchronisation, the others pay nothing.
+    """
+    if q.device.type == "cpu" and bool(sound.all()):
+        return q
+    return torch.where(sound.unsqueeze(1), q, 0.0)
 
 
 # A greedy target takes a draft's first choice more often than the draft's own law says: what the
@@ -117,9 +142,10 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
     """The k candidates that a draft model finds likeliest after each row of its logits [R, V].
 
     Returns tokens int64 ``[R, k]`` and their log-probabilities float32 ``[R, k]``, both in falling
-    order. Chosen without chance, hence POINT. For a greedy request the law is sharpened, see
-    GREEDY_SHARPNESS. For a seeded request it is the chance to win the
-    race that the verifier will run: a softmax of log q + gumbel, with the noise of that position.
+    order; minus infinity where there is nothing to propose. Chosen without chance, hence POINT.
+    For a greedy request the law is sharpened, see GREEDY_SHARPNESS. For a seeded request it is the
+    chance to win the race that the verifier will run: a softmax of log q + gumbel, with the noise
+    of that position.
     """
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
@@ -142,7 +168,8 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
                 greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_laws
             )
     best = log_laws.topk(k, dim=-1)
-    return best.indices, best.values
+    # Of a row that is not a distribution no token is likely at all.
+    return best.indices, torch.where(best.values.isnan(), -torch.inf, best.values)
 
 
 def _race(

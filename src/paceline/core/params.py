@@ -11,6 +11,11 @@ from typing import Any
 from paceline.errors import ConfigError
 
 MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fill the memory
+# What a request may ask for. Far beyond any use, and so narrow that no adjusted score can leave
+# float32: a request cannot make its own law infinite.
+MAX_TEMPERATURE = 100.0
+REPETITION_PENALTIES = (0.01, 100.0)
+MAX_LOGIT_BIAS = 100.0
 
 
 def _require(condition: bool, message: str) -> None:
@@ -88,9 +93,10 @@ class Grammar:
 class SamplingParams:
     """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation off.
-    ``repetition_penalty`` sees prompt and output; presence and frequency penalties see the
-    output only. With a ``seed`` the sampled text does not depend on drafter, batch or machine
+    ``temperature`` 0 is greedy, 100 the most. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation
+    off. ``repetition_penalty``, from 0.01 to 100, sees prompt and output; presence and frequency
+    penalties, from -2 to 2, see the output only. ``logit_bias`` adds from -100 to 100.
+    With a ``seed`` the sampled text does not depend on drafter, batch or machine
     load (coupled rule). ``logprobs`` asks for that many alternatives beside the chosen token's.
     ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
     ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
@@ -123,20 +129,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
-        _require(
-            self.temperature >= 0,
-            f"temperature is {self.temperature}; it must be 0 (greedy) or above",
-        )
-        _require(self.top_k >= -1, f"top_k is {self.top_k}; use 1 or more, or 0 for no limit")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1")
-        _require(
-            self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
+        self._check_law()
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
         _require(
             1 <= self.n <= MAX_SAMPLES, f"n is {shown(self.n)}; it must be from 1 to {MAX_SAMPLES}"
@@ -210,6 +203,29 @@ class SamplingParams:
                 )
         # A copy: what the caller changes later would be changed for a request that runs.
         object.__setattr__(self, "logit_bias", dict(biases))
+    def _check_law(self) -> None:
+        _require(
+            0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature is {self.temperature}; it must be from 0 (greedy) to {MAX_TEMPERATURE:g}",
+        )
+        _require(self.top_k >= -1, f"top_k is {self.top_k}; use 1 or more, or 0 for no limit")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1")
+        least, most = REPETITION_PENALTIES
+        _require(
+            least <= self.repetition_penalty <= most,
+            f"repetition_penalty is {self.repetition_penalty}; it must be from {least:g} to "
+            f"{most:g} (1 is off)",
+        )
+        for token, bias in self.logit_bias.items():
+            _require(
+                abs(bias) <= MAX_LOGIT_BIAS,
+                f"logit_bias of token {token} is {bias!r}; it must be a number from "
+                f"{-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
 
     def _check_speculation(self) -> None:
         _require(

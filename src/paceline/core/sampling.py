@@ -24,8 +24,11 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
 
-# Beyond this the softmax of float32 logits is one-hot anyway; keeps their product finite.
+# Beyond this the softmax of float32 logits is one-hot anyway.
 _MAX_INVERSE_TEMPERATURE = 1e30
+# Above this a product with a score may leave float32, see _scaled.
+_LARGE_INVERSE_TEMPERATURE = 1e6
+NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier ends its request
 # On the CPU a nucleus is sought among this many tokens in turn, before everything is sorted.
 _HEADS = (256, 2048)
 
@@ -238,10 +241,20 @@ def _column(
 # --- temperature and truncation ------------------------------------------------------------------
 
 
+def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: the lowest id among each row's largest scores.
+
+    NO_TOKEN where that is not finite: a score is not a number, or nothing is allowed.
+    """
+    best = scores.max(dim=-1)
+    return torch.where(best.values.abs() < torch.inf, best.indices, NO_TOKEN)
+
+
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [R, width] with a one at each row's token."""
+    """float32 [R, width] with a one at each row's token; nothing but zeros for NO_TOKEN."""
     laws = torch.zeros(tokens.shape[0], width, device=tokens.device)
-    return laws.scatter_(1, tokens.unsqueeze(1), 1.0)
+    index = tokens.unsqueeze(1)
+    return laws.scatter_(1, index.clamp(min=0), (index >= 0).to(laws.dtype))
 
 
 def _inverse_temperature(params: SamplingParams) -> float:
@@ -251,22 +264,36 @@ def _inverse_temperature(params: SamplingParams) -> float:
 
 
 def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]."""
+    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V].
+
+    Where those are no distribution (not a number, infinite, all forbidden) neither is the law: a
+    row of NaN, or of zeros if the request is greedy.
+    """
     width, device = scores.shape[1], scores.device
     if all(p.greedy for p in params):
-        return one_hot(scores.argmax(dim=-1), width)
-    if all(p is params[0] for p in params):
-        inverse = _inverse_temperature(params[0])
-        scaled = scores if inverse == 1.0 else scores * inverse
-    else:
-        scaled = scores * _column(params, _inverse_temperature, device)
-    laws = torch.softmax(scaled, dim=-1)
+        return one_hot(greedy_choice(scores), width)
+    laws = torch.softmax(_scaled(scores, params), dim=-1)
     if any(p.truncates for p in params):
         laws = _truncated(laws, params)
     if any(p.greedy for p in params):
         greedy = to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
-        laws = torch.where(greedy, one_hot(scores.argmax(dim=-1), width), laws)
+        laws = torch.where(greedy, one_hot(greedy_choice(scores), width), laws)
     return laws
+
+
+def _scaled(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Scores over temperatures, finite wherever the scores are."""
+    same = all(p is params[0] for p in params)
+    inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]
+    if max(inverses) > _LARGE_INVERSE_TEMPERATURE:
+        # The law is the same if the largest score is zero, and zero has a finite product. Rows of
+        # ordinary temperatures stay bit for bit what they are.
+        cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
+        column = to_device(cold, scores.device, torch.bool).unsqueeze(1)
+        scores = scores - torch.where(column, scores.amax(dim=-1, keepdim=True), 0.0)
+    if same:
+        return scores if inverses[0] == 1.0 else scores * inverses[0]
+    return scores * to_device(inverses, scores.device, torch.float32).unsqueeze(1)
 
 
 def _limit(params: SamplingParams, width: int) -> int:

@@ -65,6 +65,7 @@ class Sequence:
     queued: float = 0.0  # when the engine got it, by time.perf_counter
     started: float = 0.0  # when it first ran, and how many of its tokens were cached by then
     shared: int = 0
+    drafts: bool = True  # false once drafting has failed for it: it is then decoded plainly
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 

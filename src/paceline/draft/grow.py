@@ -311,7 +311,10 @@ class BestFirstTree:
 
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
         scores = torch.cat(self._scores)
-        kept = scores.topk(min(self._nodes, len(scores))).indices.sort().values.tolist()
+        best = scores.topk(min(self._nodes, len(scores)))
+        # Minus infinity is no candidate: there was nothing to propose, or not so much.
+        places = torch.where(best.values > -torch.inf, best.indices, -1).sort().values.tolist()
+        kept = [place for place in places if place >= 0]
         node_of: dict[int, int] = {}
         fed_of = {candidate: index for index, candidate in enumerate(self._candidate_of)}
         parents: list[int] = []

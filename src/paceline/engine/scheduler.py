@@ -94,6 +94,11 @@ class Scheduler:
             )
         )
 
+    def alone(self, seq: Request) -> Plan:
+        """A step of one running sequence, without a draft; empty if it had to give way."""
+        feed = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
+        return Plan((Slice(seq, feed),) if self._reserve(seq, feed) else ())
+
     def _draft_length(self, seq: Request, feed: int, wish: int) -> int:
         """The wished length as far as the request, its context and the cache have room for it."""
         if feed < seq.num_pending:
@@ -107,7 +112,7 @@ class Scheduler:
 
     def _draft_limit(self, seq: Request, wish: int) -> int:
         """The last token of the budget and of the context is the target's own: never draft it."""
-        if seq.params.drafter == "none":
+        if seq.params.drafter == "none" or not seq.drafts:
             return 0
         if seq.params.draft_length is not None:
             wish = seq.params.draft_length
@@ -119,8 +124,8 @@ class Scheduler:
             seq = self.waiting[0]
             if self.running and (not self._fits(seq) or self._prefilled_by_another(seq)):
                 return
-            self.waiting.popleft()
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens)
+            self.waiting.popleft()  # only now: what fails must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)

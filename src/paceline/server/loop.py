@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.completion import StreamEvent
 from paceline.core.batch import Commit
-from paceline.errors import CacheMemoryError, PacelineError
+from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
@@ -318,11 +318,12 @@ class EngineLoop:
     def _recover(self, error: Exception) -> None:
         """A step failed. Whoever ran is told; the cache is whole again and others go on."""
         running = {seq.seq_id for seq in self.llm.engine.scheduler.running}
+        lost = isinstance(error, EngineLostError)  # the engine has dropped everybody
         if isinstance(error, CacheMemoryError):
             shown: Exception = error
         else:
             log.exception("a step of the engine failed", exc_info=error)
             shown = EngineError("the engine failed on this request; see the server's log")
         for ticket in list(self._tickets):
-            if any(request.seq.seq_id in running for request in ticket.open):
+            if lost or any(request.seq.seq_id in running for request in ticket.open):
                 self._drop(ticket, "error", shown)

@@ -69,7 +69,7 @@ class Generation(Strict):
     # beyond OpenAI
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)

@@ -36,7 +36,8 @@ class Report:
             layout = layout_of(tuple(check.tree.parents for check in checks), scores.device)
             tokens = torch.cat([check.tree.tokens for check in checks])
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
-        parts.append(logprobs.gather(1, choices.unsqueeze(1)).squeeze(1))
+        # A row without a choice is its request's end; nobody reads what is gathered there.
+        parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
         top = logprobs.topk(count, dim=-1)
         parts.append(top.values.flatten())
         values = torch.cat([part.to(torch.float64) for part in (*parts, top.indices.flatten())])

@@ -23,7 +23,14 @@ import torch
 
 from paceline.core.batch import Check, Verdict
 from paceline.core.draws import coupled_choice, is_coupled, is_free, pick
-from paceline.core.sampling import Rows, adjusted, laws_of_scores, needs_laws
+from paceline.core.sampling import (
+    NO_TOKEN,
+    Rows,
+    adjusted,
+    greedy_choice,
+    laws_of_scores,
+    needs_laws,
+)
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
 from paceline.errors import ConfigError
@@ -33,6 +40,10 @@ from paceline.verify.walk import first_accepted, last_accepted, matching
 
 RULES = ("auto", "token", "block", "coupled")
 Method = Literal["match", "siblings", "block"]
+NO_DISTRIBUTION = (
+    "no token can follow: the model's scores are not finite here, or the request's parameters "
+    "forbid every token; change the parameters, or check the model's weights"
+)
 
 
 def method_of(check: Check, rule: str = "auto") -> Method:
@@ -52,8 +63,8 @@ def method_of(check: Check, rule: str = "auto") -> Method:
 
 @dataclass(frozen=True)
 class Decisions:
-    """``choices`` int64 [R]: the token that each row yields; ``accepted`` [N] or None: which
-    nodes are, as booleans or (a rule of its own) integers."""
+    """``choices`` int64 [R]: the token that each row yields, NO_TOKEN where its law is none;
+    ``accepted`` [N] or None: which nodes are, as booleans or (a rule of its own) integers."""
 
     choices: torch.Tensor
     accepted: torch.Tensor | None = None
@@ -89,12 +100,12 @@ class Verifier:
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
         if not wanted and not needs_laws(seqs):
             # Exact in float32, where a CPU finds the maximum several times faster than in bf16.
-            choices = logits.to(torch.float32).argmax(dim=-1)
+            choices = greedy_choice(logits.to(torch.float32))
             return self._verdicts(checks, Decisions(choices), None)
         rows = Rows.of(checks)
         scores = adjusted(logits, rows)
         if all(seq.params.greedy for seq in seqs):
-            decisions = Decisions(scores.argmax(dim=-1))
+            decisions = Decisions(greedy_choice(scores))
         else:
             decisions = self._decide(scores, rows, checks)
         return self._verdicts(checks, decisions, scores if wanted else None)
@@ -106,6 +117,7 @@ class Verifier:
         coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
         if len(coupled) == len(rows):
             return Decisions(coupled_choice(laws, rows))
+        laws, sound = _stood_in(laws)
         outcome = self._outcome(laws, checks)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
@@ -114,6 +126,8 @@ class Verifier:
         if coupled:
             index = to_device(coupled, scores.device)
             choices[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
+        if sound is not None:
+            choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
             return Decisions(choices)
         return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
@@ -177,7 +191,14 @@ class Verifier:
             logprobs = None
             if report is not None and check.seq.params.logprobs is not None:
                 logprobs = report.read(tail, check, row, node, path, emitted)
-            verdicts.append(Verdict(path, emitted, tuple(own_choices), logprobs))
+            if min(own_choices) < 0 and any(
+                own_choices[at] < 0 for at in (0, *(i + 1 for i in path))
+            ):
+                # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
+                verdicts.append(Verdict((), (), error=NO_DISTRIBUTION))
+            else:
+                shown = tuple([max(choice, 0) for choice in own_choices])
+                verdicts.append(Verdict(path, emitted, shown, logprobs))
             row += n + 1
             node += n
         return verdicts
@@ -192,6 +213,18 @@ class Verifier:
         if method == "block":
             return last_accepted(parents, accepted)
         return first_accepted(parents, accepted)
+
+
+def _stood_in(laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The laws [R, V] with another in the place of those that are NaN, and which rows are sound.
+
+    A path that leads past such a row must not be judged by it: block verification looks ahead. Any
+    law will do there, as the row itself yields no token. None: all rows are sound.
+    """
+    sound = ~laws[:, 0].isnan()  # a softmax that fails is NaN throughout
+    if laws.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
+        return laws, None
+    return torch.where(sound.unsqueeze(1), laws, 1.0 / laws.shape[1]), sound
 
 
 def _rows_of(logits: torch.Tensor, checks: Seq[Check]) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""What the engine does about a step that failed.
+
+The step has been undone, so nobody has lost or gained a token. In this order::
+
+    once more              a failure that does not come back costs a line in the log
+    without drafts         if that goes well, these sequences are decoded plainly from now on
+    each sequence alone    those that fail then end with an error, the others go on
+    a made-up token        if all failed: does the target still run? If not, EngineLostError
+
+An error itself is not kept: its traceback would hold the tensors of the step that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from paceline.core.batch import Commit
+from paceline.core.sequence import Sequence as Request
+from paceline.errors import EngineLostError, PacelineError
+from paceline.model.cache import Feed, PagedCache
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+log = logging.getLogger("paceline.engine")
+
+_LONGEST = 300  # characters of a message
+
+
+class Failure(NamedTuple):
+    """An error in one line, and where in the code it came from."""
+
+    message: str
+    place: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        text = " ".join(str(error).split())[:_LONGEST]
+        kind = type(error).__name__
+        if not isinstance(error, PacelineError):
+            text = f"{kind}: {text}" if text else kind
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+        return cls(text or kind, place)
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.place})"
+
+
+def failed(seq: Request, failure: Failure | str) -> Commit:
+    """The commit that ends a sequence with an error, and the line in the log."""
+    log.error("request %d ends with an error: %s", seq.seq_id, failure)
+    message = failure.message if isinstance(failure, Failure) else failure
+    return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
+
+
+def undraft(seqs: Sequence[Request], failure: Failure) -> None:
+    """Drafting failed for these: they go on without."""
+    log.error("drafting failed: %s; %d requests go on without drafts", failure, len(seqs))
+    for seq in seqs:
+        seq.drafts = False
+
+
+def recover(engine: Engine, failure: Failure) -> None:
+    """After a step that failed: whatever can be committed is ``engine.ready`` afterwards.
+
+    Raises EngineLostError when all sequences have been dropped.
+    """
+    log.warning("a step failed and was undone: %s; it is tried again", failure)
+    if engine.target.device.type == "cuda":
+        with suppress(Exception):  # of a device that is lost
+            torch.cuda.empty_cache()  # it may have been memory in pieces
+    again = engine.attempt(engine.plan)
+    if again is None:
+        return
+    drafted = [seq for seq in engine.scheduler.running if seq.drafts]
+    for seq in drafted:
+        seq.drafts = False
+    plain = engine.attempt(partial(engine.scheduler.plan, _nothing))
+    if plain is None:
+        undraft(drafted, again)
+        return
+    _one_by_one(engine, plain)
+    for seq in drafted:
+        seq.drafts = True
+
+
+def _nothing(seqs: Sequence[Request]) -> list[int]:
+    """Draft lengths of a step without drafts."""
+    return [0] * len(seqs)
+
+
+def _one_by_one(engine: Engine, failure: Failure) -> None:
+    """Find out whose step fails, and end those."""
+    scheduler = engine.scheduler
+    culprits: list[tuple[Request, Failure]] = []
+    went_on = False
+    for seq in list(scheduler.running):
+        if seq not in scheduler.running:
+            continue  # it gave its blocks to an older one
+        found = engine.attempt(partial(scheduler.alone, seq))
+        if found is None:
+            went_on = True
+        else:
+            culprits.append((seq, found))
+    if not culprits and not went_on and scheduler.waiting:
+        culprits.append((scheduler.waiting[0], failure))  # it fails on its way in
+    if not went_on and not _runs(engine):
+        _give_up(engine, failure)
+    engine.ready += [failed(seq, found) for seq, found in culprits]
+
+
+def _runs(engine: Engine) -> bool:
+    """Whether the target still yields logits for a token, in a cache of its own."""
+    target = engine.target
+    try:
+        cache = PagedCache(target.cache_shapes, 1, 1, target.dtype, target.device)
+        cache.admit(0, (0,))
+        cache.reserve(0, 1)
+        # The transfer waits for the device, so that its errors come up here.
+        target(cache.pack([Feed(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
+    except Exception:
+        return False
+    return True
+
+
+def _give_up(engine: Engine, failure: Failure) -> None:
+    log.critical("every forward fails, the engine is lost: %s", failure)
+    for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.abort(seq.seq_id)
+    raise EngineLostError(
+        f"the engine cannot go on: every forward fails ({failure.message}); restart it"
+    )

@@ -1,0 +1,414 @@
+"""A step commits for all or is undone; who fails ends alone, and the others never notice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_models import write_pair
+from paceline import LLM, SamplingParams
+from paceline.completion import Completion, StreamEvent
+from paceline.engine.recovery import Failure
+from paceline.errors import CacheMemoryError, EngineLostError
+from paceline.request import Request
+
+PROMPTS = ["Once upon a time there was a little", "def add(a, b)", "The old house by the sea was"]
+PARAMS = [
+    SamplingParams(max_tokens=18, ignore_eos=True),
+    SamplingParams(max_tokens=18, temperature=1.0, seed=5, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=18, temperature=0.8, seed=6, ignore_eos=True, stop=("qqqq",)),
+]
+DRAFTS = {"chain": "{draft}", "tree": "tree:{draft},nodes=6,width=3", "none": None}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("recovery")))
+
+
+@pytest.fixture(scope="module")
+def alone(folders: tuple[str, str]) -> list[Completion]:
+    """Each request decoded plainly and by itself."""
+    llm = LLM(folders[0], dtype="float32", max_batch_size=1)
+    return [llm.generate(*pair)[0] for pair in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(params=DRAFTS)
+def llm(folders: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    made = engine(folders, request.param)
+    yield made
+    assert not made.engine.has_work
+    blocks = made.engine.cache
+    assert blocks.pool.available == blocks.num_blocks
+    blocks.check()
+    own = getattr(made.engine.drafter, "cache", blocks)
+    assert own.pool.available == own.num_blocks
+
+
+def engine(folders: tuple[str, str], kind: str, **options: Any) -> LLM:
+    draft = DRAFTS[kind]
+    spec = None if draft is None else draft.format(draft=folders[1])
+    options = {"max_batch_size": 4, "draft_length": 3} | options
+    return LLM(folders[0], spec, dtype="float32", prefix_sharing=False, **options)
+
+
+class Fault:
+    """Stands in for a function and fails in some of its calls."""
+
+    def __init__(self, owner: Any, name: str, when: Callable[..., bool], error: BaseException):
+        self.calls = self.raised = 0
+        self._real, self._when, self._error = getattr(owner, name), when, error
+        setattr(owner, name, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self._when(self, *args):
+            self.raised += 1
+            raise self._error
+        return self._real(*args, **kwargs)
+
+
+def run(llm: LLM) -> tuple[list[Request], list[list[StreamEvent]]]:
+    """All requests together, as streams; step by step."""
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    llm.enqueue(requests)
+    return requests, finish(llm, requests)
+
+
+def finish(llm: LLM, requests: list[Request]) -> list[list[StreamEvent]]:
+    for _ in range(400):
+        if all(request.completion is not None for request in requests):
+            break
+        llm.step()
+    llm.release(requests)
+    return [list(request.events) for request in requests]
+
+
+def check(request: Request, events: list[StreamEvent], alone: Completion) -> None:
+    """A request's completion and its events are those of the request decoded alone."""
+    done = request.completion
+    assert done is not None and done.finish_reason == alone.finish_reason
+    assert done.error is None
+    assert done.token_ids == alone.token_ids and done.text == alone.text
+    assert [t for event in events for t in event.token_ids] == alone.token_ids
+    assert "".join(event.text for event in events) == alone.text
+    if alone.logprobs is not None:
+        assert done.logprobs is not None
+        assert [entry.token_id for entry in done.logprobs] == alone.token_ids
+    assert len(done.draft_mask) == len(done.token_ids)
+
+
+def check_failed(request: Request, events: list[StreamEvent], alone: Completion) -> None:
+    """It ended with an error; what it had by then is a beginning of its text alone."""
+    done = request.completion
+    assert done is not None and done.finish_reason == "error"
+    assert done.error and "\n" not in done.error
+    assert done.token_ids == alone.token_ids[: len(done.token_ids)]
+    assert alone.text.startswith(done.text.rstrip("\ufffd"))
+    assert [t for event in events for t in event.token_ids] == done.token_ids
+    assert "".join(event.text for event in events) == done.text
+    assert events[-1].completion is done
+
+
+# Where a step may fail, in order: owner and name of what is called.
+STAGES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
+    "plan": lambda llm: (llm.engine.scheduler, "plan"),
+    "allocation": lambda llm: (llm.engine.cache.pool, "allocate"),
+    "reserve": lambda llm: (llm.engine.cache, "reserve"),
+    "lengths": lambda llm: (llm.engine.controller, "lengths"),
+    "propose": lambda llm: (llm.engine.drafter, "propose"),
+    "pack": lambda llm: (llm.engine.cache, "pack"),
+    "forward": lambda llm: (llm.engine, "target"),
+    "verify": lambda llm: (llm.engine, "verifier"),
+    "move": lambda llm: (llm.engine.cache, "move"),
+    "observe": lambda llm: (llm.engine.drafter, "observe"),
+    "account": lambda llm: (llm.engine.controller, "observe"),
+}
+
+
+@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failure_that_does_not_come_back_is_a_line_in_the_log(
+    llm: LLM, alone: list[Completion], stage: str, call: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = torch.OutOfMemoryError("planted") if stage == "allocation" else RuntimeError("planted")
+    fault = Fault(*STAGES[stage](llm), lambda own, *_: own.calls == call, error)
+    with caplog.at_level(logging.WARNING, "paceline.engine"):
+        requests, events = run(llm)
+    assert fault.raised == 1
+    assert len(caplog.records) == 1 and "planted" in caplog.text
+    for request, own, expected in zip(requests, events, alone, strict=True):
+        check(request, own, expected)
+
+
+@pytest.mark.parametrize("stage", ["forward", "verify", "pack"])
+def test_what_fails_for_one_request_ends_that_one(
+    llm: LLM, alone: list[Completion], stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second request fails whenever it takes part, from its fourth token on."""
+    victim: list[Request] = []
+
+    def takes_part(_: Fault, first: Any, *rest: Any) -> bool:
+        seq = victim[0].seq if victim else None
+        if seq is None or seq.generated < 4:
+            return False
+        named = first.spans if stage == "forward" else first if stage == "pack" else rest[0]
+        ids = [getattr(entry, "seq_id", None) or entry.seq.seq_id for entry in named]
+        return seq.seq_id in ids
+
+    Fault(*STAGES[stage](llm), takes_part, RuntimeError("planted"))
+    llm._ids = iter(range(1, 100))  # type: ignore[assignment]  # 0 is falsy, see above
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    victim.append(requests[1])
+    llm.enqueue(requests)
+    with caplog.at_level(logging.WARNING, "paceline.engine"):
+        events = finish(llm, requests)
+    check_failed(requests[1], events[1], alone[1])
+    assert len(requests[1].completion.token_ids) >= 4  # type: ignore[union-attr]
+    for place in (0, 2):
+        check(requests[place], events[place], alone[place])
+    assert sum("ends with an error" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("where", ["text", "grammar", "blocks"])
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_a_text_or_grammar_that_fails_takes_nobody_along(
+    llm: LLM, alone: list[Completion], where: str, at: int
+) -> None:
+    """In the commit itself, where others have their tokens already."""
+
+    class Grammar:
+        finished = False
+
+        def advance(self, token: int) -> None:
+            raise RuntimeError("planted")
+
+        def allowed(self, path: tuple[int, ...]) -> None:
+            return None
+
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    seq = requests[1].seq
+    if where == "text":
+        Fault(seq.text, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
+    elif where == "grammar":
+        seq.constraint = Grammar()
+    else:
+        mine = [0]
+
+        def third(_: Fault, seq_id: int, *rest: Any) -> bool:
+            mine[0] += seq_id == seq.seq_id
+            return seq_id == seq.seq_id and mine[0] == min(at, 3)
+
+        Fault(llm.engine.cache, "commit", third, RuntimeError("planted"))
+    llm.enqueue(requests)
+    events = finish(llm, requests)
+    check_failed(requests[1], events[1], alone[1])
+    for place in (0, 2):
+        check(requests[place], events[place], alone[place])
+
+
+@pytest.mark.parametrize("stage", ["propose", "observe"])
+@pytest.mark.parametrize("start", [1, 3])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_drafter_that_always_fails_costs_speed_alone(
+    folders: tuple[str, str], alone: list[Completion], stage: str, start: int, kind: str
+) -> None:
+    llm = engine(folders, kind)
+    fault = Fault(*STAGES[stage](llm), lambda own, *_: own.calls >= start, ValueError("planted"))
+    requests, events = run(llm)
+    for request, own, expected in zip(requests, events, alone, strict=True):
+        check(request, own, expected)
+    assert 1 <= fault.raised <= 2, "it must be left alone from then on"
+    assert not any(request.seq.drafts for request in requests)
+    assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
+    (later,) = llm.prepare(*next(zip(PROMPTS, PARAMS, strict=True)))
+    assert later.seq.drafts, "a new request may try"
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_when_every_forward_fails_all_requests_end_and_it_is_said(llm: LLM, calls: int) -> None:
+    fault = Fault(llm.engine, "target", lambda own, *_: own.calls >= calls, RuntimeError("lost"))
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    llm.enqueue(requests)
+    with pytest.raises(EngineLostError, match=r"every forward fails .RuntimeError: lost"):
+        finish(llm, requests)
+    for request in requests:
+        assert request.completion is not None and request.completion.finish_reason == "error"
+        assert request.events[-1].completion is request.completion
+    assert not llm.engine.has_work
+    llm.release(requests)
+    # A caller who asks again is told again; and if the device comes back, it is served.
+    with pytest.raises(EngineLostError):
+        llm.generate(PROMPTS[0], PARAMS[0])
+    fault._when = lambda *_: False
+    assert llm.generate(PROMPTS[0], PARAMS[0])[0].finish_reason == "length"
+
+
+def test_a_cache_that_cannot_hold_one_sequence_ends_that_one(
+    llm: LLM, alone: list[Completion]
+) -> None:
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+
+    def third(_: Fault, seq: Any, *rest: Any) -> bool:
+        return seq is requests[2].seq
+
+    Fault(llm.engine.scheduler, "_reserve", third, CacheMemoryError("it cannot hold one"))
+    llm.enqueue(requests)
+    events = finish(llm, requests)
+    assert requests[2].completion is not None
+    assert requests[2].completion.error == "it cannot hold one"
+    check_failed(requests[2], events[2], alone[2])
+    for place in (0, 1):
+        check(requests[place], events[place], alone[place])
+
+
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("stage", [*STAGES, "push", "commit"])
+def test_an_interrupt_passes_and_the_next_step_goes_on(
+    llm: LLM, alone: list[Completion], stage: str, call: int
+) -> None:
+    error = KeyboardInterrupt() if call == 1 else SystemExit(3)
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    owner = {"push": (requests[1].seq.text, "push"), "commit": (llm.engine.cache, "commit")}
+    place = owner[stage] if stage in owner else STAGES[stage](llm)
+    fault = Fault(*place, lambda own, *_: own.calls == call, error)
+    llm.enqueue(requests)
+    with pytest.raises(type(error)):
+        finish(llm, requests)
+    llm._requests.update({request.seq.seq_id: request for request in requests})
+    events = finish(llm, requests)
+    assert fault.raised == 1
+    broken = 0
+    for request, own, expected in zip(requests, events, alone, strict=True):
+        assert request.completion is not None
+        if stage in owner and request.completion.finish_reason == "error":
+            broken += 1  # it was in the middle of its own commit
+            check_failed(request, own, expected)
+        else:
+            check(request, own, expected)
+    assert broken <= 1
+
+
+def test_scores_that_are_no_numbers_end_their_own_request(
+    llm: LLM, alone: list[Completion]
+) -> None:
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    real = llm.engine.verifier
+
+    def spoilt(logits: torch.Tensor, checks: Any) -> Any:
+        logits = logits.clone()
+        for check in checks:
+            if check.seq is requests[1].seq and check.seq.generated >= 5:
+                logits[check.start : check.start + check.rows] = float("nan")
+        return real(logits, checks)
+
+    llm.engine.verifier = spoilt  # type: ignore[assignment]
+    llm.enqueue(requests)
+    events = finish(llm, requests)
+    check_failed(requests[1], events[1], alone[1])
+    assert len(events[1][-1].completion.token_ids) >= 5  # type: ignore[union-attr]
+    for place in (0, 2):
+        check(requests[place], events[place], alone[place])
+
+
+def test_a_text_that_cannot_be_given_out_ends_its_own_request(
+    llm: LLM, alone: list[Completion]
+) -> None:
+    """Behind the engine: when the commit is turned into an event."""
+    requests = [
+        request
+        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for request in llm.prepare(*pair, number)
+    ]
+    Fault(requests[1]._text, "take", lambda own, *_: own.calls == 2, ValueError("planted"))
+    llm.enqueue(requests)
+    events = finish(llm, requests)
+    check_failed(requests[1], events[1], alone[1])
+    for place in (0, 2):
+        check(requests[place], events[place], alone[place])
+
+
+def test_generate_returns_the_failed_with_the_others(llm: LLM, alone: list[Completion]) -> None:
+    real = llm.engine._accept
+
+    def accept(seq: Any, *rest: Any) -> Any:
+        if seq.params is PARAMS[2]:
+            raise RuntimeError("planted\nin two lines")
+        return real(seq, *rest)
+
+    llm.engine._accept = accept  # type: ignore[method-assign]
+    done = llm.generate(PROMPTS, PARAMS)
+    assert [one.finish_reason for one in done] == ["length", "length", "error"]
+    assert done[2].error == "RuntimeError: planted in two lines"
+    assert [one.token_ids for one in done[:2]] == [one.token_ids for one in alone[:2]]
+
+
+def test_a_failure_is_one_line_and_says_where() -> None:
+    try:
+        raise ValueError("a\nb")
+    except ValueError as error:
+        failure = Failure.of(error)
+    assert failure.message == "ValueError: a b"
+    assert str(failure).startswith("ValueError: a b (test_recovery.py:")
+    assert Failure.of(CacheMemoryError("no room")).message == "no room"
+    assert Failure.of(KeyboardInterrupt()).message == "KeyboardInterrupt"
+
+
+def test_a_clock_set_back_makes_no_time_negative(
+    folders: tuple[str, str], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    moment = [2e9]
+
+    def backwards() -> float:
+        moment[0] -= 3600.0
+        return moment[0]
+
+    monkeypatch.setattr(time, "time", backwards)
+    monkeypatch.setattr(time, "time_ns", lambda: int(backwards() * 1e9))
+    llm = engine(folders, "chain", draft_length="auto")
+    requests, events = run(llm)
+    for request, own, expected in zip(requests, events, alone, strict=True):
+        check(request, own, expected)
+        stats = request.completion.stats  # type: ignore[union-attr]
+        assert stats.decode_seconds > 0 and 0 <= stats.time_to_first_token < 600
+        moments = [moment for moment, _ in stats.arrivals]
+        assert moments == sorted(moments) and moments[0] >= 0
+    assert all(seconds >= 0 for seconds in llm.engine.clock.totals().values())
