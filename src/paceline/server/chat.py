@@ -140,7 +140,7 @@ class _Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         count = len(self._ticket.requests)
-        origins = [self._origins() for _ in range(count) if self._wish.tokens]
+        origins = [self._origins() for _ in range(count)]
         streams = [self._stream() for _ in range(count)]
         done: dict[int, Completion] = {}
         for index in range(count):

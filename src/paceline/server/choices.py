@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.batch import TokenLogprob
@@ -80,8 +81,15 @@ class Origins:
         self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: bool = False
     ) -> None:
         """``visible``: special tokens are part of the text, but for the one that ends it."""
-        self._visible, self._spelling = visible, Spelling.of(tokenizer)
-        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
+        self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer)
+
+    @cached_property
+    def _detokeniser(self) -> Detokeniser:
+        return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
     def records(
         self,
@@ -118,9 +126,16 @@ class LogprobColumns:
     """The columns of the completions API for one text, for as long as it grows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
-        self._spelling = Spelling.of(tokenizer)
-        self._detokeniser = Detokeniser(tokenizer, prompt)
+        self._tokenizer, self._prompt = tokenizer, prompt
         self._certain = self._guessed = 0  # characters before the next token
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer)
+
+    @cached_property
+    def _detokeniser(self) -> Detokeniser:
+        return Detokeniser(self._tokenizer, self._prompt)
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Of the tokens that follow. ``text_offset`` is how many characters of the text stood

@@ -119,10 +119,8 @@ class _Answer:
         ]
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        asked = self._body.logprobs is not None
-        columns = [LogprobColumns(self._tokenizer, prompt) for prompt in self._prompts if asked]
-        asked = self._wish.tokens
-        origins = [Origins(self._tokenizer, prompt) for prompt in self._prompts if asked]
+        columns = [LogprobColumns(self._tokenizer, prompt) for prompt in self._prompts]
+        origins = [Origins(self._tokenizer, prompt) for prompt in self._prompts]
         done: dict[int, Completion] = {}
         options = self._body.stream_options
         counted = options is not None and options.include_usage
