@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from paceline.engine.detokenise import Detokeniser
-
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
 
@@ -91,6 +89,10 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
+        from paceline.engine.detokenise import (
+            Detokeniser,
+        )  # loads tokenizers, which --help need not
+
         self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured
         self._style = TARGET_STYLE
