@@ -45,15 +45,17 @@ class Request:
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Text is decoded token by token only for those who need it while decoding.
         params = seq.params
-        reads = streams or params.stop or not params.skip_special_tokens
+        reads = streams or params.stop
         self._text: TextStream | None = self._new_text() if reads else None
         self._shown: list[str] = []  # the text in pieces, as it was given out
         seq.text = self._text
 
     def _new_text(self) -> TextStream:
-        params = self.seq.params
-        hidden = None if params.skip_special_tokens else self.seq.stop_ids
-        return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden)
+        """Empty, behind the prompt."""
+        seq, params = self.seq, self.seq.params
+        hidden = None if params.skip_special_tokens else seq.stop_ids
+        prompt = seq.tokens[: seq.prompt_length]
+        return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden, prompt)
 
     def absorb(self, commit: Commit) -> None:
         """Take in one commit of this sequence.
@@ -98,13 +100,15 @@ class Request:
 
     def _finish(self, reason: str) -> str:
         """Build the completion; returns the text that had been held back."""
-        if self._text is not None:
-            rest = self._text.finish()
-            self._complete(self._text.text, reason)
-            return rest
-        token_ids = self.seq.tokens[self.seq.prompt_length :]
-        self._complete(self._tokenizer.decode(token_ids, skip_special_tokens=True), reason)
-        return ""
+        text = self._text
+        if text is None:
+            text = self._new_text()
+            for token in self.seq.tokens[self.seq.prompt_length :]:
+                text.push(token)
+        rest = text.finish()
+        # A stop string may be complete only at the very end.
+        self._complete(text.text, "stop" if text.stopped else reason)
+        return rest
 
     def _end(self, error: str) -> str:
         """The completion of a request that failed; returns the rest of its text.

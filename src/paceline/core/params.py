@@ -16,6 +16,9 @@ MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fil
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_LOGIT_BIAS = 100.0
+# Every character of a text is held against every stop string.
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  # characters
 
 
 def _require(condition: bool, message: str) -> None:
@@ -101,6 +104,7 @@ class SamplingParams:
     ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
     ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
     only text that it matches, at every position of every draft, and ends with it.
+    ``stop`` has up to 16 strings of up to 1,000 characters.
     ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it.
 
     Raises ConfigError, a ValueError, on a value out of range.
@@ -155,7 +159,19 @@ class SamplingParams:
             self.grammar is None or not self.min_tokens,
             "min_tokens and grammar contradict each other: the grammar says where a text ends",
         )
+        self._check_stop_lengths()
+
+    def _check_stop_lengths(self) -> None:
         _require(all(self.stop), "a stop string is empty; leave it out")
+        _require(
+            len(self.stop) <= MAX_STOPS,
+            f"stop has {len(self.stop)} strings; give at most {MAX_STOPS}",
+        )
+        longest = max(map(len, self.stop), default=0)
+        _require(
+            longest <= MAX_STOP_LENGTH,
+            f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
+        )
 
     def _check_types(self) -> None:
         """What comes as another type than the fields say fails here, not in a step of a batch."""
@@ -203,6 +219,7 @@ class SamplingParams:
                 )
         # A copy: what the caller changes later would be changed for a request that runs.
         object.__setattr__(self, "logit_bias", dict(biases))
+
     def _check_law(self) -> None:
         _require(
             0 <= self.temperature <= MAX_TEMPERATURE,

@@ -24,8 +24,14 @@ from paceline.server.params import sampling_params
 from paceline.server.protocol import ChatRequest, Speculation
 from paceline.server.service import Service, events_of, gather
 from paceline.server.sse import event_stream
-from paceline.server.tool_calls import find_calls, forced_grammar
-from paceline.server.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
+from paceline.server.tool_calls import forced_grammar
+from paceline.server.tool_stream import (
+    AnswerStream,
+    ForcedCall,
+    PossibleCall,
+    TextAnswer,
+    message_of,
+)
 
 if TYPE_CHECKING:
     from paceline.completion import Completion
@@ -48,7 +54,7 @@ def router(service: Service) -> APIRouter:
             body, limit, logprobs, service.llm.drafters, forced_grammar(body), visible=bool(tools)
         )
         ticket = await service.submit([prompt], params, body.deadline)
-        shown = _Answer(service, body, ticket, len(prompt))
+        shown = _Answer(service, body, ticket, prompt)
         if body.stream:
             return event_stream(shown.chunks(), ticket)
         return JSONResponse(shown.whole(await gather(ticket, http)))
@@ -60,10 +66,10 @@ class _Answer:
     """The response to one request, whole or in chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, ticket: Ticket, prompt_tokens: int
+        self, service: Service, body: ChatRequest, ticket: Ticket, prompt: list[int]
     ) -> None:
         self._service, self._body, self._ticket = service, body, ticket
-        self._prompt_tokens = prompt_tokens
+        self._prompt, self._prompt_tokens = prompt, len(prompt)
         self._tokenizer = service.llm.tokenizer
         self._wish = body.speculation or Speculation()
         self._may_call = bool(body.tools) and body.tool_choice != "none"
@@ -82,7 +88,8 @@ class _Answer:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
-            message, reason = self._message(completion)
+            text, reason = completion.text, completion.finish_reason
+            message, reason = message_of(self._stream(), text, reason)
             choice = {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **message},
@@ -90,8 +97,11 @@ class _Answer:
                 "finish_reason": reason,
             }
             if self._wish.tokens:
-                choice["tokens"] = Origins(self._tokenizer).records(
-                    completion.token_ids, completion.draft_mask, completion.logprobs
+                choice["tokens"] = self._origins().records(
+                    completion.token_ids,
+                    completion.draft_mask,
+                    completion.logprobs,
+                    completion.finish_reason,
                 )
             choices.append(choice)
         answer = {
@@ -103,14 +113,16 @@ class _Answer:
             answer["speculation"] = self._stats(completions)
         return answer
 
-    def _message(self, completion: Completion) -> tuple[dict[str, Any], str]:
-        """Content or calls, and why the answer ended."""
-        if self._may_call:
-            rest, calls = find_calls(completion.text, self._body.tools or [])
-            if calls:
-                calls = calls if self._parallel else calls[:1]
-                return {"content": rest or None, "tool_calls": calls}, "tool_calls"
-        return {"content": completion.text}, completion.finish_reason
+    def _stream(self) -> AnswerStream:
+        """What reads one choice's text, whole or in pieces."""
+        if not self._may_call:
+            return TextAnswer()
+        if self._forced:
+            return ForcedCall()
+        return PossibleCall(self._body.tools or [], self._parallel)
+
+    def _origins(self) -> Origins:
+        return Origins(self._tokenizer, self._prompt, visible=self._may_call)
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if not self._body.logprobs or entries is None:
@@ -126,16 +138,9 @@ class _Answer:
 
     # -- streaming -----------------------------------------------------------------------------
 
-    def _stream(self) -> AnswerStream:
-        if not self._may_call:
-            return TextAnswer()
-        if self._forced:
-            return ForcedCall()
-        return PossibleCall(self._body.tools or [], self._parallel)
-
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         count = len(self._ticket.requests)
-        origins = [Origins(self._tokenizer) for _ in range(count)]
+        origins = [self._origins() for _ in range(count)]
         streams = [self._stream() for _ in range(count)]
         done: dict[int, Completion] = {}
         for index in range(count):
@@ -155,7 +160,10 @@ class _Answer:
                 chunks[-1]["choices"][0]["logprobs"] = logprobs
             if chunks and self._wish.tokens:
                 chunks[-1]["choices"][0]["tokens"] = origins[index].records(
-                    event.token_ids, event.from_draft, event.logprobs
+                    event.token_ids,
+                    event.from_draft,
+                    event.logprobs,
+                    None if event.completion is None else event.completion.finish_reason,
                 )
             if reason is not None:
                 chunks.append(self._chunk(index, {}, reason))

@@ -11,8 +11,8 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 
 from paceline.server.choices import (
+    LogprobColumns,
     Origins,
-    completion_logprobs,
     drafter_of,
     speculation_stats,
     usage,
@@ -44,7 +44,7 @@ def router(service: Service) -> APIRouter:
         limit = room if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, limit, logprobs, service.llm.drafters)
         ticket = await service.submit(prompts, params, body.deadline)
-        answer = _Answer(service, body, ticket, sum(map(len, prompts)))
+        answer = _Answer(service, body, ticket, prompts)
         if body.stream:
             return event_stream(answer.chunks(), ticket)
         return JSONResponse(answer.whole(await gather(ticket, http)))
@@ -70,10 +70,11 @@ class _Answer:
     """The response to one request, whole or in chunks."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, ticket: Ticket, prompt_tokens: int
+        self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
         self._service, self._body, self._ticket = service, body, ticket
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(map(len, prompts))
+        self._prompts = [prompt for prompt in prompts for _ in range(body.n)]  # of every choice
         self._tokenizer = service.llm.tokenizer
         self._wish = body.speculation or Speculation()
         self._frame = {
@@ -89,11 +90,14 @@ class _Answer:
             logprobs = None
             if self._body.logprobs is not None:
                 entries = completion.logprobs or []
-                logprobs = completion_logprobs(self._tokenizer, entries, 0)
+                logprobs = LogprobColumns(self._tokenizer, self._prompts[place]).columns(entries)
             choice = self._choice(place, completion.text, completion.finish_reason, logprobs)
             if self._wish.tokens:
-                choice["tokens"] = Origins(self._tokenizer).records(
-                    completion.token_ids, completion.draft_mask, completion.logprobs
+                choice["tokens"] = Origins(self._tokenizer, self._prompts[place]).records(
+                    completion.token_ids,
+                    completion.draft_mask,
+                    completion.logprobs,
+                    completion.finish_reason,
                 )
             choices.append(choice)
         answer = {**self._frame, "choices": choices}
@@ -115,8 +119,8 @@ class _Answer:
         ]
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        shown = [0] * len(self._ticket.requests)  # characters, for the offsets of tokens
-        origins = [Origins(self._tokenizer) for _ in shown]
+        columns = [LogprobColumns(self._tokenizer, prompt) for prompt in self._prompts]
+        origins = [Origins(self._tokenizer, prompt) for prompt in self._prompts]
         done: dict[int, Completion] = {}
         options = self._body.stream_options
         counted = options is not None and options.include_usage
@@ -124,8 +128,7 @@ class _Answer:
             place = event.request * self._body.n + event.index
             logprobs = None
             if self._body.logprobs is not None and event.logprobs is not None:
-                logprobs = completion_logprobs(self._tokenizer, event.logprobs, shown[place])
-                shown[place] += sum(map(len, logprobs["tokens"]))
+                logprobs = columns[place].columns(event.logprobs)
             reason = None
             if event.completion is not None:
                 done[place] = event.completion
@@ -133,7 +136,7 @@ class _Answer:
             choice = self._choice(place, event.text, reason, logprobs)
             if self._wish.tokens:
                 choice["tokens"] = origins[place].records(
-                    event.token_ids, event.from_draft, event.logprobs
+                    event.token_ids, event.from_draft, event.logprobs, reason
                 )
             if event.text or reason or logprobs or self._wish.tokens:
                 chunk = {**self._frame, "choices": [choice]}
