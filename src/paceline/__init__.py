@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PromptError,
         UnsupportedModelError,
         VocabularyMismatchError,
+        WriteError,
     )
     from paceline.llm import LLM
 
@@ -43,6 +44,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "WriteError",
     "__version__",
 ]
 
