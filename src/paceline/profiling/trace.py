@@ -133,7 +133,7 @@ def _check_whole(file: Path) -> None:
         stream.seek(-min(64, file.stat().st_size), os.SEEK_END)
         if stream.read().rstrip().endswith(b"}"):
             return
-    raise OSError(errno.ENOSPC, "the profiler wrote less than a whole trace (is the disk full?)")
+    raise OSError(errno.ENOSPC, "the profiler wrote less than a whole trace, as on a full disk")
 
 
 @contextmanager
