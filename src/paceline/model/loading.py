@@ -66,10 +66,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises nothing more precise
         raise ModelLoadError(
-            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
+            f"no tokenizer in {name}: {_line(error)}; put tokenizer.json beside the weights"
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(

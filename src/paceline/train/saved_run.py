@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _SUMS = "sha256"
+_NEEDED = {"config", "optimizer", "step", "history"}
 
 
 def previous(file: Path) -> Path:
@@ -73,7 +74,7 @@ def _read(file: Path) -> dict[str, Any]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # flipped bits in a pickle may raise anything
         raise _DamagedError("it cannot be read") from None
-    if not isinstance(state, dict) or not {"config", "optimizer", "step", "history"} <= set(state):
+    if not isinstance(state, dict) or not _NEEDED <= set(state) <= _NEEDED | {"kind", _SUMS}:
         raise _DamagedError("it is not the state of a run")
     sums = state.pop(_SUMS, None)
     if sums is None:  # of an earlier version
