@@ -83,8 +83,10 @@ def main() -> int:
     parser.add_argument("--draft", action="append", default=[], help="repeatable")
     parser.add_argument("--serve", action="append", default=[], help="a further flag of serve")
     parser.add_argument("--skip", default="", help=f"of {','.join(ACTS)}")
+    parser.add_argument("--round", type=float, default=300.0, help="seconds between two looks")
     given = parser.parse_args()
-    plan = Plan(given.seed, given.seconds, given.clients, frozenset(given.skip.split(",")))
+    skip = frozenset(given.skip.split(","))
+    plan = Plan(given.seed, given.seconds, given.clients, skip, given.round)
     print(f"soak: {given.seconds:.0f} s, seed {given.seed}", flush=True)
     begin = time.monotonic()
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from served_process import ServedProcess
@@ -32,6 +33,7 @@ class Plan:
     seconds: float
     clients: int = 32
     skip: frozenset[str] = frozenset()
+    round_seconds: float = 300.0
 
 
 @dataclass
@@ -51,7 +53,9 @@ class Storm:
         """A short round first: what the server then holds is what it may hold at the end."""
         server = await self.look()
         first = min(0.2 * self.plan.seconds, 60.0)
-        rounds = [first, *_parts(self.plan.seconds - first)]
+        rest = self.plan.seconds - first
+        others = max(1, round(rest / self.plan.round_seconds))
+        rounds = [first, *[rest / others] * others]  # each with requests of its own
         before: Held | None = None
         for number, seconds in enumerate(rounds):
             pool = wishes(f"{self.plan.seed}/{number}", int(20 + min(seconds, 200)), server)
@@ -70,9 +74,7 @@ class Storm:
         """What the server says of itself."""
         _, body = await fetch(self.port, "GET", "/v1/models")
         (card,) = json.loads(body)["data"]
-        texts = (
-            "The old king said: Zürich, 日本語 🙂! def add(a, b): return 12 + 30. Once, a dog ran."
-        )
+        texts = "The old king said: Zürich, 日本語 🙂! def add(a, b): return 12 + 30. A dog ran."
         _, body = await fetch(self.port, "POST", "/tokenize", {"prompt": texts})
         ids = tuple(dict.fromkeys(json.loads(body)["tokens"]))
         return Server(card["id"], tuple(card["drafters"]), ids, card["max_model_len"])
@@ -80,19 +82,20 @@ class Storm:
     async def round(self, number: int, seconds: float, pool: list[Wish], server: Server) -> None:
         end = time.monotonic() + seconds
         clients = [
-            self.client(random.Random(f"{self.plan.seed}/{number}/{client}"), end, pool, server)
+            self.client(f"{self.plan.seed}/{number}/{client}", end, pool, server)
             for client in range(self.plan.clients)
         ]
         await asyncio.gather(self.watch(end), *clients)
 
-    async def client(
-        self, chooser: random.Random, end: float, pool: list[Wish], server: Server
-    ) -> None:
+    async def client(self, seed: str, end: float, pool: list[Wish], server: Server) -> None:
+        """One act after the other; which ones, the seed says."""
         acts = {name: act for name, act in ACTS.items() if name not in self.plan.skip}
         weights = [act.weight for act in acts.values()]
-        while time.monotonic() < end and self.process.process.poll() is None:
+        for number in count():
+            if time.monotonic() >= end or self.process.process.poll() is not None:
+                return
+            chooser = random.Random(f"{seed}/{number}")
             (name,) = chooser.choices(list(acts), weights)
-            state = chooser.getstate()
             try:
                 act = acts[name].do(self, chooser, pool, server)
                 await asyncio.wait_for(act, _PATIENCE)
@@ -103,8 +106,6 @@ class Storm:
                     self.judge.complain(f"{name}: the server hung up ({error!r})")
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 self.judge.complain(f"{name}: an answer that is none ({error!r})")
-            chooser.setstate(state)  # what an act drew depends on nothing that the server does
-            chooser.random()
             if self.judge.counts["queue full"]:
                 await asyncio.sleep(0.02)
 
@@ -286,9 +287,3 @@ ACTS = {
     "hostile": Act(5, Storm.hostile),
     "others": Act(3, Storm.others),
 }
-
-
-def _parts(seconds: float, longest: float = 300.0) -> list[float]:
-    """Rounds of at most five minutes, each with requests of its own."""
-    count = max(1, round(seconds / longest))
-    return [seconds / count] * count
