@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,37 @@ def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Pat
             record.add("x" * 99)
     assert content_of(place) == {"r": b"old", "r.partial": (b"x" * 99 + b"\n") * 10}
     assert f"the 10 records until then are in {file}.partial" in str(caught.value)
+
+
+# -- nothing is written in another way -------------------------------------------------------------
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
+# Into a folder that ``folder_aside`` puts in its place, or never over anything.
+FREE = {
+    ("train/lm.py", "write_text"),
+    ("train/saved_run.py", "save_pretrained"),
+    ("train/lm.py", "save_pretrained"),
+    ("model/tensorfile.py", "open"),
+    ("profiling/trace.py", "open"),  # whether the place can be written to at all
+    ("profiling/trace.py", "export_chrome_trace"),
+}
+WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
+
+
+def writing(path: Path) -> Iterator[str]:
+    """Calls in a source file that write files by themselves."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        modes = [item.value for item in node.args if isinstance(item, ast.Constant)]
+        opens = name == "open" and any(set(str(mode)) & set("wax") for mode in modes)
+        if name in WRITERS or opens:
+            yield name
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.name)
+def test_files_are_written_by_one_module(path: Path) -> None:
+    place = str(path.relative_to(SOURCE))
+    if place != "files.py":
+        assert not {name for name in writing(path) if (place, name) not in FREE}
