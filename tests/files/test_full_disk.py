@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from full_disk import PLACES, content_of, full_disk, small_files
+from paceline.cli.main import app
 from paceline.core.batch import Commit
 from paceline.draft.eagle_format import save_eagle
 from paceline.draft.eagle_head import EagleConfig, EagleHead
@@ -299,3 +301,20 @@ def test_heads_and_the_target_that_they_were_trained_with(
     check(joint.out, write, lambda: small_files(9999))
     for fault in PLACES[1:]:
         check(joint.out, write, lambda fault=fault: full_disk(fault))
+
+
+def test_the_command_line_says_it_in_one_line(corpus: str, tmp_path: Path) -> None:
+    sizes = ["--vocab-size=280", "--hidden-size=16", "--layers=1", "--heads=1", "--kv-heads=1"]
+    rest = ["--ffn-size=32", "--max-positions=32", "--seq-len=16", "--batch-tokens=64"]
+    out = tmp_path / "run"
+    command = ["train", "lm", "--data", corpus, "--out", str(out), "--steps=2", *sizes, *rest]
+    with small_files(30_000):  # room for the tokenizer, not for a checkpoint
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"error: cannot write the checkpoint {out}/checkpoint.pt: File too large"
+    )
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, again.output

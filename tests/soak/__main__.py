@@ -22,6 +22,8 @@ from soak.storm import ACTS, Plan, Storm
 EMBEDDED = "paceline/tiny"
 DRAFTS = ("paceline/tiny-draft", "ngram", "suffix", "eagle3:paceline/tiny-eagle3", "recycling")
 OTHERS = ("ngram", "suffix", "recycling", "lookahead")  # for any model
+# Freed memory goes back to the system at once: what still grows has not been freed.
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 _SHOWN = 40
 
 
@@ -39,7 +41,7 @@ def arguments_of(model: str, drafts: Sequence[str], extra: Sequence[str]) -> lis
 
 def soak(plan: Plan, arguments: Sequence[str], say: Callable[[str], None]) -> Judge:
     """Start a server, let the clients loose, stop it; the judge knows what was wrong."""
-    with ServedProcess(arguments) as process:
+    with ServedProcess(arguments, MEMORY) as process:
         storm = Storm(plan, process, say=say)
         try:
             asyncio.run(storm.run())

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 HOST = "127.0.0.1"
+PATIENCE = 120.0  # seconds for any answer: a server that takes longer hangs
 
 
 class Connection:
@@ -96,9 +97,19 @@ def request_bytes(method: str, path: str, body: bytes | None, length: int | None
 
 
 async def fetch(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-    """Status and body of one plain request; ``body`` is sent as JSON."""
+    """Status and body of one plain request; ``body`` is sent as JSON.
+
+    Raises EOFError also for an answer that does not come.
+    """
     data = None if body is None else json.dumps(body).encode()
-    async with Connection(port) as connection:
-        await connection.ask(method, path, data)
-        status = await connection.status()
-        return status, await connection.body()
+
+    async def asked() -> tuple[int, bytes]:
+        async with Connection(port) as connection:
+            await connection.ask(method, path, data)
+            status = await connection.status()
+            return status, await connection.body()
+
+    try:
+        return await asyncio.wait_for(asked(), PATIENCE)
+    except asyncio.TimeoutError:
+        raise EOFError(f"{path}: no answer in {PATIENCE:.0f} s") from None

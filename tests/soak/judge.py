@@ -48,7 +48,7 @@ class Judge:
     def compare(self, wish: Wish, alone: Answer) -> None:
         """All answers to a wish against that of the same request alone and without drafts."""
         for answer, body in self.seen.pop(wish.key, []):
-            self.counts["compared"] += 1
+            self.counts["distinct answers compared"] += 1
             self.tokens += alone.tokens
             found = answer.difference(alone)
             if found:

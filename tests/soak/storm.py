@@ -16,12 +16,11 @@ from typing import Any
 from served_process import ServedProcess
 from soak import hostile
 from soak.answers import Answer
-from soak.client import Connection, fetch
+from soak.client import PATIENCE, Connection, fetch
 from soak.judge import Judge
 from soak.processes import Held, held
 from soak.wishes import Server, Wish, extreme, free, invalid, wishes
 
-_PATIENCE = 120.0  # seconds for any answer: a server that takes longer hangs
 _HUNG_UP = (ConnectionError, EOFError, asyncio.IncompleteReadError)
 
 
@@ -98,13 +97,14 @@ class Storm:
             (name,) = chooser.choices(list(acts), weights)
             try:
                 act = acts[name].do(self, chooser, pool, server)
-                await asyncio.wait_for(act, _PATIENCE)
+                await asyncio.wait_for(act, PATIENCE)
             except asyncio.TimeoutError:
-                self.judge.complain(f"{name}: no answer in {_PATIENCE:.0f} s")
+                self.judge.complain(f"{name}: no answer in {PATIENCE:.0f} s")
             except _HUNG_UP as error:
                 if name not in ("hostile", "cancel"):
                     self.judge.complain(f"{name}: the server hung up ({error!r})")
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                await asyncio.sleep(0.2)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 self.judge.complain(f"{name}: an answer that is none ({error!r})")
             if self.judge.counts["queue full"]:
                 await asyncio.sleep(0.02)
@@ -228,8 +228,8 @@ class Storm:
     async def healthy(self, when: str) -> None:
         for path in ("/health", "/health/ready"):
             try:
-                status, _ = await asyncio.wait_for(fetch(self.port, "GET", path), 20)
-            except (OSError, EOFError, asyncio.TimeoutError) as error:
+                status, _ = await fetch(self.port, "GET", path)
+            except (OSError, EOFError) as error:
                 self.judge.complain(f"{path} {when}: {error!r}")
             else:
                 if status != 200:

@@ -20,6 +20,13 @@ def test_a_server_under_all_that_clients_do() -> None:
     judge = soak(plan, arguments_of(EMBEDDED, (), ()), print)
     report = "\n".join(summary(judge, plan, time.monotonic() - begin))
     assert not judge.findings, report
-    for kind in ("compared", "unseeded", "extreme", "invalid", "cancelled", "hostile"):
+    for kind in (
+        "distinct answers compared",
+        "unseeded",
+        "extreme",
+        "invalid",
+        "cancelled",
+        "hostile",
+    ):
         assert judge.counts[kind] > 0, report
     assert judge.tokens > 100, report
