@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +55,14 @@ class Judge:
             if found:
                 self.complain(f"another answer than alone: {found}", {wish.path: body})
 
-    def settled(self, before: Held | None, after: Held, usage: float) -> None:
+    def settled(self, usage: float) -> None:
         """The idle server after a round; ``usage`` is the share of cache blocks in use."""
         if usage != 0:
             self.complain(f"{usage:.1%} of the cache blocks are in use though nothing runs")
-        for found in grown(before, after) if before is not None else ():
+
+    def flat(self, rounds: Sequence[Held]) -> None:
+        """What the idle server held after each round."""
+        for found in grown(rounds) if rounds else ():
             self.complain(f"not flat: {found}")
 
 

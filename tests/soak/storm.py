@@ -55,17 +55,17 @@ class Storm:
         rest = self.plan.seconds - first
         others = max(1, round(rest / self.plan.round_seconds))
         rounds = [first, *[rest / others] * others]  # each with requests of its own
-        before: Held | None = None
+        idle: list[Held] = []
         for number, seconds in enumerate(rounds):
             pool = wishes(f"{self.plan.seed}/{number}", int(20 + min(seconds, 200)), server)
             await self.round(number, seconds, pool, server)
             if not await self.settle():
                 break
             await self.alone(pool)
-            after = held(self.process.process.pid)
-            self.judge.settled(before, after, await self.metric("cache_usage_ratio"))
-            self.say(f"round {number} done: {after}; {self.judge.counts['findings']} findings")
-            before = before or after
+            idle.append(held(self.process.process.pid))
+            self.judge.settled(await self.metric("cache_usage_ratio"))
+            self.say(f"round {number} done: {idle[-1]}; {self.judge.counts['findings']} findings")
+        self.judge.flat(idle)
         await self.healthy("at the end")
         return self.judge
 

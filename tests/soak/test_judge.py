@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -194,9 +194,12 @@ def test_a_stream_is_the_same_as_the_whole() -> None:
 
 def test_what_grows() -> None:
     before = Held(2, 500.0, 20, 30)
-    assert grown(before, before) == []
-    assert grown(before, Held(1, 563.0, 24, 33)) == ["1 processes, 2 before"]
-    assert len(grown(before, Held(2, 565.0, 25, 34))) == 3
+    assert grown([before, before]) == []
+    assert grown([before, Held(1, 1011.0, 24, 33)]) == ["1 processes, 2 before"]
+    assert len(grown([before, Held(2, 1013.0, 25, 34)])) == 3
+    full = replace(before, memory=900.0)  # caches that fill in the first half
+    assert grown([before, before, full, replace(before, memory=995.0)]) == []
+    assert len(grown([before, before, full, replace(before, memory=997.0)])) == 1
 
 
 def test_processes_are_those_of_the_tree() -> None:
