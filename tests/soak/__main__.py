@@ -13,10 +13,11 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from served_process import ServedProcess
-from soak.judge import Judge
+from soak.judge import SHOWN, Judge
 from soak.storm import ACTS, Plan, Storm
 
 EMBEDDED = "paceline/tiny"
@@ -24,7 +25,6 @@ DRAFTS = ("paceline/tiny-draft", "ngram", "suffix", "eagle3:paceline/tiny-eagle3
 OTHERS = ("ngram", "suffix", "recycling", "lookahead")  # for any model
 # Freed memory goes back to the system at once: what still grows has not been freed.
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-_SHOWN = 40
 
 
 def arguments_of(model: str, drafts: Sequence[str], extra: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def arguments_of(model: str, drafts: Sequence[str], extra: Sequence[str]) -> lis
 def soak(plan: Plan, arguments: Sequence[str], say: Callable[[str], None]) -> Judge:
     """Start a server, let the clients loose, stop it; the judge knows what was wrong."""
     with ServedProcess(arguments, MEMORY) as process:
-        storm = Storm(plan, process, say=say)
+        storm = Storm(plan, process, say)
         try:
             asyncio.run(storm.run())
         except (OSError, EOFError, ValueError) as error:
@@ -54,11 +54,20 @@ def soak(plan: Plan, arguments: Sequence[str], say: Callable[[str], None]) -> Ju
         code = process.wait()
         if code != 0:
             judge.complain(f"exit code {code} after SIGTERM")
-    traces = [line.strip() for line in process.errors if "Traceback" in line]
-    if traces:
-        last = [line.strip() for line in process.errors if line.strip()][-1]
-        judge.complain(f"{len(traces)} tracebacks in the log; its last line: {last[:300]}")
+    for error, number in Counter(tracebacks(process.errors)).most_common():
+        judge.complain(f"{number} tracebacks in the log that end in: {error[:300]}")
     return judge
+
+
+def tracebacks(log: Sequence[str]) -> Iterator[str]:
+    """The last line of each: the error."""
+    inside = False
+    for line in log:
+        if "Traceback (most recent call last)" in line:
+            inside = True
+        elif inside and line.strip() and not line.startswith((" ", "\t")):
+            inside = False
+            yield line.strip()
 
 
 def summary(judge: Judge, plan: Plan, seconds: float) -> list[str]:
@@ -68,10 +77,9 @@ def summary(judge: Judge, plan: Plan, seconds: float) -> list[str]:
         + ", ".join(f"{count} {name}" for name, count in counts.items()),
         f"{judge.tokens} tokens compared with those decoded alone",
     ]
-    for found in judge.findings[:_SHOWN]:
-        lines.append(f"FINDING {found}")
-    if len(judge.findings) > _SHOWN:
-        lines.append(f"... and {len(judge.findings) - _SHOWN} more")
+    lines += [f"FINDING {found}" for found in judge.findings[:SHOWN]]
+    if len(judge.findings) > SHOWN:
+        lines.append(f"... and {len(judge.findings) - SHOWN} more")
     lines.append("nothing found" if not judge.findings else f"{len(judge.findings)} findings")
     return lines
 

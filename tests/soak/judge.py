@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from soak.answers import Answer
 from soak.processes import Held, grown
 from soak.wishes import Wish
 
-_SHOWN = 1200  # characters of a request in a finding
+SHOWN = 40  # findings
+_LONGEST = 1200  # characters of a request in a finding
 
 
 @dataclass
@@ -23,11 +24,14 @@ class Judge:
     findings: list[str] = field(default_factory=list)
     seen: dict[int, list[tuple[Answer, dict[str, Any]]]] = field(default_factory=dict)
     tokens: int = 0  # that were compared
+    say: Callable[[str], None] = lambda line: None  # is told every finding at once
 
     def complain(self, what: str, request: Any = None) -> None:
         self.counts["findings"] += 1
         shown = "" if request is None else f" -- request: {_short(request)}"
         self.findings.append(f"{what}{shown}")
+        if len(self.findings) <= SHOWN:
+            self.say(f"FINDING {self.findings[-1]}")
 
     def expect(self, kind: str, status: int, wanted: set[int], request: Any) -> bool:
         """Whether the status is one that may answer. A full queue may answer anything."""
@@ -68,4 +72,4 @@ class Judge:
 
 def _short(request: Any) -> str:
     text = request if isinstance(request, str) else json.dumps(request)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"

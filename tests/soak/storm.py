@@ -41,8 +41,11 @@ class Storm:
 
     plan: Plan
     process: ServedProcess
-    judge: Judge = field(default_factory=Judge)
-    say: Callable[[str], None] = print
+    say: Callable[[str], None]
+    judge: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(say=self.say)
 
     @property
     def port(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from soak.__main__ import tracebacks
 from soak.answers import Answer
 from soak.processes import Held, grown, held, tree
 from soak.storm import Plan, Storm
@@ -102,7 +103,7 @@ def findings(fault: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         process = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
         served = SimpleNamespace(port=server.sockets[0].getsockname()[1], process=process)
         plan = Plan("x", 1.0, clients=4, skip=OTHERS)
-        judge = await Storm(plan, cast(Any, served), say=lambda line: None).run()
+        judge = await Storm(plan, cast(Any, served), lambda line: None).run()
         assert judge.counts["distinct answers compared"] > 20
         return judge.findings
 
@@ -190,6 +191,12 @@ def test_a_stream_is_the_same_as_the_whole() -> None:
         for delta, reason, logprobs in parts
     )
     assert stream.difference(whole) is None
+
+
+def test_tracebacks_are_told_by_their_errors() -> None:
+    start = "ERROR: Traceback (most recent call last):"
+    log = ["fine", start, "  File x", "    y()", "ValueError: no", "fine", start, " z", "KeyError"]
+    assert list(tracebacks(log)) == ["ValueError: no", "KeyError"]
 
 
 def test_what_grows() -> None:

@@ -113,6 +113,8 @@ def base(chooser: random.Random, server: Server) -> tuple[str, dict[str, Any]]:
     else:
         body["prompt"] = prompt(chooser, server)
     sampling(chooser, server, body)
+    if body.get("tool_choice") == "required":
+        body.pop("min_tokens", None)  # a grammar says where its text ends
     if chooser.random() < 0.25:
         body |= {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
     if chooser.random() < 0.12 and "tools" not in body and "min_tokens" not in body:
