@@ -97,6 +97,7 @@ def main() -> int:
     given = parser.parse_args()
     skip = frozenset(given.skip.split(","))
     plan = Plan(given.seed, given.seconds, given.clients, skip, given.round)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends too
     print(f"soak: {given.seconds:.0f} s, seed {given.seed}", flush=True)
     begin = time.monotonic()
 
