@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 THREADS ?= 2
+SECONDS ?= 1800
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test soak check format bench clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,6 +42,10 @@ demo: $(VENV)/.installed  ## watch plain and speculative decoding of the embedde
 
 test: $(VENV)/.installed-test  ## run the whole test suite
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q $(ARGS)
+
+soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
+	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+		$(BIN)/python -m soak --seconds $(SECONDS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 check: $(VENV)/.installed-dev  ## format, lint and types
 	$(BIN)/ruff format --check .

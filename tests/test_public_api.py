@@ -25,6 +25,7 @@ NAMES = [
     "SamplingParams",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "WriteError",
     "__version__",
 ]
 

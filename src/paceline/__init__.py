@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PromptError,
         UnsupportedModelError,
         VocabularyMismatchError,
+        WriteError,
     )
     from paceline.llm import LLM
 
@@ -45,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "WriteError",
     "__version__",
 ]
 

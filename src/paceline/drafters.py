@@ -362,7 +362,8 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Ma
     if not spec.argument:
         raise ConfigError(f"draft {spec.kind!r} needs a model: {spec.kind}:PATH")
     target, tokenizer = loading.target, loading.tokenizer
-    draft = CausalModel.load(spec.argument, dtype=loading.dtype, device=str(target.device))
+    place = str(target.device)
+    draft = CausalModel.load(spec.argument, loading.dtype, place, check_values=True)
     folder = Path(resolve(spec.argument))
     own = tokenizer
     if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -41,3 +41,8 @@ class EngineLostError(PacelineError):
 
 class DataError(PacelineError):
     """Training or benchmark data is missing or malformed."""
+
+
+class WriteError(ConfigError, DataError):
+    """A file cannot be written: the disk is full, or the place is not writable. What was there
+    before is unchanged. (Also a ConfigError and a DataError: what was raised before it existed.)"""

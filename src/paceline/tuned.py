@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.errors import ConfigError
+from paceline.files import replace_text, telling
 from paceline.model.identity import ModelIdentity
 
 if TYPE_CHECKING:
@@ -220,15 +221,13 @@ class TunedProfile:
                 )
 
     def write(self, path: str | Path) -> None:
-        """Raises ConfigError if the place is not writable."""
+        """Replace the file, or leave it as it was. Raises WriteError."""
         import tomli_w
 
         text = _HEADER + _compact(tomli_w.dumps(_plain(asdict(self))))
-        try:
+        with telling("the profile", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from None
+        replace_text(path, text, "the profile")
 
     def settings(self, follows: bool, lossy: bool) -> dict[str, Any]:
         """Fields of EngineOptions. A draft length holds only for the draft it was measured with.

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from full_disk import full_disk
 from paceline.draft.medusa_format import load_medusa, save_medusa
 from paceline.draft.medusa_head import DraftingHeads, MedusaConfig, MedusaHeads
-from paceline.errors import ModelLoadError
+from paceline.errors import ModelLoadError, WriteError
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4
 
@@ -78,18 +79,10 @@ def test_the_written_names_are_the_public_ones(tmp_path: Path) -> None:
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, 1)
 
 
-def test_a_full_disk_leaves_the_former_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_former_heads(tmp_path: Path) -> None:
     heads = random_heads()
     save_medusa(heads, tmp_path)
-
-    def full(path: Path, content: bytes) -> None:
-        path.touch()
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space"):
+    with full_disk("write"), pytest.raises(WriteError, match="No space left"):
         save_medusa(random_heads(heads=1), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
         "medusa_lm_head.safetensors",

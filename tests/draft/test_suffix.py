@@ -18,7 +18,13 @@ from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.drafters import DRAFTERS, Loading, prepare
-from paceline.errors import ConfigError, DataError, PacelineError, VocabularyMismatchError
+from paceline.errors import (
+    ConfigError,
+    DataError,
+    PacelineError,
+    VocabularyMismatchError,
+    WriteError,
+)
 from paceline.llm import LLM
 from tiny_models import TinyPair
 
@@ -167,11 +173,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     before = file.read_bytes()
     run(drafter, [1], [2, 3])
 
-    def full(self: Path, target: Path) -> Path:
+    def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(DataError, match="No space left"):
+    monkeypatch.setattr("paceline.files.os.replace", full)
+    with pytest.raises(WriteError, match="No space left"):
         drafter.save()
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
@@ -180,7 +186,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_saving_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere to save"):
         SuffixDrafter("cpu", VOCAB).save()
-    with pytest.raises(DataError, match="cannot save"):
+    with pytest.raises(WriteError, match="create the folder"):
         SuffixDrafter("cpu", VOCAB).save(tmp_path / "missing" / "file")
 
 

@@ -21,6 +21,7 @@ from paceline.cli.output import print_json
 from paceline.cli.train_draft import draft
 from paceline.cli.train_heads import eagle, eagle3
 from paceline.cli.train_medusa import medusa
+from paceline.files import LongRecord
 
 if TYPE_CHECKING:
     from paceline.train.lm import LMConfig, LMTrainer
@@ -187,6 +188,8 @@ def lm(
     from paceline.train.lm import LMTrainer
 
     trainer = LMTrainer(run.config(), out, device, compiled)
+    if trainer.note:
+        console.print(f"note: {trainer.note}", highlight=False, soft_wrap=True)
     if trainer.step:
         console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
     with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
@@ -269,9 +272,9 @@ def sample(
 
     columns = (TextColumn("records"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     # Whole groups, so that the batch is full for most of the time and little is lost on Ctrl-C.
-    with Progress(*columns, console=console) as bar, out.open("w", encoding="utf-8") as lines:
+    with Progress(*columns, console=console) as bar, LongRecord(out, "the records") as lines:
         task = bar.add_task("sample", total=len(starts))
         for record in continuations(generate, llm.tokenizer, starts, 4 * batch):
-            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+            lines.add(json.dumps(record, ensure_ascii=False))
             bar.advance(task)
     console.print(f"{len(starts)} records written to {out}", highlight=False)

@@ -235,6 +235,8 @@ def train_to_end(
     trainer: HeadTrainer | DraftTrainer, running: RunningOptions, console: Console
 ) -> Path:
     """Train to the last step, or to Ctrl-C; returns the folder of the result."""
+    if trainer.note:
+        console.print(f"note: {trainer.note}", highlight=False, soft_wrap=True)
     if trainer.step:
         console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
     with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:

@@ -46,7 +46,7 @@ KINDS: Mapping[str, Kind] = {
     "weights-damaged": Kind(
         "weights",
         (ERROR,),
-        "Loading fails.",
+        "Loading fails; of files above 1 GB with checksums, wrong numbers are found only here.",
         "Download or copy the file again; most often a transfer was cut off.",
     ),
     "tensors-missing": Kind(

@@ -10,6 +10,8 @@ import torch
 
 from paceline.doctor.files import ModelFiles, TensorEntry
 from paceline.doctor.findings import Finding, finding
+from paceline.errors import ModelLoadError
+from paceline.model.tensorfile import verify
 
 _MATRICES = 8  # sampled of each kind
 _SAMPLE = 4096  # values of each: its standard deviation is then known to about 1 %
@@ -23,6 +25,7 @@ def check_files(files: ModelFiles, about: str) -> list[Finding]:
         text = f"the index names {len(files.absent)} absent files: {', '.join(files.absent[:3])}"
         findings.append(finding("shards-absent", about, text))
     findings += [finding("weights-damaged", about, text) for text in files.damaged]
+    findings += _flipped(files, about)
     if files.remote:
         text = f"{files.name} is not downloaded; its small files and headers were looked at"
         findings.append(finding("weights-remote", about, text))
@@ -32,6 +35,16 @@ def check_files(files: ModelFiles, about: str) -> list[Finding]:
         text = f"folder {files.name} has a config.json but no weights"
         findings.append(finding("weights-absent", about, text))
     return findings
+
+
+def _flipped(files: ModelFiles, about: str) -> list[Finding]:
+    """Files that carry checksums and are not what was saved. Reads these whole, others not."""
+    for file in sorted({entry.file for entry in files.tensors.values() if entry.file is not None}):
+        try:
+            verify(file)
+        except ModelLoadError as error:
+            return [finding("weights-damaged", about, str(error).partition("; ")[0])]
+    return []
 
 
 def check_values(files: ModelFiles, about: str) -> list[Finding]:

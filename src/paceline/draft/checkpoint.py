@@ -7,7 +7,7 @@ same places: a built-in name, a local folder, or the hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 from paceline.errors import ModelLoadError
+from paceline.files import replace_files, telling
 from paceline.model.names import resolve
+from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
+
+_WEIGHTS = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
 
 
 @dataclass(frozen=True)
@@ -60,34 +64,26 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     for file in files:
         weights = _file(name, path, file, local, kind)
         if weights is not None:
-            return Checkpoint(name, config, _tensors(weights))
+            tensors = _tensors(weights, config)
+            check_finite(tensors, f"the {kind} {name} cannot be used")
+            return Checkpoint(name, config, tensors)
     raise ModelLoadError(f"folder {name} has no {kind}: there is no {' or '.join(files)} in it")
 
 
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors) and config.json, each under another name first.
+    """Write ``file`` (safetensors, with checksums) and config.json, both or neither.
 
-    The config comes last: a folder that has one has its weights.
+    The config comes last: a folder that has one has its weights. Raises WriteError.
     """
-    from safetensors.torch import save
-
-    folder.mkdir(parents=True, exist_ok=True)
-    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    # Not save_file: it makes files that nobody but their owner may read.
-    _write(folder / file, save(plain, metadata={"format": "pt"}))
-    _write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    what = "the checkpoint"
+    with telling(what, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    weights, sums = as_bytes(tensors)
+    marked = {**config, _WEIGHTS: fingerprint(sums)}
+    text = json.dumps(marked, indent=2) + "\n"
+    replace_files({folder / file: weights, folder / "config.json": text.encode()}, what)
 
 
 def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | None:
@@ -107,7 +103,7 @@ def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | Non
     return None if fetched is None else Path(fetched)
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     from pickle import UnpicklingError
 
     from safetensors import SafetensorError
@@ -115,6 +111,12 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
     try:
         if file.suffix == ".safetensors":
+            table = read_table(file)
+            verify(file, table)
+            if table.sums and config.get(_WEIGHTS, "") not in ("", fingerprint(table.sums)):
+                raise ModelLoadError(
+                    f"config.json and {file} were not saved together; save or copy both again"
+                )
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:

@@ -5,8 +5,8 @@ Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake'
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import sys
 from array import array
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.suffix_tree import Speculation, SuffixTree
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
+from paceline.files import replace_files
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1
@@ -187,9 +188,9 @@ class SuffixDrafter:
     def save(self, path: str | Path | None = None) -> Path:
         """Write the texts of the global tree to a file; by default the one of the draft spec.
 
-        The file is a line of JSON (format, version, vocab_size, tokens), then int32 ids, little
-        endian, -1 behind each text, oldest first. It is replaced as a whole or not at all. Raises
-        ConfigError without a path, DataError if it cannot be written.
+        The file is a line of JSON (format, version, vocab_size, tokens, sha256 of the rest), then
+        int32 ids, little endian, -1 behind each text, oldest first. It is replaced as a whole or
+        not at all. Raises ConfigError without a path, WriteError if it cannot be written.
         """
         target = self._file if path is None else Path(path)
         if target is None:
@@ -197,21 +198,15 @@ class SuffixDrafter:
         stream = array("i")
         for text in self._global.texts():
             stream.extend([*text, -1])
+        body = _little_endian(stream).tobytes()
         head = {
             "format": _FORMAT,
             "version": _VERSION,
             "vocab_size": self._vocab_size,
             "tokens": len(stream),
+            "sha256": hashlib.sha256(body).hexdigest(),
         }
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(json.dumps(head).encode() + b"\n")
-                file.write(_little_endian(stream).tobytes())
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise DataError(f"cannot save the suffix tree to {target}: {error.strerror}") from None
+        replace_files({target: json.dumps(head).encode() + b"\n" + body}, "the suffix tree")
         return target
 
     def load(self, path: str | Path) -> None:
@@ -250,6 +245,10 @@ def _read(path: Path, vocab_size: int) -> list[array[int]]:
     stream = array("i")
     if len(body) / stream.itemsize != head.get("tokens"):
         raise DataError(f"{path} is a damaged suffix tree: cut short; move it away")
+    if head.get("sha256") not in (None, hashlib.sha256(body).hexdigest()):
+        raise DataError(
+            f"{path} is a damaged suffix tree: it does not match its checksum; move it away"
+        )
     stream.frombytes(body)
     stream = _little_endian(stream)
     if stream and (min(stream) < -1 or max(stream) >= vocab_size or stream[-1] != -1):

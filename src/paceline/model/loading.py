@@ -14,6 +14,7 @@ import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.names import resolve
+from paceline.model.tensorfile import read_table, verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,6 +28,7 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+_VERIFIED_BYTES = 1 << 30  # checksums of more take seconds: paceline doctor looks at those
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -64,10 +66,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises nothing more precise
         raise ModelLoadError(
-            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
+            f"no tokenizer in {name}: {_line(error)}; put tokenizer.json beside the weights"
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(
@@ -159,11 +160,31 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(name: str, folder: Path) -> None:
+    """Refuse a folder without weights, and weights that are cut or not what was saved."""
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
             "finish the download, or give another folder"
         )
+    total = 0
+    for file in weight_files(folder):
+        table = read_table(file)
+        total += file.stat().st_size
+        if total <= _VERIFIED_BYTES:
+            verify(file, table)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, those of its index that are there."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = {folder / str(file) for file in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(file for file in named if file.is_file())
 
 
 def read_config(name: str, path: str) -> Any:

@@ -62,18 +62,25 @@ class CausalModel:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         quick: bool = True,
+        check_values: bool = False,
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
         dtype "auto": bfloat16 on a CPU with bf16 instructions, float32 on others, the
         checkpoint's own on CUDA. ``quick`` lays the model out for speed (see pack.py).
+        ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
+        and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
         from paceline.model.pack import pack
+        from paceline.model.tensorfile import check_finite
 
-        model = cls(load_module(name_or_path, dtype, device), name_or_path)
+        module = load_module(name_or_path, dtype, device)
+        if check_values:
+            check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
+        model = cls(module, name_or_path)
         return pack(model) if quick else model
 
     def __call__(

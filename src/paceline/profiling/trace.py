@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
+import os
+import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.engine.costs import synchronise
 from paceline.errors import ConfigError
+from paceline.files import telling, write_aside
 from paceline.profiling import steady
 from paceline.profiling.work import is_kernel
 
@@ -104,15 +110,30 @@ def run(
 
 
 def _export(recorder: Any, path: Path) -> None:
-    path.unlink(missing_ok=True)
-    try:
-        recorder.export_chrome_trace(str(path))
-        if path.stat().st_size:  # the profiler's library fails without an error
+    """Write the trace, or leave what is there. Raises WriteError."""
+    with telling("the trace", path):
+        folder = tempfile.mkdtemp(prefix=".trace.", suffix=".partial", dir=path.parent)
+        raw = Path(folder, "trace.json")
+        try:
+            recorder.export_chrome_trace(str(raw))
+            _check_whole(raw)
+            with raw.open("rb") as source, write_aside(path, "the trace") as sink:
+                if path.suffix == ".gz":
+                    with gzip.GzipFile(fileobj=sink, mode="wb") as packed:
+                        shutil.copyfileobj(source, packed)
+                else:
+                    shutil.copyfileobj(source, sink)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_whole(file: Path) -> None:
+    """The profiler's library says nothing when the disk is full: the trace ends early, if any."""
+    with suppress(FileNotFoundError), file.open("rb") as stream:
+        stream.seek(-min(64, file.stat().st_size), os.SEEK_END)
+        if stream.read().rstrip().endswith(b"}"):
             return
-        reason = "nothing was written"
-    except (OSError, RuntimeError) as error:
-        reason = str(error)
-    raise ConfigError(f"cannot write the trace {str(path)!r}: {reason}; choose another place")
+    raise OSError(errno.ENOSPC, "the profiler wrote less than a whole trace, as on a full disk")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.files import replace_files, telling
 
 Cell = str | int | float | None
 
@@ -68,26 +69,23 @@ class Report:
     def write(self, path: str | Path) -> list[Path]:
         """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file).
 
-        Returns the files written. Raises ConfigError on another suffix or an unwritable place.
+        Returns the files written: all of them, or none. Raises ConfigError on another suffix,
+        WriteError if the place is not writable.
         """
         from paceline.report.html import as_html
         from paceline.report.markdown import as_markdown, figure_path
 
         check_path(path)
         path = Path(path)
-        try:
+        if path.suffix == ".html":
+            texts = {path: as_html(self)}
+        else:
+            texts = {path: as_markdown(self, path)}
+            texts |= {figure_path(path, figure): figure.draw() for figure in self.figures()}
+        with telling("the report", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".html":
-                path.write_text(as_html(self), encoding="utf-8")
-                return [path]
-            path.write_text(as_markdown(self, path), encoding="utf-8")
-            written = [path]
-            for figure in self.figures():
-                written.append(figure_path(path, figure))
-                written[-1].write_text(figure.draw(), encoding="utf-8")
-            return written
-        except OSError as error:
-            raise ConfigError(f"cannot write the report {path}: {error.strerror}") from None
+        replace_files({file: text.encode("utf-8") for file, text in texts.items()}, "the report")
+        return list(texts)
 
     def figures(self) -> list[Figure]:
         return [b for section in self.sections for b in section.blocks if isinstance(b, Figure)]

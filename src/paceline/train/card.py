@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.files import replace_text
 from paceline.train.data import Source, read_records
 
 if TYPE_CHECKING:
@@ -81,5 +82,5 @@ def write_card(trainer: LMTrainer, command: str) -> Path:
         "",
     ]
     path = trainer.out / "model" / "README.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    replace_text(path, "\n".join(lines), "the model card")
     return path

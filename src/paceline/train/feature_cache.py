@@ -8,13 +8,16 @@ them again. A window of 256 tokens of a model of width 4096 takes 8 MB with thre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.files import replace_files, telling
+from paceline.model.tensorfile import as_bytes, verify
 from paceline.train.observed import Observed
 
 
@@ -32,7 +35,8 @@ class FeatureCache:
         self._observe = observe
         self._embedding = embedding
         self._head = head
-        folder.mkdir(parents=True, exist_ok=True)
+        with telling("the cached features", folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
     def look(self, ids: torch.Tensor, numbers: Sequence[int]) -> Observed:
@@ -46,15 +50,15 @@ class FeatureCache:
     def _window(self, number: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         file = self._folder / f"{number:07d}.safetensors"
         if file.is_file():
-            return load_file(file, device=str(ids.device))
+            with suppress(ModelLoadError):  # damaged: it is made again
+                verify(file)
+                return load_file(file, device=str(ids.device))
         seen = self._observe(ids)
         self._check(seen)
         tensors = {"final": seen.final.contiguous()}
         if not torch.equal(seen.features, seen.final):
             tensors["features"] = seen.features.contiguous()
-        partial = file.with_suffix(".partial")
-        save_file(tensors, partial)
-        partial.replace(file)
+        replace_files({file: as_bytes(tensors)[0]}, "the cached features", durable=False)
         return tensors
 
     def _check(self, seen: Observed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.files import replace_text
 from paceline.train.acceptance import Acceptance, total
 from paceline.train.card import data_table
 
@@ -85,9 +86,7 @@ def run_sections(trainer: HeadTrainer | DraftTrainer, drafts: str, command: str)
 def write_card(folder: Path, lines: list[str]) -> Path:
     """Write ``folder/README.md`` whole or not at all; returns its path."""
     path = folder / "README.md"
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, "\n".join(lines), "the model card")
     return path
 
 

@@ -7,7 +7,6 @@ run continues exactly.
 
 from __future__ import annotations
 
-import pickle
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -29,6 +28,13 @@ from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import learning_rate_scale
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
+from paceline.train.saved_run import (
+    keep_stream,
+    previous,
+    read_state,
+    token_stream,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -200,19 +206,19 @@ class HeadTrainer(ABC):
 
     def _stream(self, source: Source) -> np.ndarray:
         file = self._stream_file(source)
-        if file.is_file():
-            return np.asarray(np.load(file))
-        return encode(source.path, self.tokenizer, self.config.exclude_licenses)
+
+        def encoded() -> np.ndarray:
+            file.unlink(missing_ok=True)  # damaged, if there is one: ``_keep`` writes it again
+            return encode(source.path, self.tokenizer, self.config.exclude_licenses)
+
+        return token_stream(file, len(self.tokenizer), encoded)
 
     def _keep(self, streams: list[np.ndarray]) -> None:
         """Save the token streams for a resumed run: the first thing that is written."""
         for source, stream in zip(self.sources, streams, strict=True):
             file = self._stream_file(source)
             if not file.is_file():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_suffix(".partial.npy")
-                np.save(partial, stream)
-                partial.replace(file)
+                keep_stream(file, stream)
 
     def _window_rows(self, streams: list[np.ndarray]) -> tuple[int, int]:
         """Rows of short and of long windows. Raises if the text or the target is too short."""
@@ -250,25 +256,19 @@ class HeadTrainer(ABC):
         return self.out / "checkpoint.pt"
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        if not self.checkpoint.is_file():
+        saved, self.note = read_state(self.checkpoint)
+        if saved is None:
             return None
-        try:
-            saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            kind, before = saved["kind"], saved["config"]
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError):
-            raise ConfigError(
-                f"{self.checkpoint} is damaged or not of a head; delete it to start anew"
-            ) from None
-        own = asdict(self.config)
+        kind, before, own = saved.get("kind"), saved["config"], asdict(self.config)
         # The length of the schedule may change on resumption; anything else would be another run.
         differing = [key for key in own if key != "steps" and before.get(key) != own[key]]
         if kind != type(self).__name__ or differing:
             what = f"other options ({', '.join(differing)})" if differing else "another kind"
             raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
-        return dict(saved)
+        return saved
 
     def save_checkpoint(self) -> None:
-        """Write atomically, so that a cut-off leaves the former checkpoint whole."""
+        """Replace checkpoint.pt as a whole. Raises WriteError; the former one then stands."""
         state = {
             "kind": type(self).__name__,
             "config": asdict(self.config),
@@ -276,10 +276,7 @@ class HeadTrainer(ABC):
             "step": self.step,
             "history": self.history,
         }
-        self.out.mkdir(parents=True, exist_ok=True)
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.checkpoint)
+        write_state(self.checkpoint, state)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -384,6 +381,6 @@ class HeadTrainer(ABC):
                 saved = time.monotonic()
         self.save_checkpoint()
         folder = self.out / "head"
-        folder.mkdir(exist_ok=True)
         self.write_head(folder)
+        previous(self.checkpoint).unlink(missing_ok=True)
         return folder

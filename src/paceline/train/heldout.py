@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.files import replace_text
 from paceline.train.data import Source
 from paceline.train.sample import openings
 
@@ -41,7 +43,7 @@ def written_texts(
     """
     names = [source.name for source in sources]
     key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
-    if cache.is_file():
+    with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: written again
         saved = json.loads(cache.read_text(encoding="utf-8"))
         if saved["key"] == key:
             return [WrittenText(**text) for text in saved["texts"]]
@@ -55,11 +57,8 @@ def written_texts(
         ):
             if len(ids) > 1:  # with one token or none there is nothing to draft
                 texts.append(WrittenText(source.name, len(prompt), [*prompt, *ids]))
-    partial = cache.with_suffix(".partial")
-    partial.write_text(
-        json.dumps({"key": key, "texts": [asdict(text) for text in texts]}), encoding="utf-8"
-    )
-    partial.replace(cache)
+    kept = json.dumps({"key": key, "texts": [asdict(text) for text in texts]})
+    replace_text(cache, kept, "the held-out texts")
     return texts
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,11 +15,20 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError, DataError
+from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer, resolve_device
 from paceline.train.acceptance import Acceptance
 from paceline.train.data import Mixture, Source, encode, read_records, render
 from paceline.train.losses import distillation_loss
 from paceline.train.optim import MasterOptimizer
+from paceline.train.saved_run import (
+    keep_stream,
+    previous,
+    read_state,
+    save_model,
+    token_stream,
+    write_state,
+)
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 
 if TYPE_CHECKING:
@@ -137,21 +144,20 @@ class LMTrainer:
     # -- set-up ----------------------------------------------------------------------------
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        from transformers import PreTrainedTokenizerFast
-
         folder = self.out / "model"
         source = self.config.teacher or self.config.init or self.config.tokenizer
         if source is not None:
             return load_tokenizer(source)
         if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder)
+            return load_tokenizer(str(folder))
         texts = (
             render(record["text"])
             for item in self.sources
             for record in read_records(item.path, self.config.exclude_licenses)
         )
         tokenizer = train_tokenizer(texts, self.config.vocab_size)
-        tokenizer.save_pretrained(folder)
+        with folder_aside(folder, "the tokenizer") as partial:
+            tokenizer.save_pretrained(partial)
         return tokenizer
 
     def _long_windows(self, streams: Sequence[np.ndarray]) -> int:
@@ -168,14 +174,13 @@ class LMTrainer:
         # Files of one name may lie in different folders.
         place = zlib.crc32(str(source.path.resolve()).encode())
         cached = self.out / "tokens" / f"{source.path.name}.{place:08x}.npy"
-        if cached.is_file():
-            return np.asarray(np.load(cached))
-        stream = encode(source.path, self.tokenizer, self.config.exclude_licenses)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_suffix(".partial.npy")
-        np.save(partial, stream)
-        partial.replace(cached)
-        return stream
+
+        def encoded() -> np.ndarray:
+            stream = encode(source.path, self.tokenizer, self.config.exclude_licenses)
+            keep_stream(cached, stream)
+            return stream
+
+        return token_stream(cached, len(self.tokenizer), encoded)
 
     def _new_model(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -225,14 +230,10 @@ class LMTrainer:
         return self.out / "checkpoint.pt"
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        if not self.checkpoint.is_file():
+        saved, self.note = read_state(self.checkpoint)
+        if saved is None:
             return None
-        try:
-            saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            before = saved["config"]
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError):
-            raise ConfigError(f"{self.checkpoint} is damaged; delete it to start anew") from None
-        own = asdict(self.config)
+        own, before = asdict(self.config), saved["config"]
         # The length of the schedule may change on resumption; anything else would be another run.
         differing = [key for key in own.keys() | before.keys() if before.get(key) != own.get(key)]
         if set(differing) - {"steps"}:
@@ -240,38 +241,34 @@ class LMTrainer:
                 f"{self.out} holds a run with other options ({', '.join(sorted(differing))}); "
                 "use another --out or delete it"
             )
-        return dict(saved)
+        return saved
 
     def save_checkpoint(self) -> None:
-        """Write atomically, so that a cut-off leaves the former checkpoint whole."""
+        """Replace checkpoint.pt as a whole. Raises WriteError; the former one then stands."""
         state = {
             "config": asdict(self.config),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "history": self.history,
         }
-        self.out.mkdir(parents=True, exist_ok=True)
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.checkpoint)
+        write_state(self.checkpoint, state)
 
     def save_model(self) -> Path:
-        """Write config, tokenizer and bf16 safetensors to ``out/model``, all at once."""
-        folder = self.out / "model.partial"
-        shutil.rmtree(folder, ignore_errors=True)
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Write config, tokenizer and bf16 safetensors to ``out/model``, all at once.
+
+        Raises WriteError; what was there before then stands.
+        """
         # Names without folders: the file travels with the weights.
         config = asdict(self.config)
         for key in ("data", "valid"):
             config[key] = [Path(spec).name for spec in config[key]]
         for key in ("teacher", "tokenizer", "init"):
             config[key] = config[key] and run_name(config[key])
-        (folder / "training.json").write_text(
-            json.dumps({"config": config, "history": self.history}, indent=1) + "\n"
-        )
-        shutil.rmtree(self.out / "model", ignore_errors=True)
-        return folder.rename(self.out / "model")
+        notes = json.dumps({"config": config, "history": self.history}, indent=1) + "\n"
+        with folder_aside(self.out / "model", "the model") as folder:
+            save_model(self.model, self.tokenizer, folder)
+            (folder / "training.json").write_text(notes, encoding="utf-8")
+        return self.out / "model"
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -355,4 +352,6 @@ class LMTrainer:
                 self.save_checkpoint()
                 saved = time.monotonic()
         self.save_checkpoint()
-        return self.save_model()
+        folder = self.save_model()
+        previous(self.checkpoint).unlink(missing_ok=True)
+        return folder

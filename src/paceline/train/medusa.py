@@ -8,7 +8,6 @@ give it text that it wrote itself), at a lower rate.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,11 @@ from paceline.draft.medusa_format import save_medusa
 from paceline.draft.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.shape import Shape, best_shape
 from paceline.errors import ConfigError
+from paceline.files import folder_aside
 from paceline.train.acceptance import Acceptance, total, walk
 from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
 from paceline.train.optim import MasterOptimizer
+from paceline.train.saved_run import save_model
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
@@ -220,13 +221,13 @@ class MedusaTrainer(HeadTrainer):
     def write_head(self, folder: Path) -> None:
         if self.valid_sources and not self.head.config.accuracy:
             self.measure()
-        save_medusa(self.head, folder, self.num_layers)
-        if self.config.joint:
-            partial, model = self.out / "model.partial", self.out / "model"
-            self.target.save_pretrained(partial)
-            self.tokenizer.save_pretrained(partial)
-            shutil.rmtree(model, ignore_errors=True)
-            partial.replace(model)
+        if not self.config.joint:
+            save_medusa(self.head, folder, self.num_layers)
+            return
+        # The heads belong to this very target: if either cannot be written, neither is replaced.
+        with folder_aside(self.out / "model", "the model") as partial:
+            save_model(self.target, self.tokenizer, partial)
+            save_medusa(self.head, folder, self.num_layers)
 
 
 def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...]:

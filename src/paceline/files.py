@@ -1,0 +1,280 @@
+"""Files that are written whole or not at all.
+
+What is new is written under another name in the same folder, forced to the disk and renamed over
+the old. Whoever reads sees the old file or the new one, never half of one; a full disk, a crash or
+a lost power supply leaves the old one as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, cast
+
+from paceline.errors import PacelineError, WriteError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR}
+# How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
+_RUST = re.compile(r"\(os error (\d+)\)")
+_numbers = count()
+
+
+@contextmanager
+def write_aside(
+    path: str | Path, what: str, durable: bool = True, previous: Path | None = None
+) -> Iterator[IO[bytes]]:
+    """Write ``path`` in the block; it is there, whole, once the block has ended without an error.
+
+    ``what`` names the file in messages, as in "the report". ``durable`` false leaves it to the
+    system when the bytes reach the disk: for what can be made again. ``previous`` is where the old
+    file goes instead of nowhere. Raises WriteError.
+    """
+    aside = _Aside(Path(path))
+    with telling(what, path), aside:
+        with aside.open(durable) as sink:
+            yield cast("IO[bytes]", sink)
+        aside.put(keep=previous)
+
+
+def replace_files(contents: Mapping[Path, bytes], what: str, durable: bool = True) -> None:
+    """Write several files, all or none of them; they take their places in the given order.
+
+    Arguments and errors as of ``write_aside``.
+    """
+    with ExitStack() as stack:
+        written = []
+        for path, content in contents.items():
+            with telling(what, path):
+                aside = stack.enter_context(_Aside(path))
+                with aside.open(durable) as sink:
+                    sink.write(content)
+                written.append(aside)
+        # All are on the disk by now, and renaming takes no room; if it fails all the same, those
+        # that have their places already give them back.
+        for number, aside in enumerate(written):
+            try:
+                with telling(what, aside.path):
+                    aside.put(keep=aside.old if len(written) > 1 else None)
+            except WriteError:
+                for done in written[:number]:
+                    done.take_back()
+                raise
+
+
+def replace_text(path: str | Path, text: str, what: str) -> None:
+    """Write one file of text, all of it or nothing. Raises WriteError."""
+    replace_files({Path(path): text.encode("utf-8")}, what)
+
+
+@contextmanager
+def folder_aside(path: str | Path, what: str) -> Iterator[Path]:
+    """Fill the given folder in the block; it stands at ``path`` once that has ended well.
+
+    A folder that was there before is replaced, with all that was in it. Raises WriteError.
+    """
+    folder = Path(os.path.realpath(path))
+    partial, old = (folder.with_name(f"{folder.name}.{word}") for word in ("partial", "old"))
+    if old.exists() and not folder.exists():  # a process was killed between the two renames
+        os.replace(old, folder)
+    with telling(what, path):
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as stream:
+                        os.fsync(stream.fileno())
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                os.replace(folder, old)
+            try:
+                os.replace(partial, folder)
+            except OSError:
+                if old.exists():
+                    os.replace(old, folder)
+                raise
+            _sync_folder(folder.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
+    """Failed writing in the block, also by a library that hides why, becomes a WriteError.
+
+    ``more`` ends its message.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        cause = _os_error(error)
+        if cause is None:
+            raise
+        reason = cause.strerror or str(cause)
+        advice = _advice(cause, path)
+        raise WriteError(f"cannot write {what} {path}: {reason}; {advice}{more}") from None
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The failed system call behind an error; None if there is none."""
+    if isinstance(error, OSError):
+        return error
+    found = _RUST.search(str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+def _advice(error: OSError, path: str | Path) -> str:
+    kept = ", what was there before is unchanged" if Path(path).exists() else ""
+    if error.errno in _FULL:
+        return f"make room there or choose another place{kept}"
+    if error.errno in _FORBIDDEN:
+        return f"choose a place that may be written to{kept}"
+    if error.errno in _ABSENT:
+        return "create the folder first"
+    return f"choose another place{kept}"
+
+
+class LongRecord:
+    """Lines that come one group at a time for hours, in ``path`` once all are there.
+
+    Until then they lie in ``path.partial``. On Ctrl-C those that came are the result; if a group
+    cannot be written they stay where they are, whole lines only, and the message says so.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path, what
+        self.partial = path.with_name(f"{path.name}.partial")
+        self.lines = 0
+        self._whole = 0  # bytes
+
+    def __enter__(self) -> LongRecord:
+        with telling(self._what, self._path):
+            self._file = self.partial.open("wb", buffering=0)
+        return self
+
+    def add(self, line: str) -> None:
+        """Raises WriteError."""
+        content = memoryview(line.encode("utf-8") + b"\n")
+        with telling(self._what, self._path, self._left):
+            while content:
+                content = content[self._file.write(content) :]
+        self.lines += 1
+        self._whole = self._file.tell()
+
+    @property
+    def _left(self) -> str:
+        return f"; the {self.lines} records until then are in {self.partial}"
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with suppress(OSError):
+                self._file.truncate(self._whole)
+            if kind is None or issubclass(kind, KeyboardInterrupt):
+                with telling(self._what, self._path, self._left):
+                    os.fsync(self._file.fileno())
+                    os.replace(self.partial, self._path)
+        finally:
+            self._file.close()
+
+
+class _Sink(io.RawIOBase):
+    """Writes to a file and remembers why that failed: torch.save raises an error of its own."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        super().__init__()
+        self._file = file
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _Aside:
+    """A file under another name. On leaving the block what is not in its place is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.realpath(path))  # a link stays a link
+        name = self.path.name.encode()[:180].decode(errors="ignore")
+        mark = f".{name}.{os.getpid()}-{next(_numbers)}"
+        self._partial = self.path.with_name(f"{mark}.partial")
+        self.old = self.path.with_name(f"{mark}.old")
+        # A pipe or a device cannot be replaced, and must not be.
+        self._direct = self.path.exists() and not self.path.is_file() and not self.path.is_dir()
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+        if self.path.exists():
+            with suppress(OSError):
+                self.old.unlink(missing_ok=True)
+
+    @contextmanager
+    def open(self, durable: bool) -> Iterator[_Sink]:
+        with (self.path if self._direct else self._partial).open("wb") as file:
+            sink = _Sink(file)
+            try:
+                yield sink
+            except Exception:
+                if sink.failure is not None:
+                    raise sink.failure from None
+                raise
+            file.flush()
+            if durable and not self._direct:
+                os.fsync(file.fileno())
+
+    def put(self, keep: Path | None = None) -> None:
+        """Into its place; the file that is there goes to ``keep`` and comes back on failure."""
+        if self._direct:
+            return
+        if self.path.is_file():
+            shutil.copymode(self.path, self._partial)
+            if keep is not None:
+                os.replace(self.path, keep)
+        try:
+            os.replace(self._partial, self.path)
+        except OSError:
+            if keep is not None and keep.exists():
+                os.replace(keep, self.path)
+            raise
+        _sync_folder(self.path.parent)
+
+    def take_back(self) -> None:
+        """What was in its place before ``put`` with ``old`` comes back."""
+        with suppress(OSError):
+            if self.old.exists():
+                os.replace(self.old, self.path)
+            elif not self._direct:
+                self.path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a rename outlives a power failure; some file systems know no such thing."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

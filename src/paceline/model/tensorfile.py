@@ -1,0 +1,172 @@
+"""Safetensors files: their table of tensors, and checksums that tell a flipped bit.
+
+A file begins with eight bytes that give the length of a JSON table (dtype, shape, first and last
+byte of each tensor), then come the table and the tensors. The format knows no checksums, so what
+we save carries the SHA-256 of every tensor's bytes in its metadata, and what carries them is
+checked when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+SUMS = "paceline_sha256"  # in the metadata: a JSON object of tensor names and digests
+_LARGEST_TABLE = 100_000_000  # bytes; the format's own limit
+_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
+_WIDTHS |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_AGAIN = "download or copy it again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a table; its bytes lie from ``start`` to before ``end`` in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """``sums``: the digests that the file carries, by tensor; empty if it carries none."""
+
+    entries: Mapping[str, Entry]
+    sums: Mapping[str, str]
+
+
+def read_table(file: Path) -> Table:
+    """The table of a file, held against the file's length.
+
+    Raises ModelLoadError: what is wrong with the file, and which tensor is cut.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < length <= min(size - 8, _LARGEST_TABLE):
+            raise _damaged(file, "it ends before its table of tensors does")
+        try:
+            table = json.loads(stream.read(length))
+            sums = json.loads((table.pop("__metadata__", None) or {}).get(SUMS, "{}"))
+            entries = {key: _entry(value, 8 + length) for key, value in table.items()}
+            if not all(isinstance(digest, str) for digest in sums.values()):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            raise _damaged(file, "it has no readable table of tensors") from None
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].end):
+        if entry.end > size:
+            what = f"tensor {key} is cut: the file has {size:,} bytes, and it takes {entry.end:,}"
+            raise _damaged(file, what)
+        width = _WIDTHS.get(entry.dtype)
+        if width is not None and entry.end - entry.start != prod(entry.shape) * width:
+            raise _damaged(file, f"tensor {key} has not the bytes that its shape asks for")
+    return Table(entries, sums)
+
+
+def _entry(value: Mapping[str, Any], base: int) -> Entry:
+    first, last = value["data_offsets"]
+    shape = tuple(value["shape"])
+    if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or last < first:
+        raise ValueError("an offset or a size that is none")
+    return Entry(str(value["dtype"]), shape, base + first, base + last)
+
+
+def _damaged(file: Path, what: str) -> ModelLoadError:
+    return ModelLoadError(f"the weights file {file} is damaged: {what}; {_AGAIN}")
+
+
+def verify(file: Path, table: Table | None = None) -> bool:
+    """Whether the file carries checksums; if it does, they are right.
+
+    Reads the whole file, at a gigabyte or two a second. Raises ModelLoadError, naming the tensor.
+    """
+    table = read_table(file) if table is None else table
+    if not table.sums:
+        return False
+    for key in sorted(table.entries.keys() ^ table.sums.keys()):
+        lack = "has no checksum" if key in table.entries else "is missing"
+        raise _damaged(file, f"tensor {key} {lack}")
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        for key, entry in table.entries.items():
+            with memoryview(content) as view, view[entry.start : entry.end] as own:
+                found = hashlib.sha256(own).hexdigest()
+            if found != table.sums[key]:
+                raise _damaged(file, f"tensor {key} does not match its checksum (SHA-256)")
+    return True
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, in the order in which files hold them."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
+    """A whole file with checksums, and these."""
+    from safetensors.torch import save
+
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    sums = {key: digest(value) for key, value in plain.items()}
+    return save(plain, metadata={"format": "pt", SUMS: json.dumps(sums, sort_keys=True)}), sums
+
+
+def fingerprint(sums: Mapping[str, str]) -> str:
+    """Of a whole file, for another file that belongs to it."""
+    return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()
+
+
+def seal(file: Path) -> None:
+    """Give checksums to a file that another library has just written.
+
+    The file grows at its front, so it is written once more: only for files that nobody reads yet.
+    """
+    table = read_table(file)
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        length = struct.unpack("<Q", content[:8])[0]
+        head = json.loads(content[8 : 8 + length])
+        sums = {
+            key: hashlib.sha256(content[entry.start : entry.end]).hexdigest()
+            for key, entry in table.entries.items()
+        }
+        head["__metadata__"] = {
+            **(head.get("__metadata__") or {}),
+            SUMS: json.dumps(sums, sort_keys=True),
+        }
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
+        sealed = file.with_name(f"{file.name}.sealed")
+        with sealed.open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            with memoryview(content) as view, view[8 + length :] as tensors:
+                out.write(tensors)
+    sealed.replace(file)
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Refuse weights that are no numbers; ``what`` names whose they are. Raises ModelLoadError."""
+    for key, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+            continue
+        wide = tensor if tensor.element_size() > 1 else tensor.float()
+        low, high = wide.aminmax()  # not-a-number is carried on
+        if not (bool(low.isfinite()) and bool(high.isfinite())):
+            raise ModelLoadError(
+                f"{what}: tensor {key} holds NaN or infinity; copy the weights again, and if they "
+                "stay so, training or conversion went wrong"
+            )

@@ -1,0 +1,187 @@
+"""Training goes on from what is whole, and makes the rest again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from damages import damages
+from paceline import ConfigError
+from paceline.model.tensorfile import verify
+from paceline.train.feature_cache import FeatureCache
+from paceline.train.heldout import written_texts
+from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.observed import Observed
+from paceline.train.saved_run import previous, read_state, write_state
+
+# -- the state of a training run -------------------------------------------------------------------
+
+
+def state(step: int) -> dict[str, Any]:
+    tensor = torch.arange(8.0) + step
+    return {
+        "config": {"lr": 0.1, "data": ("x",)},
+        "optimizer": {"masters": [tensor, tensor + 1], "optimizers": [{"state": {0: tensor + 2}}]},
+        "step": step,
+        "history": [{"step": step, "loss": float("nan")}],
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    return repr(left) == repr(right)
+
+
+def test_a_state_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    assert read_state(file) == (None, "")
+    write_state(file, state(1))
+    write_state(file, state(2))
+    found, note = read_state(file)
+    assert same(found, state(2)) and note == ""
+
+
+def test_any_damage_goes_back_to_the_state_before(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    write_state(file, state(1))
+    write_state(file, state(2))
+    noted = 0
+    for content in damages(file.read_bytes(), 3, 40, 300):
+        file.write_bytes(content)
+        found, note = read_state(file)
+        if note:
+            noted += 1
+            assert same(found, state(1)), note
+            assert f"{file} is damaged" in note and "checkpoint.previous.pt" in note
+        else:
+            assert same(found, state(2))
+    assert noted > 150
+
+
+def test_a_state_that_changed_names_the_tensor(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    write_state(file, state(1))
+    saved = torch.load(file, weights_only=True)
+    saved["optimizer"]["masters"][1][3] += 1
+    torch.save(saved, file)
+    with pytest.raises(ConfigError, match=r"tensor optimizer\.masters\.1 does not .*delete it"):
+        read_state(file)
+    saved = {**state(1), "sha256": saved["sha256"], "step": 9}
+    torch.save(saved, file)
+    with pytest.raises(ConfigError, match="options and history"):
+        read_state(file)
+
+
+def test_a_state_without_checksums_is_of_an_earlier_version(tmp_path: Path) -> None:
+    torch.save(state(4), tmp_path / "checkpoint.pt")
+    found, _ = read_state(tmp_path / "checkpoint.pt")
+    assert same(found, state(4))
+
+
+def test_no_whole_state_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    for place in (file, previous(file)):
+        place.write_bytes(b"half")
+    with pytest.raises(ConfigError, match="delete it to start anew") as caught:
+        read_state(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_process_killed_between_the_renames(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    write_state(file, state(1))
+    file.rename(previous(file))
+    found, note = read_state(file)
+    assert same(found, state(1)) and "going on from checkpoint.previous.pt" in note
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.pt.17-0.partial").touch()
+    write_state(tmp_path / "checkpoint.pt", state(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
+    words = ("the", "dog", "cat", "saw", "a", "ball", "and", "ran")
+    lines = [{"text": " ".join(rng.choices(words, k=20)), "license": "MIT"} for _ in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def new_trainer(corpus: str, out: Path) -> LMTrainer:
+    sizes = {"vocab_size": 280, "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1}
+    rest = {"ffn_size": 32, "max_positions": 32, "seq_len": 16, "batch_tokens": 64, "warmup": 1}
+    config = LMConfig(data=(corpus,), steps=4, **sizes, **rest)  # type: ignore[arg-type]
+    return LMTrainer(config, out, device="cpu")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before(corpus: str, tmp_path: Path) -> None:
+    """And ends where the run that was not disturbed ends."""
+    straight = new_trainer(corpus, tmp_path / "straight")
+    straight.run()
+    broken = new_trainer(corpus, tmp_path / "broken")
+    for _ in range(2):
+        broken.train_step()
+        broken.save_checkpoint()
+    content = broken.checkpoint.read_bytes()
+    broken.checkpoint.write_bytes(content[:-3000])
+    again = new_trainer(corpus, tmp_path / "broken")
+    assert again.step == 1
+    assert "checkpoint.pt is damaged" in again.note
+    again.run()
+    weights = [load_file(t.out / "model" / "model.safetensors") for t in (straight, again)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert verify(again.out / "model" / "model.safetensors"), "what is trained carries checksums"
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-7], lambda b: b[:-1] + b"\xff"])
+def test_a_damaged_token_stream_is_made_again(
+    corpus: str, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    first = new_trainer(corpus, tmp_path)
+    (file,) = (tmp_path / "tokens").iterdir()
+    before = file.read_bytes()
+    file.write_bytes(damage(before))
+    again = new_trainer(corpus, tmp_path)
+    assert (again.mixture.streams[0] == first.mixture.streams[0]).all()
+    assert file.read_bytes() == before
+
+
+# -- caches of training, which are made again ------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None:
+    looked = []
+
+    def observe(ids: torch.Tensor) -> Observed:
+        looked.append(1)
+        final = torch.ones(1, 3, 4)
+        return Observed(ids, final, 2 * final, head(final), final)
+
+    head = nn.Linear(4, 6, bias=False)
+    cache = FeatureCache(tmp_path, observe, nn.Embedding(9, 4), head)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    first = cache.look(ids, [5])
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damages(file.read_bytes(), seed, 1, 1)[seed % 3])
+    assert torch.equal(cache.look(ids, [5]).features, first.features)
+    assert len(looked) <= 2
+
+
+@pytest.mark.parametrize("content", [b"", b'{"key": {', b"[]", b"\xff", b'{"key": null}'])
+def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "held_out.json"
+    file.write_bytes(content)
+    assert written_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
+    assert json.loads(file.read_text())["texts"] == []

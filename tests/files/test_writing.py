@@ -1,0 +1,312 @@
+"""Writing aside: what is seen of it, and what is not."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from full_disk import PLACES, content_of, full_disk, no_space, small_files
+from paceline.errors import ConfigError, DataError, WriteError
+from paceline.files import LongRecord, folder_aside, replace_files, replace_text, write_aside
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return folder
+
+
+def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
+    file = place / "file"
+    file.write_bytes(b"old")
+    with write_aside(file, "the file") as sink:
+        sink.write(b"new")
+        assert file.read_bytes() == b"old"
+    assert content_of(place) == {"file": b"new"}
+
+
+def test_an_error_of_the_caller_leaves_the_old_file_and_nothing_else(place: Path) -> None:
+    (place / "file").write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), write_aside(place / "file", "the file") as sink:
+        sink.write(b"new")
+        _ = 1 / 0
+    assert content_of(place) == {"file": b"old"}
+
+
+@pytest.mark.parametrize("fault", PLACES)
+@pytest.mark.parametrize("before", [b"old", None], ids=["over an old one", "new"])
+def test_a_full_disk(place: Path, fault: str, before: bytes | None) -> None:
+    file = place / "file"
+    if before is not None:
+        file.write_bytes(before)
+    with full_disk(fault), pytest.raises(WriteError) as caught:
+        replace_text(file, "new" * 100, "the file")
+    message = str(caught.value)
+    assert message.startswith(f"cannot write the file {file}: No space left on device; make room")
+    assert ("unchanged" in message) == (before is not None)
+    assert "\n" not in message
+    assert content_of(place) == ({} if before is None else {"file": before})
+
+
+@pytest.mark.parametrize("fault", PLACES)
+def test_of_several_files_all_stay(place: Path, fault: str) -> None:
+    before = {"a": b"1", "c": b"3"}
+    for name, content in before.items():
+        (place / name).write_bytes(content)
+    with full_disk(fault), pytest.raises(WriteError):
+        replace_files({place / name: b"new" * 50 for name in "abc"}, "the files")
+    assert content_of(place) == before
+
+
+@pytest.mark.parametrize("calls", range(6))
+def test_of_several_files_all_stay_if_a_rename_fails(
+    place: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two renames for a file that was there, one for a new one: five in all."""
+    before = {"a": b"1", "c": b"3"}
+    for name, content in before.items():
+        (place / name).write_bytes(content)
+    real, seen = os.replace, [0]
+
+    def fails_once(source: Path, target: Path) -> None:
+        seen[0] += 1
+        if seen[0] == calls + 1:
+            no_space()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_once)
+    new = {place / name: b"new" for name in "abc"}
+    if calls == 5:
+        replace_files(new, "the files")
+        assert content_of(place) == dict.fromkeys("abc", b"new")
+        return
+    with pytest.raises(WriteError):
+        replace_files(new, "the files")
+    assert content_of(place) == before
+
+
+def test_a_folder_is_replaced_as_a_whole(place: Path) -> None:
+    folder = place / "model"
+    for text in ("old", "new"):
+        with folder_aside(folder, "the model") as partial:
+            (partial / text).write_text(text)
+    assert content_of(place) == {"model/new": b"new"}
+
+
+@pytest.mark.parametrize("fault", ["fsync", "replace"])
+def test_a_folder_stays_when_the_disk_is_full(place: Path, fault: str) -> None:
+    folder = place / "model"
+    folder.mkdir()
+    (folder / "old").write_text("old")
+    with (
+        full_disk(fault),
+        pytest.raises(WriteError, match="No space left"),
+        folder_aside(folder, "the model") as partial,
+    ):
+        (partial / "new").touch()
+    assert content_of(place) == {"model/old": b"old"}
+
+
+def test_a_folder_comes_back_if_the_second_rename_fails(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = place / "model"
+    folder.mkdir()
+    (folder / "old").write_text("old")
+    real = os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if Path(source).name == "model.partial":
+            no_space()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(WriteError), folder_aside(folder, "the model") as partial:
+        (partial / "new").touch()
+    assert content_of(place) == {"model/old": b"old"}
+
+
+def test_a_folder_that_a_killed_process_left_half_way(place: Path) -> None:
+    (place / "model.old").mkdir()
+    (place / "model.old" / "old").write_text("old")
+    with pytest.raises(ZeroDivisionError), folder_aside(place / "model", "the model"):
+        _ = 1 / 0
+    assert content_of(place) == {"model/old": b"old"}
+
+
+def test_libraries_that_hide_why_they_failed(place: Path) -> None:
+    """torch.save, safetensors and tokenizers each have an error of their own for it."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
+
+    weights = {"w": torch.zeros(10_000)}
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(9000)}, unk_token="0"))
+    with small_files(4096):
+        with (
+            pytest.raises(WriteError, match="File too large"),
+            write_aside(place / "x.pt", "the state") as sink,
+        ):
+            torch.save(weights, sink)
+        for write in (
+            lambda folder: save_file(weights, folder / "w.safetensors"),
+            lambda folder: words.save(str(folder / "tokenizer.json")),
+        ):
+            with (
+                pytest.raises(WriteError, match="File too large"),
+                folder_aside(place / "model", "the model") as partial,
+            ):
+                write(partial)
+    assert content_of(place) == {}
+
+
+def test_places_that_cannot_be_written(place: Path) -> None:
+    with pytest.raises(WriteError, match="Is a directory; choose another place"):
+        replace_text(place, "x", "the file")
+    with pytest.raises(WriteError, match="No such file or directory; create the folder first"):
+        replace_text(place / "no" / "file", "x", "the file")
+    with pytest.raises(WriteError, match="Not a directory"):
+        (place / "file").touch()
+        replace_text(place / "file" / "x", "x", "the file")
+
+
+def test_the_error_is_one_that_callers_knew(place: Path) -> None:
+    for kind in (ConfigError, DataError):
+        with pytest.raises(kind):
+            replace_text(place / "no" / "file", "x", "the file")
+
+
+def test_rights_and_links_stay(place: Path) -> None:
+    real, link = place / "real", place / "link"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    replace_text(link, "new", "the file")
+    assert link.is_symlink() and real.read_text() == "new"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    before = os.umask(0o022)
+    try:
+        replace_text(place / "fresh", "x", "the file")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((place / "fresh").stat().st_mode) == 0o644
+
+
+def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
+    pipe = place / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    replace_text(pipe, "through", "the file")
+    reader.join(10)
+    assert read == [b"through"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_names_as_long_as_they_may_be(place: Path) -> None:
+    file = place / ("ü" * 127)
+    replace_text(file, "x", "the file")
+    assert file.read_text() == "x"
+
+
+def test_threads_that_write_the_same_file(place: Path) -> None:
+    file = place / "file"
+    texts = [letter * 100_000 for letter in "abcd"]
+    threads = [threading.Thread(target=replace_text, args=(file, t, "it")) for t in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert file.read_text() in texts
+    assert len(list(place.iterdir())) == 1
+
+
+def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
+    file = place / "file"
+    file.write_text("old")
+    code = (
+        "import os, signal, sys\nfrom paceline.files import write_aside\n"
+        "with write_aside(sys.argv[1], 'it') as sink:\n"
+        "    sink.write(b'new')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], check=False)
+    assert done.returncode == -9
+    assert file.read_text() == "old"
+
+
+# -- records that come for hours -------------------------------------------------------------------
+
+
+def test_records_are_the_file_once_all_are_there(place: Path) -> None:
+    file = place / "records.jsonl"
+    file.write_text("old")
+    with LongRecord(file, "the records") as record:
+        record.add("one")
+        assert file.read_text() == "old"
+        record.add("zwö")
+    assert content_of(place) == {"records.jsonl": "one\nzwö\n".encode()}
+
+
+def test_records_until_ctrl_c_are_kept(place: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), LongRecord(place / "r", "the records") as record:
+        record.add("one")
+        raise KeyboardInterrupt
+    assert content_of(place) == {"r": b"one\n"}
+
+
+def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Path) -> None:
+    file = place / "r"
+    file.write_text("old")
+    with (
+        small_files(1000),
+        pytest.raises(WriteError) as caught,
+        LongRecord(file, "the records") as record,
+    ):
+        for _ in range(20):
+            record.add("x" * 99)
+    assert content_of(place) == {"r": b"old", "r.partial": (b"x" * 99 + b"\n") * 10}
+    assert f"the 10 records until then are in {file}.partial" in str(caught.value)
+
+
+# -- nothing is written in another way -------------------------------------------------------------
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
+# Into a folder that ``folder_aside`` puts in its place, or never over anything.
+FREE = {
+    ("train/lm.py", "write_text"),
+    ("train/saved_run.py", "save_pretrained"),
+    ("train/lm.py", "save_pretrained"),
+    ("model/tensorfile.py", "open"),
+    ("profiling/trace.py", "open"),  # whether the place can be written to at all
+    ("profiling/trace.py", "export_chrome_trace"),
+}
+WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
+
+
+def writing(path: Path) -> Iterator[str]:
+    """Calls in a source file that write files by themselves."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        modes = [item.value for item in node.args if isinstance(item, ast.Constant)]
+        opens = name == "open" and any(set(str(mode)) & set("wax") for mode in modes)
+        if name in WRITERS or opens:
+            yield name
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.name)
+def test_files_are_written_by_one_module(path: Path) -> None:
+    place = str(path.relative_to(SOURCE))
+    if place != "files.py":
+        assert not {name for name in writing(path) if (place, name) not in FREE}
