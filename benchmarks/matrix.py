@@ -2,11 +2,12 @@
 
 A cell is a drafter at a batch size and a temperature. Each of its rounds builds new LLMs over the
 same weights (a controller, drafter and cache without any history) and lets plain decoding and
-"auto" decode the same prompts, in an order that rotates: a batch of requests that begin together,
-prefill included, ``--tokens`` new tokens each. Other rounds have other prompts. What start-up
-measures is not timed, but told. A figure is the median over rounds of auto's tokens a second by
-plain decoding's, and so for the first 32 tokens of every request, those up to ``--after`` and those
-behind it.
+"auto" decode the same prompts: a batch of requests that begin together, prefill included,
+``--tokens`` new tokens each. They take turns of a tenth of a second, each on a clock of its own, so
+that the machine's moods meet them alike. Other rounds have other prompts and the other order. What
+start-up measures is not timed, but told. A figure is the median over rounds of auto's tokens a
+second by plain decoding's, and so for the first 32 tokens of every request, those up to ``--after``
+and those behind it. ``--spec control=none`` is plain decoding twice: what the noise is.
 
 With --fixed "auto" is held against plain decoding and all fixed lengths, behind ``--after`` tokens.
 
@@ -40,11 +41,12 @@ from entrants import PLAIN, Entry, Weights, entries, skip_option
 from matrix_figures import AUTO, as_report, cell_line, summary
 from neighbours import Neighbours, wait_until_quiet
 from paceline.bench.prompts import load_prompts
+from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.report.terminal import print_report
 from report import machine
-from waves import Contestant, Run
+from waves import Contestant, Run, together
 
 EARLY = 32  # tokens of a request: the first figure
 LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -217,21 +219,27 @@ class Bench:
             plain.run(prompts[: cell.batch], cell.batch, WARM_UP, cell.temperature)
         names = [PLAIN, *(map(str, args.lengths) if args.fixed else ()), AUTO]
         shift = number % len(names)
+        names = names[shift:] + names[:shift]
+        built = [self._fresh(cell, name, number) for name in names]
         wait_until_quiet(args.wait, self.say)
+        gc.collect()
         others = Neighbours()
-        done: dict[str, Any] = {}
-        texts: dict[str, Any] = {}
-        for name in names[shift:] + names[:shift]:
-            contestant, seconds = self._fresh(cell, name, number)
-            marks = (EARLY, args.after)
-            run = contestant.run(prompts, cell.batch, args.tokens, cell.temperature, marks=marks)
-            contestant.llm.close()
-            done[name] = _record(run) | {"startup": round(seconds, 3)}
-            texts[name] = run.texts
-        same = sum(a == b for a, b in zip(texts[PLAIN], texts[AUTO], strict=True))
+        params = SamplingParams(
+            temperature=cell.temperature, max_tokens=args.tokens, ignore_eos=True
+        )
+        contestants = [contestant for contestant, _ in built]
+        runs = together(contestants, prompts, cell.batch, params, (EARLY, args.after))
         cores = others.cores()
+        done: dict[str, Any] = {
+            one.name: _record(run) | {"startup": round(seconds, 3)}
+            for (one, seconds), run in zip(built, runs, strict=True)
+        }
+        texts = {one.name: run.texts for one, run in zip(contestants, runs, strict=True)}
+        same = sum(a == b for a, b in zip(texts[PLAIN], texts[AUTO], strict=True))
         done["others"] = None if cores is None else round(cores, 2)
         done["same_text"] = round(same / len(prompts), 3)
+        for one in contestants:
+            one.llm.close()
         self.rounds[cell.key].append(done)
         ratio = done[AUTO]["speed"] / done[PLAIN]["speed"]
         busy = "" if cores is None or cores < 0.3 else f", others keep {cores:.1f} cores busy"
@@ -247,7 +255,6 @@ class Bench:
             prefix_sharing=False,  # every round reads its prompts again
             seed=number,
         )
-        gc.collect()
         return Contestant(name, llm), time.perf_counter() - start
 
     # -- what comes of it -------------------------------------------------------------------------
