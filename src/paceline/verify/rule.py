@@ -23,6 +23,7 @@ import torch
 
 from paceline.core.batch import Check, Verdict
 from paceline.core.draws import coupled_choice, is_coupled, is_free, pick
+from paceline.core.ranking import argmax
 from paceline.core.sampling import Rows, adjusted, laws_of_scores, needs_laws
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -88,13 +89,11 @@ class Verifier:
         seqs = [check.seq for check in checks]
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
         if not wanted and not needs_laws(seqs):
-            # Exact in float32, where a CPU finds the maximum several times faster than in bf16.
-            choices = logits.to(torch.float32).argmax(dim=-1)
-            return self._verdicts(checks, Decisions(choices), None)
+            return self._verdicts(checks, Decisions(argmax(logits)), None)
         rows = Rows.of(checks)
         scores = adjusted(logits, rows)
         if all(seq.params.greedy for seq in seqs):
-            decisions = Decisions(scores.argmax(dim=-1))
+            decisions = Decisions(argmax(scores))
         else:
             decisions = self._decide(scores, rows, checks)
         return self._verdicts(checks, decisions, scores if wanted else None)

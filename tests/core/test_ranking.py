@@ -1,0 +1,60 @@
+"""Two stages find what one finds: places, ties, infinities and what is no number."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import ranking
+from paceline.core.ranking import argmax, top
+
+WIDTHS = (512, 513, 640, 767, 4096, 50257)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "_LEAST", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_argmax_is_torchs(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = torch.randn(9, width, generator=generator).to(dtype)
+    assert torch.equal(argmax(scores), scores.to(torch.float32).argmax(-1))
+    coarse = scores.to(torch.float32).round().to(dtype)  # ties everywhere
+    assert torch.equal(argmax(coarse), coarse.to(torch.float32).argmax(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS[:4]),
+    marks=st.lists(st.tuples(st.integers(0, 511), st.sampled_from([0.0, 1.0, INF, -INF, NAN]))),
+    floor=st.sampled_from([0.0, -INF]),
+)
+def test_the_first_of_equals_wins(width: int, marks: list[tuple[int, float]], floor: float) -> None:
+    scores = torch.full((1, width), floor)
+    for place, value in marks:
+        scores[0, (place * 7) % width] = value
+    assert torch.equal(argmax(scores), scores.argmax(-1))
+
+
+@pytest.mark.parametrize("width", [4096, 4224, 5000])
+@pytest.mark.parametrize("k", [1, 8, 20])
+def test_the_best_are_torchs(width: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.rand(7, width, generator=generator)
+    scores[0] = scores[0].sort().values  # all of them in one stretch
+    scores[1] = -INF
+    scores[2, 5:] = -INF
+    found, wanted = top(scores, k), scores.topk(k, dim=-1)
+    assert torch.equal(scores.gather(1, found), wanted.values)
+    assert all(len(set(row)) == k and max(row) < width for row in found.tolist())
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    wide = torch.randn(5, 5000)
+    cut = wide[:, :4096]
+    assert torch.equal(argmax(cut), cut.argmax(-1))
+    assert torch.equal(top(cut, 3), cut.topk(3).indices)
