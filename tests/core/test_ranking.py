@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ranking
-from paceline.core.ranking import argmax, top
+from paceline.core.ranking import argmax, inversion, largest, top
 
 WIDTHS = (512, 513, 640, 767, 4096, 50257)
 NAN, INF = float("nan"), float("inf")
@@ -25,6 +25,7 @@ def test_argmax_is_torchs(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(argmax(scores), scores.to(torch.float32).argmax(-1))
     coarse = scores.to(torch.float32).round().to(dtype)  # ties everywhere
     assert torch.equal(argmax(coarse), coarse.to(torch.float32).argmax(-1))
+    assert torch.equal(largest(scores)[0], scores.to(torch.float32).amax(-1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,3 +59,45 @@ def test_rows_of_a_wider_tensor() -> None:
     cut = wide[:, :4096]
     assert torch.equal(argmax(cut), cut.argmax(-1))
     assert torch.equal(top(cut, 3), cut.topk(3).indices)
+
+
+@pytest.mark.parametrize("width", [512, 640, 4096, 5000])
+def test_a_draw_by_inversion_is_that_of_the_running_sums(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    laws = torch.rand(64, width, generator=generator) ** 8
+    laws[laws < 0.2] = 0.0  # whole stretches hold next to nothing
+    laws[:8, 3:] = 0.0
+    laws[8:16, : width - 2] = 0.0
+    laws[:, -1] += 1e-3
+    uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniforms[::4], uniforms[1::4] = 0.0, 1 - 2**-53
+    sums = laws.cumsum(-1, dtype=torch.float64)
+    points = sums[:, -1:] * (uniforms.unsqueeze(1) * (1 - 2**-50))
+    wanted = torch.searchsorted(sums, points, right=True).squeeze(1)
+    found, mass = inversion(laws, uniforms)
+    assert torch.equal(found, wanted)
+    assert bool((laws.gather(1, found.unsqueeze(1)) > 0).all())
+    torch.testing.assert_close(mass, sums[:, -1])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    weights=st.dictionaries(
+        st.integers(0, 639), st.sampled_from([1e-38, 1e-20, 1e-3, 1.0, 1e30]), min_size=1
+    ),
+    uniform=st.sampled_from([0.0, 1e-300, 1e-17, 0.5, 1 - 2**-53]),
+)
+def test_what_weighs_nothing_is_never_drawn(weights: dict[int, float], uniform: float) -> None:
+    laws = torch.zeros(1, 640)
+    for place, weight in weights.items():
+        laws[0, place] = weight
+    found, _ = inversion(laws, torch.tensor([uniform], dtype=torch.float64))
+    assert laws[0, int(found)] > 0
+
+
+def test_rows_without_a_distribution_are_told_by_their_sums() -> None:
+    laws = torch.zeros(4, 640)
+    laws[1, 5], laws[2, 630], laws[3, 7] = NAN, INF, 1.0
+    found, mass = inversion(laws, torch.full((4,), 0.5, dtype=torch.float64))
+    assert ((mass > 0) & (mass < INF)).tolist() == [False, False, False, True]
+    assert found[3] == 7 and bool((found < 640).all())

@@ -8,13 +8,11 @@ import torch
 
 from paceline.core.noise import exponential, fresh_exponential
 from paceline.core.params import SamplingParams
+from paceline.core.ranking import inversion
 from paceline.core.sampling import Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
-
-# Keeps uniform * mass below the mass when it is rounded: a point beyond the end would be no token.
-_BELOW_ONE = 1.0 - 2.0**-50
 
 
 def is_coupled(params: SamplingParams) -> bool:
@@ -33,9 +31,7 @@ def pick(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     A token of probability zero is never picked, so a one-hot law gives its token. Laws need not
     sum to one. Sums are float64: no probability is lost to rounding.
     """
-    cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
-    points = cumulative[:, -1:] * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
-    return torch.searchsorted(cumulative, points, right=True).squeeze(1)
+    return inversion(laws, uniforms)[0]
 
 
 def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
