@@ -29,7 +29,7 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = scores.max(dim=-1) if scores.is_cuda else scores.to(torch.float32).max(dim=-1)
         return best.values.to(torch.float32), best.indices
     count = width // _STRETCH
-    whole = scores[:, : count * _STRETCH].unflatten(1, (count, _STRETCH))
+    whole = scores[:, : count * _STRETCH].view(-1, count, _STRETCH)
     peaks = whole.amax(-1)
     if width % _STRETCH:  # the last stretch overlaps: an entry in both is found in the first
         peaks = torch.cat((peaks, scores[:, width - _STRETCH :].amax(-1, keepdim=True)), 1)
@@ -53,7 +53,7 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
         wide = scores if scores.is_cuda else scores.to(torch.float32)
         return wide.topk(k, dim=-1).indices
     # The k largest lie in the k stretches whose largest entries are largest.
-    parts = scores.to(torch.float32).unflatten(1, (count, _STRETCH_TOP))
+    parts = scores.to(torch.float32).view(-1, count, _STRETCH_TOP)
     stretches = parts.amax(-1).topk(k, dim=-1).indices
     index = stretches.unsqueeze(-1).expand(-1, -1, _STRETCH_TOP)
     best = parts.gather(1, index).flatten(1).topk(k, dim=-1).indices
@@ -78,7 +78,7 @@ def inversion(laws: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
         mass = cumulative[:, -1:]
         return torch.searchsorted(cumulative, mass * scale, right=True).squeeze(1), mass.squeeze(1)
     count = width // _STRETCH
-    whole = laws[:, : count * _STRETCH].unflatten(1, (count, _STRETCH))
+    whole = laws[:, : count * _STRETCH].view(-1, count, _STRETCH)
     sums = whole.sum(-1, dtype=torch.float64)
     if width % _STRETCH:
         rest = laws[:, count * _STRETCH :].sum(-1, dtype=torch.float64, keepdim=True)
