@@ -9,11 +9,13 @@ the best of the others' medians. That best is a maximum over noisy medians, so r
 Sections: `sweep` (greedy, every concurrency), `sampled` (temperature 1, concurrency 1 and 8),
 `load` (concurrency changes 1 -> 32 -> 4 -> 16 within a run, with draft length over time), `useless`
 (a draft of random weights: tokens a second after each request's first hundred tokens, by plain
-decoding's; every round with a new LLM, which knows nothing yet).
+decoding's; every round with a new LLM, which knows nothing yet). `--matrix` and `--fixed` are
+another form, with options of its own: every drafter in every cell, see matrix.py.
 
     python benchmarks/never_slower.py --quick
     python benchmarks/never_slower.py --report never_slower.md --json never_slower.json
     python benchmarks/never_slower.py --draft ngram --sections sweep
+    python benchmarks/never_slower.py --matrix --pair tiny --json matrix.json
 
 The last line of the output is one JSON object. Ctrl-C prints what was measured.
 """
@@ -39,6 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import inflate
+import matrix
 from never_slower_report import as_record, as_report
 from paceline.bench.prompts import load_prompts
 from paceline.errors import PacelineError
@@ -244,6 +247,8 @@ def _path(draft: str) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
+    if {"--matrix", "--fixed"} & set(sys.argv[1:]):
+        matrix.main(sys.argv[1:])
     args = parse(sys.argv[1:])
     status = 0
     bench: Bench | None = None

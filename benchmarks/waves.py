@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
@@ -25,6 +26,14 @@ class StepTrace:
 
 
 @dataclass
+class Part:
+    """A stretch of every request: tokens and seconds, summed over the requests."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class Run:
     """What some waves did: new tokens, wall seconds, drafts, texts, and their steps."""
 
@@ -37,6 +46,10 @@ class Run:
     steps: list[StepTrace] = field(default_factory=list)
     late_tokens: int = 0  # after each request's first ``early`` tokens
     late_seconds: float = 0.0
+    cpu: float = 0.0  # processor seconds of this process: others disturb them less
+    drafting: int = 0  # steps of sequences that drafted anything
+    waves: list[float] = field(default_factory=list)  # tokens a second of each
+    parts: list[Part] = field(default_factory=list)  # between marks, see together
 
     @property
     def speed(self) -> float:
@@ -52,6 +65,70 @@ class Run:
         return self.drafted / max(1, self.target_steps)
 
 
+class Wave:
+    """Requests that one contestant decodes together, on a clock that runs while it works."""
+
+    def __init__(
+        self, contestant: Contestant, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> None:
+        self._engine = contestant.llm.engine
+        self.seqs = contestant.requests(prompts, params)
+        self._arrivals: dict[int, list[tuple[float, int]]] = {s.seq_id: [] for s in self.seqs}
+        self.seconds = self.cpu = 0.0
+        self.late: tuple[float, int] | None = None
+        self.steps: list[StepTrace] = []
+        self.drafting = 0
+        start, cpu = time.perf_counter(), time.process_time()
+        for seq in self.seqs:
+            self._engine.add(seq)
+        self._lap(start, cpu)
+
+    def _lap(self, start: float, cpu: float) -> None:
+        self.seconds += time.perf_counter() - start
+        self.cpu += time.process_time() - cpu
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.has_work
+
+    def advance(self, early: int = 0) -> None:
+        """One step of the engine."""
+        start, cpu = time.perf_counter(), time.process_time()
+        commits = self._engine.step()
+        self._lap(start, cpu)
+        for commit in commits:
+            self.drafting += commit.drafted > 0
+            if commit.tokens:
+                self._arrivals[commit.seq_id].append((self.seconds, len(commit.tokens)))
+        nodes = sum(commit.drafted for commit in commits) / len(commits)
+        self.steps.append(StepTrace(self.seconds, len(commits), nodes))
+        if early and self.late is None and min(seq.generated for seq in self.seqs) >= early:
+            self.late = (self.seconds, sum(seq.generated for seq in self.seqs))
+
+    def end(self, run: Run, marks: Sequence[int] = ()) -> None:
+        """Drop what is left, and add all to ``run``."""
+        for seq in self.seqs:
+            self._engine.abort(seq.seq_id)
+        tokens = sum(seq.generated for seq in self.seqs)
+        run.cpu += self.cpu
+        run.seconds += self.seconds
+        run.tokens += tokens
+        run.waves.append(tokens / self.seconds)
+        run.steps += self.steps
+        run.drafting += self.drafting
+        if self.late is not None:
+            run.late_seconds += self.seconds - self.late[0]
+            run.late_tokens += tokens - self.late[1]
+        for seq in self.seqs:
+            if marks:
+                arrivals = self._arrivals[seq.seq_id]
+                _add(run.parts, parts_of(arrivals, marks, seq.params.max_tokens))
+            run.drafted += seq.counts.drafted
+            run.accepted += seq.counts.accepted
+            run.target_steps += seq.counts.target_steps
+            run.texts.append(tuple(seq.tokens[seq.prompt_length :]))
+
+
 class Contestant:
     """An LLM that decodes the same prompts as the others, to the same number of tokens."""
 
@@ -59,6 +136,9 @@ class Contestant:
         self.name = name
         self.llm = llm
         self._ids = itertools.count()
+
+    def requests(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
+        return [Request(next(self._ids), list(ids), len(ids), params) for ids in prompts]
 
     def run(
         self,
@@ -77,36 +157,67 @@ class Contestant:
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         run = Run()
         for first in range(0, len(prompts), concurrency):
-            self._wave(prompts[first : first + concurrency], params, early, run)
+            wave = Wave(self, prompts[first : first + concurrency], params)
+            try:
+                while wave.busy:
+                    wave.advance(early)
+            finally:
+                wave.end(run)
         return run
 
-    def _wave(
-        self, prompts: Sequence[list[int]], params: SamplingParams, early: int, run: Run
-    ) -> None:
-        engine = self.llm.engine
-        seqs = [Request(next(self._ids), list(ids), len(ids), params) for ids in prompts]
-        late: tuple[float, int] | None = None
-        start = now = time.perf_counter()
+
+def together(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[list[int]],
+    concurrency: int,
+    params: SamplingParams,
+    marks: Sequence[int],
+    turn: float = 0.1,
+) -> list[Run]:
+    """The same waves by all contestants, who take turns of ``turn`` seconds, at least a step.
+
+    Each has a clock of its own. So the machine's moods meet all of them alike: where runs one after
+    another differ by 10 % for no reason, these differ by 1 %. With ``marks`` every request's time
+    is told apart where it has so many tokens (``Run.parts``).
+    """
+    runs = [Run() for _ in contestants]
+    for first in range(0, len(prompts), concurrency):
+        part = prompts[first : first + concurrency]
+        waves = [Wave(one, part, params) for one in contestants]
         try:
-            for seq in seqs:
-                engine.add(seq)
-            while engine.has_work:
-                commits = engine.step()
-                now = time.perf_counter()
-                nodes = sum(commit.drafted for commit in commits) / len(commits)
-                run.steps.append(StepTrace(now, len(commits), nodes))
-                if early and late is None and min(seq.generated for seq in seqs) >= early:
-                    late = (now, sum(seq.generated for seq in seqs))
+            while any(wave.busy for wave in waves):
+                for wave in waves:
+                    until = wave.seconds + turn
+                    while wave.busy and wave.seconds < until:
+                        wave.advance()
         finally:
-            for seq in seqs:
-                engine.abort(seq.seq_id)
-        run.seconds += now - start
-        run.tokens += sum(seq.generated for seq in seqs)
-        if late is not None:
-            run.late_seconds += now - late[0]
-            run.late_tokens += sum(seq.generated for seq in seqs) - late[1]
-        for seq in seqs:
-            run.drafted += seq.counts.drafted
-            run.accepted += seq.counts.accepted
-            run.target_steps += seq.counts.target_steps
-            run.texts.append(tuple(seq.tokens[seq.prompt_length :]))
+            for wave, run in zip(waves, runs, strict=True):
+                wave.end(run, marks)
+    return runs
+
+
+def moment(arrivals: Sequence[tuple[float, int]], count: int) -> float:
+    """When a request had ``count`` tokens; a step's tokens came evenly in the time it took."""
+    before, have = 0.0, 0
+    for now, tokens in arrivals:
+        if have + tokens >= count:
+            return before + (now - before) * (count - have) / tokens
+        before, have = now, have + tokens
+    return before
+
+
+def parts_of(arrivals: Sequence[tuple[float, int]], marks: Sequence[int], last: int) -> list[Part]:
+    """The stretches of one request up to each mark and from there to ``last``."""
+    bounds = [0, *(mark for mark in marks if mark < last), last]
+    times = [0.0, *(moment(arrivals, bound) for bound in bounds[1:])]
+    return [
+        Part(after - before, then - since)
+        for (before, after), (since, then) in zip(pairwise(bounds), pairwise(times), strict=True)
+    ]
+
+
+def _add(sums: list[Part], parts: Sequence[Part]) -> None:
+    sums.extend(Part() for _ in parts[len(sums) :])
+    for own, part in zip(sums, parts, strict=True):
+        own.tokens += part.tokens
+        own.seconds += part.seconds

@@ -8,13 +8,11 @@ import torch
 
 from paceline.core.noise import exponential, fresh_exponential
 from paceline.core.params import SamplingParams
+from paceline.core.ranking import argmax, inversion
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
-
-# Keeps uniform * mass below the mass when it is rounded: a point beyond the end would be no token.
-_BELOW_ONE = 1.0 - 2.0**-50
 
 
 def is_coupled(params: SamplingParams) -> bool:
@@ -34,11 +32,8 @@ def pick(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     sum to one. Sums are float64: no probability is lost to rounding. NO_TOKEN where a row is not
     a distribution: its sum is zero, infinite or not a number.
     """
-    cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
-    mass = cumulative[:, -1:]
-    points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
-    found = torch.searchsorted(cumulative, points, right=True)
-    return torch.where((mass > 0) & (mass < torch.inf), found, NO_TOKEN).squeeze(1)
+    found, mass = inversion(laws, uniforms)
+    return torch.where((mass > 0) & (mass < torch.inf), found, NO_TOKEN)
 
 
 def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -110,7 +105,7 @@ def draft(
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
-        tokens = scores.argmax(-1, keepdim=True) if k == 1 else scores.topk(k, dim=-1).indices
+        tokens = argmax(scores).unsqueeze(1) if k == 1 else scores.topk(k, dim=-1).indices
         return Drafted(tokens, None)
     q = laws_of_scores(scores, params)
     if k == 1:

@@ -21,6 +21,7 @@ import torch
 from paceline.core.batch import Check
 from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
+from paceline.core.ranking import largest
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
 
@@ -246,8 +247,8 @@ def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
 
     NO_TOKEN where that is not finite: a score is not a number, or nothing is allowed.
     """
-    best = scores.max(dim=-1)
-    return torch.where(best.values.abs() < torch.inf, best.indices, NO_TOKEN)
+    best, places = largest(scores)
+    return torch.where(best.abs() < torch.inf, places, NO_TOKEN)
 
 
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:

@@ -93,8 +93,9 @@ class MedusaDrafter:
         self._target = target
         self._shapes = tuple(shapes)
         self._generator = generator
-        # Last hidden state [width] of each sequence that may draft, and the position of its row.
-        self._seen: dict[int, tuple[torch.Tensor, int] | None] = {}
+        # A step's last hidden states [batch, width], the row of each sequence that may draft, and
+        # its position.
+        self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
         self._empty = TokenTree.empty(target.device)
 
     def _shape(self, length: int) -> Shape:
@@ -115,8 +116,7 @@ class MedusaDrafter:
         ready = [item for item in plan.slices if self._drafts(item)]
         if not ready:
             return [self._empty] * len(plan.slices)
-        seen = [self._seen[item.seq.seq_id] for item in ready]
-        features = torch.stack([entry[0] for entry in seen if entry is not None])
+        features = self._features(ready)
         levels = max(self._shape(item.draft_length).depth for item in ready)
         logits = self._heads(features, levels)
         trees: dict[int, TokenTree] = {}
@@ -137,7 +137,18 @@ class MedusaDrafter:
         if not item.decodes or not len(self._shape(item.draft_length)):
             return False
         seen = self._seen.get(item.seq.seq_id)
-        return seen is not None and seen[1] + 2 == len(item.seq.tokens)
+        return seen is not None and seen[2] + 2 == len(item.seq.tokens)
+
+    def _features(self, items: Sequence[Slice]) -> torch.Tensor:
+        """The hidden state of each sequence, [B, width]."""
+        seen = [entry for item in items if (entry := self._seen[item.seq.seq_id]) is not None]
+        kept = seen[0][0]
+        if any(other is not kept for other, _, _ in seen):
+            return torch.stack([states[row] for states, row, _ in seen])
+        rows = [row for _, row, _ in seen]
+        if rows == list(range(len(kept))):
+            return kept
+        return kept.index_select(0, to_device(rows, kept.device))
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
         """Trees of all sequences from one draw of every level; logits [B, levels, vocab]."""
@@ -185,9 +196,9 @@ class MedusaDrafter:
             commit.row + commit.fed + (commit.path[-1] if commit.path else -1) for commit in commits
         ]
         kept = hidden.index_select(0, to_device(rows, hidden.device))
-        for commit, feature in zip(commits, kept.unbind(0), strict=True):
+        for row, commit in enumerate(commits):
             last = commit.position + commit.fed + len(commit.path) - 1
-            self._seen[commit.seq_id] = (feature, last)
+            self._seen[commit.seq_id] = (kept, row, last)
 
     def rehearse(self, batch_size: int) -> None:
         """All heads on one row of each sequence, and the choice of candidates."""

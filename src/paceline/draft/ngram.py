@@ -92,6 +92,7 @@ class NGramDrafter:
         self._source = source
         self._indices: dict[int, NGramIndex] = {}
         self._matched: dict[int, int] = {}
+        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
         levels = min(length, self._length)
@@ -104,7 +105,7 @@ class NGramDrafter:
         return [
             self._lookup(item.seq, item.draft_length)
             if item.decodes and item.draft_length
-            else TokenTree.empty(self._device)
+            else self._empty
             for item in plan.slices
         ]
 
@@ -118,6 +119,8 @@ class NGramDrafter:
         self._matched[seq.seq_id] = matches[0][1] if matches else 0
         found = (_continuation(seq.tokens, end, levels) for end, _ in matches)
         tokens, parents = merge(found, self.max_nodes(length), _BRANCH)
+        if not tokens:
+            return self._empty
         return TokenTree(to_device(tokens, self._device), parents)
 
     def _allowed(self, seq: Request) -> range:

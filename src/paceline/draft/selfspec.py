@@ -68,8 +68,9 @@ class SelfDrafter:
                 seq = item.seq
                 feeds.append(Feed(seq.seq_id, seq.cached, seq.pending))
                 growing[seq.seq_id] = self._policy.start(item, self._cache.device)
-        if feeds:
-            grow(list(growing.values()), self._logits(feeds), self._level, self._generator)
+        if not feeds:
+            return [self._empty] * len(plan.slices)
+        grow(list(growing.values()), self._logits(feeds), self._level, self._generator)
         trees = []
         for item in plan.slices:
             tree = growing.get(item.seq.seq_id)
@@ -82,9 +83,9 @@ class SelfDrafter:
         The scheduler reserved indices for a tree. A best-first tree feeds nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
-        if not item.decodes or self._policy.depth(item.draft_length) < 1:
+        if not item.draft_length or not item.decodes or item.feed > _MOST_PENDING:
             return False
-        if item.feed > _MOST_PENDING:
+        if self._policy.depth(item.draft_length) < 1:
             return False
         seq, nodes = item.seq, self._policy.max_fed(item.draft_length)
         try:

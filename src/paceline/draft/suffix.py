@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ class SuffixDrafter:
         self._file = None if file is None else Path(file)
         self._global = SuffixTree(self.options.max_depth)
         self._locals: dict[int, _Local] = {}
+        self._finished: deque[Sequence[int]] = deque()  # outputs not in the global tree yet
+        self._empty = TokenTree.empty(device)
         if self._file is not None:
             if not self.options.max_tokens:
                 raise ConfigError("suffix: a file holds the global tree, which is switched off")
@@ -112,6 +115,7 @@ class SuffixDrafter:
     @property
     def stored_tokens(self) -> int:
         """Tokens in the global tree."""
+        self._catch_up()
         return len(self._global)
 
     def max_nodes(self, length: int) -> int:
@@ -132,14 +136,17 @@ class SuffixDrafter:
 
     def _tree(self, item: Slice) -> TokenTree:
         if not item.decodes or not item.draft_length:
-            return TokenTree.empty(self._device)
+            return self._empty
         guess = self._speculate(item.seq, item.draft_length)
         self._locals[item.seq.seq_id].match = guess.match
+        if not guess.tokens:
+            return self._empty
         return TokenTree(to_device(guess.tokens, self._device), guess.parents)
 
     def _speculate(self, seq: Request, length: int) -> Speculation:
         """The better draft of the two trees."""
         options = self.options
+        self._catch_up()
         local = self._locals[seq.seq_id].tree
         local.extend(seq.tokens[local.open_tokens :])
         text = seq.tokens[-options.max_depth :]
@@ -166,7 +173,20 @@ class SuffixDrafter:
         for commit in commits:
             if commit.finish_reason is not None and commit.seq_id in self._locals:
                 seq = self._locals[commit.seq_id].seq
-                self._remember(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+                self._finished.append(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+                self._bound_finished()
+
+    def _bound_finished(self) -> None:
+        """Where nothing asks for drafts, outputs come and none is put in: keep what would stay."""
+        if len(self._finished) % 64 == 0:
+            total = sum(map(len, self._finished))
+            while total > self.options.max_tokens and self._finished:
+                total -= len(self._finished.popleft())
+
+    def _catch_up(self) -> None:
+        """Put finished outputs into the global tree: only a step that drafts pays for them."""
+        while self._finished:
+            self._remember(self._finished.popleft())
 
     def _remember(self, text: Sequence[int]) -> None:
         """Put a text into the global tree, and drop the oldest ones that no longer fit."""
@@ -195,6 +215,7 @@ class SuffixDrafter:
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
+        self._catch_up()
         stream = array("i")
         for text in self._global.texts():
             stream.extend([*text, -1])

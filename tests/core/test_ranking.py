@@ -1,0 +1,103 @@
+"""Two stages find what one finds: places, ties, infinities and what is no number."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import ranking
+from paceline.core.ranking import argmax, inversion, largest, top
+
+WIDTHS = (512, 513, 640, 767, 4096, 50257)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "_LEAST", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_argmax_is_torchs(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = torch.randn(9, width, generator=generator).to(dtype)
+    assert torch.equal(argmax(scores), scores.to(torch.float32).argmax(-1))
+    coarse = scores.to(torch.float32).round().to(dtype)  # ties everywhere
+    assert torch.equal(argmax(coarse), coarse.to(torch.float32).argmax(-1))
+    assert torch.equal(largest(scores)[0], scores.to(torch.float32).amax(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS[:4]),
+    marks=st.lists(st.tuples(st.integers(0, 511), st.sampled_from([0.0, 1.0, INF, -INF, NAN]))),
+    floor=st.sampled_from([0.0, -INF]),
+)
+def test_the_first_of_equals_wins(width: int, marks: list[tuple[int, float]], floor: float) -> None:
+    scores = torch.full((1, width), floor)
+    for place, value in marks:
+        scores[0, (place * 7) % width] = value
+    assert torch.equal(argmax(scores), scores.argmax(-1))
+
+
+@pytest.mark.parametrize("width", [4096, 4224, 5000])
+@pytest.mark.parametrize("k", [1, 8, 20])
+def test_the_best_are_torchs(width: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.rand(7, width, generator=generator)
+    scores[0] = scores[0].sort().values  # all of them in one stretch
+    scores[1] = -INF
+    scores[2, 5:] = -INF
+    found, wanted = top(scores, k), scores.topk(k, dim=-1)
+    assert torch.equal(scores.gather(1, found), wanted.values)
+    assert all(len(set(row)) == k and max(row) < width for row in found.tolist())
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    wide = torch.randn(5, 5000)
+    cut = wide[:, :4096]
+    assert torch.equal(argmax(cut), cut.argmax(-1))
+    assert torch.equal(top(cut, 3), cut.topk(3).indices)
+
+
+@pytest.mark.parametrize("width", [512, 640, 4096, 5000])
+def test_a_draw_by_inversion_is_that_of_the_running_sums(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    laws = torch.rand(64, width, generator=generator) ** 8
+    laws[laws < 0.2] = 0.0  # whole stretches hold next to nothing
+    laws[:8, 3:] = 0.0
+    laws[8:16, : width - 2] = 0.0
+    laws[:, -1] += 1e-3
+    uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniforms[::4], uniforms[1::4] = 0.0, 1 - 2**-53
+    sums = laws.cumsum(-1, dtype=torch.float64)
+    points = sums[:, -1:] * (uniforms.unsqueeze(1) * (1 - 2**-50))
+    wanted = torch.searchsorted(sums, points, right=True).squeeze(1)
+    found, mass = inversion(laws, uniforms)
+    assert torch.equal(found, wanted)
+    assert bool((laws.gather(1, found.unsqueeze(1)) > 0).all())
+    torch.testing.assert_close(mass, sums[:, -1])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    weights=st.dictionaries(
+        st.integers(0, 639), st.sampled_from([1e-38, 1e-20, 1e-3, 1.0, 1e30]), min_size=1
+    ),
+    uniform=st.sampled_from([0.0, 1e-300, 1e-17, 0.5, 1 - 2**-53]),
+)
+def test_what_weighs_nothing_is_never_drawn(weights: dict[int, float], uniform: float) -> None:
+    laws = torch.zeros(1, 640)
+    for place, weight in weights.items():
+        laws[0, place] = weight
+    found, _ = inversion(laws, torch.tensor([uniform], dtype=torch.float64))
+    assert laws[0, int(found)] > 0
+
+
+def test_rows_without_a_distribution_are_told_by_their_sums() -> None:
+    laws = torch.zeros(4, 640)
+    laws[1, 5], laws[2, 630], laws[3, 7] = NAN, INF, 1.0
+    found, mass = inversion(laws, torch.full((4,), 0.5, dtype=torch.float64))
+    assert ((mass > 0) & (mass < INF)).tolist() == [False, False, False, True]
+    assert found[3] == 7 and bool((found < 640).all())
