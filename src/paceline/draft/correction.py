@@ -24,6 +24,7 @@ _DRIFT = 0.01**2  # by which the machine may change in a step
 _AGEING = 1e-6  # by which groups and cells may change in a step
 _UNKNOWN = 0.3**2  # before anything was seen
 _YOUNG = 8  # observations
+_OFTEN = 3  # large surprises in a row: no hiccup, the machine has changed
 _NEARBY = 0.2**2  # of a group whose neighbour is known
 CELL = 0.2**2  # of drafts, against none
 _UNEVEN = 64
@@ -66,8 +67,13 @@ class Correction:
         self._drift = _Part(0.0, _UNKNOWN)
         self._groups: dict[int, _Part] = {}
         self._cells: dict[tuple[int, int], _Part] = {}
-        self._surprised: dict[int, float] = {}  # the last surprise, if it was a large one
+        self._surprised: dict[int, int] = {}  # large ones in a row, by their sign
         self._factors: dict[tuple[int, int], float] = {}
+
+    def seen(self, group: int, cell: int) -> int:
+        """Observations of a cell."""
+        known = self._cells.get((group, cell))
+        return known.seen if known is not None else 0
 
     def factor(self, group: int, cell: int) -> float:
         found = self._factors.get((group, cell))
@@ -124,9 +130,10 @@ class Correction:
     def _unsettle(self, group: int, surprise: float, own: _Part, exact: _Part) -> float:
         """A large surprise: something is not as sure as it seemed. Returns the added variance."""
         young = [part for part in (own, exact) if part.variance and part.seen < _YOUNG]
-        again = surprise * self._surprised.get(group, 0.0) > 0
-        self._surprised[group] = surprise
-        if not young and not again:
+        before = self._surprised.get(group, 0)
+        times = before + (1 if surprise > 0 else -1) if before * surprise >= 0 else 0
+        self._surprised[group] = times
+        if not young and abs(times) < _OFTEN:
             return 0.0  # perhaps a hiccup
         (young or [self._drift])[0].variance += surprise**2
         return surprise**2

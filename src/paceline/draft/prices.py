@@ -9,6 +9,7 @@ from math import inf
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile
 
+_FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # calls of ``tick`` for which a table is used
 HURT = 0.01  # by which a request may be slowed down for the sake of others, as expected
 DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
@@ -60,10 +61,13 @@ class Prices:
         since, table = self._tables.get((name, batch), (0, []))
         if not table or self._ticks - since >= _FRESH:
             profile, fill = self.profiles[name], self.fill[name].share
-            table = [
-                self.steps.step(batch, nodes * fill, profile.drafting(length, batch), name) / batch
-                for length, nodes in enumerate(profile.nodes)
-            ]
+            even = batch == 1 or fill > _FULL
+            table = []
+            for length, nodes in enumerate(profile.nodes):
+                passes = profile.drafting(length, batch)
+                seconds = self.steps.rest(batch, nodes * fill, even)
+                seconds += self.steps.drafting(batch, nodes * fill, passes, name, even)
+                table.append(seconds / batch)
             if len(self._tables) > 256:
                 self._tables.clear()
             self._tables[name, batch] = (self._ticks, table)
@@ -76,6 +80,7 @@ class Prices:
         for name in set(names):
             own = [length for n, length in zip(names, lengths, strict=True) if n == name]
             profile, fill = self.profiles[name], self.fill[name].share
+            even = even and (batch == 1 or fill > _FULL)
             each = sum(profile.nodes[length] for length in own) * fill / batch
             nodes += each
             passes = self.passes(name, own)

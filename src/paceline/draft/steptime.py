@@ -8,6 +8,7 @@ from paceline.core.costs import StepCosts
 from paceline.draft.correction import Correction, cell_of
 
 _LONG_AGO = 64  # steps
+_PLAIN_FIRST = 3  # steps without drafts at every concurrency
 _PASSES = 0.05**2  # of passes of a draft: their times differ little by how many there are
 
 
@@ -61,9 +62,13 @@ class StepTime:
         """
         return self.rest(batch, nodes) + self.drafting(batch, nodes, drafting, kind)
 
-    @property
-    def wants_plain(self) -> bool:
-        """Whether a step without drafts is needed to tell drafting from the rest."""
+    def wants_plain(self, batch: int) -> bool:
+        """Whether a step without drafts is needed to tell drafting from the rest.
+
+        At a concurrency that is new, some: what drafts cost there is told against them.
+        """
+        if self._rest.seen(group_of(batch), 0) < _PLAIN_FIRST:
+            return True
         return self._since_plain >= (_LONG_AGO if self._whole else 4 * _LONG_AGO)
 
     def begin(self, kind: Hashable, drafting: float) -> None:

@@ -176,7 +176,7 @@ class AdaptiveLength:
     def _bound(self, name: str, names: Sequence[str], batch: int) -> int:
         """The longest length of a drafter that decides for itself; 0 if it is none."""
         profile = self._bounds.get(name)
-        if profile is None:
+        if profile is None or self._steps.wants_plain(batch):
             return 0
         return self._risk.bound(name, names.count(name), batch, profile.longest)
 
@@ -184,7 +184,7 @@ class AdaptiveLength:
         """Decide on the sequences at these places."""
         batch, names = len(found.ids), [found.names[place] for place in places]
         found.candidates = [self._candidate(s, name) for s, name in zip(seqs, names, strict=True)]
-        if self._steps.wants_plain:
+        if self._steps.wants_plain(batch):
             ruling = Ruling([0] * len(places), 1)
         else:
             plain = self._steps.rest(batch, 0)
@@ -296,7 +296,7 @@ class AdaptiveLength:
     def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
         self._ledger.pass_by(seconds, self._steps.rest(len(commits), 0))
-        due = self._step % 4 == 0 or self._steps.wants_plain
+        due = self._step % 4 == 0 or self._steps.wants_plain(len(commits))
         if due and all(commit.fed == 1 for commit in commits):
             self._steps.end(len(commits), 0, seconds)
 

@@ -16,13 +16,13 @@ it is measured where it happens, by drafter and concurrency (in powers of two).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
+from math import inf, sqrt
 
 from paceline.draft.steptime import group_of
 
 SHARE = 0.01  # of the time that may go into drafts that turn out not to pay
 CREDIT = 16.0  # plain steps of one sequence that an account holds at most
-OWN_SHARE = 0.03  # of a request's time that it may lose to drafts, its own or its neighbours'
+OWN_SHARE = 0.02  # of a request's time that it may lose to drafts, its own or its neighbours'
 _HORIZON = 256  # tokens of a request, at most, by which that share is counted
 KEPT = 2.0  # plain steps that the purse holds at most
 _HICCUP = 2.0  # times what was predicted; beyond, a step's time is not the draft's doing
@@ -60,8 +60,13 @@ class Ledger:
         return max(0.0, min(_INHERITED * min(near)[1], plain))
 
     def allowance(self, name: str, batch: int, plain: float) -> float:
-        """Seconds that a step may risk for drafts of this drafter."""
-        return self.won(name, batch, plain) + max(self.purse, 0.0)
+        """Seconds that a step may risk for drafts of this drafter.
+
+        Less than nothing, and not even what is sure to gain may be drafted, where drafts that
+        were sure to gain have lost that much: something is not as it seems.
+        """
+        won = self.won(name, batch, plain)
+        return won + max(self.purse, 0.0) if won + self.purse > -KEPT * plain else -inf
 
     def may_lend(self, name: str, plain: float) -> bool:
         """Whether what was lent to a drafter before has come in again."""

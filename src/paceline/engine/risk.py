@@ -84,7 +84,8 @@ class Risk:
             seconds = self._prices.seconds(batch, [name] * count, [length] * count)
             if seconds - plain <= allowance:
                 return length
-        return 0
+        # Most of what it tries takes less than the dearest of its drafts: a level may be tried.
+        return int(allowance > 0)
 
     def rule(self, party: Party) -> Ruling:
         """The best lengths whose risk is covered; else a probe; else none."""
@@ -106,8 +107,8 @@ class Risk:
         if probe is not None:
             return Ruling(probe, 1, probe=True, hopeless=hopeless)
         # Soon enough to draft when there is enough for it.
-        hold = min(int(missing / (SHARE * party.plain)), HOLD_PLAIN) if missing else HOLD_PLAIN
-        return Ruling([0] * len(best), max(1, hold), hopeless=hopeless)
+        wait = min(missing / (SHARE * party.plain), HOLD_PLAIN) if missing else HOLD_PLAIN
+        return Ruling([0] * len(best), max(1, int(wait)), hopeless=hopeless)
 
     def _close(self, party: Party, lengths: Sequence[int]) -> bool:
         """Whether a few such steps in vain would cost any sequence more than it may lose."""
@@ -147,8 +148,8 @@ class Risk:
     def _probe(self, party: Party) -> list[int] | None:
         """Lengths of a draft to learn from, if the purse pays and it could change anything.
 
-        One level for all sequences of a drafter, or several for one of them: all at once tell more
-        for what they risk, so that may be worth waiting for.
+        In turn one level for all sequences of a drafter, which tells most about its costs, and
+        several for one of them, which risks least.
         """
         for name in dict.fromkeys(party.names):
             table = self._prices.table(name, party.batch)
@@ -177,13 +178,14 @@ class Risk:
         longest = min(longest, seqs[one].room - 1)
         wide = [int(place in places) for place in range(len(seqs))]
         alone = [[n * (place == one) for place in range(len(seqs))] for n in (longest, 1)]
-        stake, *stakes = (self._stake(party, lengths) for lengths in (wide, *alone))
-        if stake <= self._ledger.purse:
-            return wide
-        if stake > min(2.0 * stakes[-1], KEPT * party.plain):
-            for lengths, own in zip(alone, stakes, strict=True):
-                if own <= self._ledger.purse:
-                    return lengths
+        ways = (
+            alone if self._tried[party.candidates[one].name, group_of(party.batch)] % 2 else [wide]
+        )
+        if self._stake(party, wide) > KEPT * party.plain:
+            ways = alone
+        for lengths in ways:
+            if self._stake(party, lengths) <= self._ledger.purse:
+                return lengths
         return None
 
     def _stake(self, party: Party, lengths: Sequence[int]) -> float:
