@@ -13,7 +13,7 @@ from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile
+from paceline.draft.worth import Profile, dearest
 from paceline.engine.controller import AdaptiveLength
 
 STEP = 1.0  # seconds of a target step over one token
@@ -95,7 +95,7 @@ class Machine:
         if isinstance(drafter, Hybrid):
             profiles = [profile(member, mistaken) for member in drafter.members]
             drafter.calibrate(steps, profiles)
-            bounds = {"it": max(own.longest for own in profiles)}
+            bounds = {"it": dearest(profiles)}
             self.controller = AdaptiveLength(steps, {}, bounds, default="it")
         else:
             self.controller = AdaptiveLength(steps, {"it": profile(drafter, mistaken)})

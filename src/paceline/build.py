@@ -15,7 +15,7 @@ from paceline.draft.eagle import MOST_WAITING
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.router import Router
 from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile
+from paceline.draft.worth import Profile, dearest
 from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
 from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
 from paceline.engine.costs import made_up_chains, measure
@@ -182,12 +182,12 @@ def adaptive_length(
         return Profile.of(member, options.max_draft_length, seconds)
 
     profiles: dict[str, Profile] = {}
-    bounds: dict[str, int] = {}
+    bounds: dict[str, Profile] = {}
     for name, member in members.items():
         if isinstance(member, Hybrid):
             own = [profile(part) for part in member.members]
             member.calibrate(steps, own)
-            bounds[name] = max(part.longest for part in own)
+            bounds[name] = dearest(own)
         else:
             profiles[name] = profile(member)
     return AdaptiveLength(steps, profiles, bounds, default=next(iter(members)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -225,16 +226,19 @@ def test_known_levels_are_not_counted_twice() -> None:
     assert whole.rates() == parts.rates()
 
 
-def test_sequences_of_a_batch_get_their_own_lengths() -> None:
+def test_no_sequence_is_slowed_down_by_what_another_gains() -> None:
+    """All drafts of one are right, none of the other's are."""
     control = adaptive(draft=0.02, slope=0.3)
     good, bad = seq(1), seq(2)
-    for _ in range(80):
+    seconds = 0.0
+    for _ in range(200):
         lengths = control.lengths([good, bad])
         commits = [chain(1, lengths[0], lengths[0]), chain(2, lengths[1], 0)]
         drafting = 0.02 * max(lengths)
-        control.observe(commits, 1.3 + 0.3 * sum(lengths) + drafting, drafting)
-    lengths = control.lengths([good, bad])
-    assert lengths[0] > lengths[1]
+        spent = 1.3 + 0.3 * sum(lengths) + drafting
+        control.observe(commits, spent, drafting)
+        seconds += spent
+    assert seconds < 1.04 * 200 * 1.3, "it gained a token a step"
 
 
 def test_a_batch_of_equals_drafts_alike() -> None:
@@ -306,7 +310,9 @@ def test_reading_a_prompt_must_be_earned() -> None:
     """A level is worth its pass, but the drafter has not seen the long prompt."""
 
     def first(prompt: int, room: int) -> int:
-        control = adaptive(draft=0.3)
+        reads = dataclasses.replace(profile(0.3), reads=True)
+        control = AdaptiveLength(StepTime(costs()), {"fake": reads})
+        drive(control, 0.7, 200, seq_id=7)  # it has shown what it is worth
         for _ in range(20):
             control._prices.learn_reading("fake", 0.05 * 4096, 4096)
         params = SamplingParams(max_tokens=room)

@@ -27,6 +27,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
+from paceline.draft.prices import DEARER, HURT
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Acceptance, Probe, Profile, best, levels_tried
 
@@ -198,7 +199,7 @@ class Hybrid:
             return picks
         batch = len(plan.slices)
         options = [self._options(plan.slices[p], found[p], batch, self._steps) for p in asked]
-        chosen = self._paid(options, _best_of(options), batch, self._steps)
+        chosen = self._unharmed(options, batch, self._steps)
         for place, own, option in zip(asked, options, chosen, strict=True):
             picks[place] = self._probed(plan.slices[place].seq, own, option)
         self._begin(picks, self._steps)
@@ -255,8 +256,24 @@ class Hybrid:
                 options, chosen = left, without
         return chosen
 
-    def _rate(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
-        """Tokens a second of the whole step."""
+    def _unharmed(self, options: list[list[_Option]], batch: int, steps: StepTime) -> list[_Option]:
+        """The best for all of which nobody becomes slower; as little as possible if there is none.
+
+        Where the best would slow down those that gain little by it, time is made dearer.
+        """
+        plain = steps.step(batch, 0, 0.0)
+        chosen = self._paid(options, _best_of(options), batch, steps)
+        for dearer in DEARER:
+            least = min((option.gain for option in chosen), default=1.0)
+            if self._seconds(chosen, batch, steps) <= (1 + HURT) * plain * least:
+                return chosen
+            rate = dearer * self._rate(chosen, batch, steps)
+            cheaper = [max(own, key=lambda o: o.gain - rate * o.seconds) for own in options]
+            chosen = self._paid(options, cheaper, batch, steps)
+        return [own[0] for own in options]
+
+    def _seconds(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
+        """The whole step."""
         seconds = plain = steps.step(batch, 0, 0.0)
         for index, profile in enumerate(self._profiles):
             own = [option for option in chosen if option.pick and option.pick.member == index]
@@ -265,7 +282,11 @@ class Hybrid:
                 nodes = sum(option.nodes for option in own) / batch
                 drafting = profile.drafting(longest, len(own))
                 seconds += steps.step(batch, nodes, drafting, (id(self), index)) - plain
-        return sum(option.gain for option in chosen) / seconds
+        return seconds
+
+    def _rate(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
+        """Tokens a second of the whole step."""
+        return sum(option.gain for option in chosen) / self._seconds(chosen, batch, steps)
 
     def _kind(self, index: int, seq_id: int) -> tuple[int, int]:
         """What acceptance is learnt for: a member, and how sure it is."""

@@ -48,6 +48,7 @@ class ModelDrafter:
     """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
 
     features: tuple[int, ...] = ()
+    reads = True  # a prompt, before it drafts
 
     def __init__(
         self,

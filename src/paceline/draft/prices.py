@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import inf
 
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile
 
+_FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # calls of ``tick`` for which a table is used
+HURT = 0.01  # by which a request may be slowed down for the sake of others, as expected
+DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
@@ -18,12 +21,13 @@ class Candidate:
     """A sequence of the batch: its drafter and the expected tokens of a step, by draft length.
 
     ``reading``: seconds that the drafter needs, for each token to come, to read what it has not
-    seen of the sequence.
+    seen of the sequence. ``safe``: tokens that may be counted upon, if known.
     """
 
     name: str
     gains: Sequence[float]
     reading: float = 0.0
+    safe: Sequence[float] = ()
 
 
 class Fill:
@@ -57,10 +61,13 @@ class Prices:
         since, table = self._tables.get((name, batch), (0, []))
         if not table or self._ticks - since >= _FRESH:
             profile, fill = self.profiles[name], self.fill[name].share
-            table = [
-                self.steps.step(batch, nodes * fill, profile.drafting(length, batch), name) / batch
-                for length, nodes in enumerate(profile.nodes)
-            ]
+            even = batch == 1 or fill > _FULL
+            table = []
+            for length, nodes in enumerate(profile.nodes):
+                passes = profile.drafting(length, batch)
+                seconds = self.steps.rest(batch, nodes * fill, even)
+                seconds += self.steps.drafting(batch, nodes * fill, passes, name, even)
+                table.append(seconds / batch)
             if len(self._tables) > 256:
                 self._tables.clear()
             self._tables[name, batch] = (self._ticks, table)
@@ -73,6 +80,7 @@ class Prices:
         for name in set(names):
             own = [length for n, length in zip(names, lengths, strict=True) if n == name]
             profile, fill = self.profiles[name], self.fill[name].share
+            even = even and (batch == 1 or fill > _FULL)
             each = sum(profile.nodes[length] for length in own) * fill / batch
             nodes += each
             passes = self.passes(name, own)
@@ -104,30 +112,40 @@ class Prices:
         self._reading[name] = (keep * (before + seconds), keep * (count + rows))
 
 
-def choose(prices: Prices, batch: int, candidates: Sequence[Candidate]) -> list[int]:
+def choose(
+    prices: Prices, batch: int, candidates: Sequence[Candidate], most: int | None = None
+) -> list[int]:
     """The draft length of each candidate with which the batch is fastest.
 
-    One alone: most expected tokens a second. Several: the best geometric mean of their speeds,
-    because a step takes the same time for all, and drafting for some must not slow down those
-    that gain nothing by it. Where the sequences are alike one length for all is best, as rows
-    need no padding then; lengths of their own are taken if they gain more than that costs.
+    One alone: most expected tokens a second. Several: the least mean time of a token, over the
+    sequences (the harmonic mean of their speeds), among the lengths by which no sequence becomes
+    slower than by plain decoding: a step takes the same time for all, and drafting for some must
+    not slow down those that gain nothing by it. Where the sequences are alike one length for all
+    is best, as rows need no padding then; lengths of their own are taken if they gain more than
+    that costs. ``most`` bounds all lengths.
     """
     tables = [prices.table(own.name, batch) for own in candidates]
+    if most is not None:
+        tables = [times[: most + 1] for times in tables]
     if len(candidates) == batch == 1:
         ((one, times),) = zip(candidates, tables, strict=True)
         return [max(range(len(times)), key=lambda k: one.gains[k] / _time(one, times, k))]
-    logs = [
-        [log(gain) for gain in own.gains[: len(times)]]
-        for own, times in zip(candidates, tables, strict=True)
-    ]
     longest = max(len(times) for times in tables) - 1
     options = [[min(k, len(times) - 1) for times in tables] for k in range(longest + 1)]
-    scores = [_score(prices, batch, candidates, logs, option) for option in options]
-    alike = options[scores.index(max(scores))]
-    apart = _apart(candidates, tables, logs, alike)
-    if apart != alike and _score(prices, batch, candidates, logs, apart) > max(scores):
-        return apart
-    return alike
+    plain = prices.steps.rest(batch, 0)
+    scores = [_score(prices, batch, candidates, option, plain) for option in options]
+    least = min(scores)
+    best = options[scores.index(least)]
+    for dearer in DEARER:
+        apart = _apart(candidates, tables, best, dearer)
+        if not any(apart):
+            break
+        if apart != best:
+            score = _score(prices, batch, candidates, apart, plain)
+            if score < least:
+                best, least = apart, score
+                break
+    return best
 
 
 def _time(own: Candidate, times: Sequence[float], length: int) -> float:
@@ -139,37 +157,47 @@ def _score(
     prices: Prices,
     batch: int,
     candidates: Sequence[Candidate],
-    logs: Sequence[Sequence[float]],
     lengths: Sequence[int],
+    plain: float,
 ) -> float:
-    """Logarithm of the geometric mean of the sequences' speeds, times their number."""
+    """Seconds of a token, summed over the sequences; infinite if any is slowed down."""
     seconds = prices.seconds(batch, [own.name for own in candidates], lengths)
-    gained = reading = 0.0
-    for own, known, length in zip(candidates, logs, lengths, strict=True):
-        gained += known[length]
-        if length and own.reading:
-            reading += own.reading * own.gains[length]
-    return gained - len(lengths) * log(seconds + reading)
+    reading = sum(
+        own.reading * own.gains[length]
+        for own, length in zip(candidates, lengths, strict=True)
+        if length and own.reading
+    )
+    gains = [own.gains[length] for own, length in zip(candidates, lengths, strict=True)]
+    least = min(gains) if len(gains) == batch else 1.0  # others in the batch gain nothing
+    if any(lengths) and seconds + reading > (1 + HURT) * plain * least:
+        return inf
+    return (seconds + reading) * sum(1 / gain for gain in gains)
 
 
 def _apart(
     candidates: Sequence[Candidate],
     tables: Sequence[Sequence[float]],
-    logs: Sequence[Sequence[float]],
     start: Sequence[int],
+    dearer: float,
 ) -> list[int]:
     """Each sequence's own best length, given the time that a step takes with ``start``.
 
-    The logarithm of the time is bounded by its tangent, so that sequences decide by themselves
-    (majorisation; Hunter and Lange 2004); twice, as the step then takes another time.
+    ``dearer``: by how much time counts for more than it should, which makes shorter drafts.
+
+    The product of the step's time and the sum of the times per token is bounded by its tangent, so
+    that sequences decide by themselves (majorisation; Hunter and Lange 2004); twice, as the step
+    then takes another time.
     """
     chosen = list(start)
     for _ in range(2):
-        price = len(chosen) / sum(
-            _time(own, times, k) for own, times, k in zip(candidates, tables, chosen, strict=True)
-        )
+        pairs = list(zip(candidates, tables, chosen, strict=True))
+        seconds = sum(_time(own, times, k) for own, times, k in pairs)
+        needed = dearer * sum(1 / own.gains[k] for own, _, k in pairs)
         chosen = [
-            max(range(len(known)), key=lambda k: known[k] - price * _time(own, times, k))
-            for own, times, known in zip(candidates, tables, logs, strict=True)
+            min(
+                range(len(times)),
+                key=lambda k: seconds / own.gains[k] + needed * _time(own, times, k),
+            )
+            for own, times in zip(candidates, tables, strict=True)
         ]
     return chosen

@@ -5,54 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from paceline.core.costs import StepCosts
-
-_BOUND = 1.5  # by which one step may differ from what is known: a hiccup is no policy
+from paceline.draft.correction import Correction, cell_of
 
 _LONG_AGO = 64  # steps
-_SETTLED = 8  # observations
-_UNEVEN = 64  # distinguishes the cells of uneven batches
-# What batches cost in which sequences have different numbers of rows, which are padded: 1.05 to
-# 1.14 times one with as many rows in all (8 and 32 sequences, embedded target, one core of Zen 4).
-_RAGGED = 1.08
-
-
-class Correction:
-    """How many times longer something takes than predicted, learnt where it happens.
-
-    A factor for each group (concurrency), which follows what happens quickly, times one for each
-    of its cells (draft nodes), which moves slowly. What has not been seen takes the nearest
-    group's factor, so that a change of load starts from what is known.
-    """
-
-    def __init__(self) -> None:
-        self._groups: dict[int, tuple[float, int]] = {}  # factor, observations
-        self._cells: dict[tuple[int, int], tuple[float, int]] = {}
-
-    def factor(self, group: int, cell: int) -> float:
-        return self._group(group)[0] * self._cell(group, cell)[0]
-
-    def _cell(self, group: int, cell: int) -> tuple[float, int]:
-        return self._cells.get((group, cell)) or (_RAGGED if cell >= _UNEVEN else 1.0, 0)
-
-    def _group(self, group: int) -> tuple[float, int]:
-        if group in self._groups:
-            return self._groups[group]
-        if not self._groups:
-            return 1.0, 0
-        nearest = min(self._groups, key=lambda known: abs(known - group))
-        return self._groups[nearest][0], 2
-
-    def observe(self, group: int, cell: int, ratio: float) -> None:
-        """It took ``ratio`` times what was predicted without any correction."""
-        whole, seen = self._group(group)
-        own, count = self._cell(group, cell)
-        bound = _BOUND if self._groups else 4.0
-        ratio = min(max(ratio, whole * own / bound), whole * own * bound)
-        fast, slow = max(0.1, 1 / (1 + seen)), max(0.03, 1 / (16 + count))
-        whole += fast * (ratio / own - whole)
-        self._groups[group] = (whole, seen + 1)
-        if seen >= _SETTLED:  # the first steps say nothing about their cells
-            self._cells[group, cell] = (own + slow * (ratio / whole - own), count + 1)
+_PLAIN_FIRST = 3  # steps without drafts at every concurrency
+_PASSES = 0.05**2  # of passes of a draft: their times differ little by how many there are
 
 
 class StepTime:
@@ -85,7 +42,7 @@ class StepTime:
 
     def rest(self, batch: int, nodes: float, even: bool = True) -> float:
         """All of a step but the drafting; ``even`` if all sequences have as many nodes."""
-        return self.verify(batch, nodes) * self._rest.factor(_group(batch), _cell(nodes, even))
+        return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes, even))
 
     def drafting(
         self, batch: int, nodes: float, seconds: float, kind: Hashable, even: bool = True
@@ -94,7 +51,9 @@ class StepTime:
         if not seconds:
             return self._handling.get(kind, 0.0) * batch if nodes else 0.0
         own = self._passes.get(kind)
-        return seconds if own is None else seconds * own.factor(_group(batch), _cell(nodes, even))
+        if own is None:
+            return seconds
+        return seconds * own.factor(group_of(batch), cell_of(nodes, even))
 
     def step(self, batch: int, nodes: float, drafting: float, kind: Hashable = None) -> float:
         """A step of ``batch`` sequences that verify ``nodes`` each after ``drafting`` seconds.
@@ -103,10 +62,14 @@ class StepTime:
         """
         return self.rest(batch, nodes) + self.drafting(batch, nodes, drafting, kind)
 
-    @property
-    def wants_plain(self) -> bool:
-        """Whether a step without drafts is needed to tell drafting from the rest."""
-        return self._whole and self._since_plain >= _LONG_AGO
+    def wants_plain(self, batch: int) -> bool:
+        """Whether a step without drafts is needed to tell drafting from the rest.
+
+        At a concurrency that is new, some: what drafts cost there is told against them.
+        """
+        if self._rest.seen(group_of(batch), 0) < _PLAIN_FIRST:
+            return True
+        return self._since_plain >= (_LONG_AGO if self._whole else 4 * _LONG_AGO)
 
     def begin(self, kind: Hashable, drafting: float) -> None:
         """Drafts of a kind are made in the step under way; passes measured to take so long."""
@@ -135,7 +98,7 @@ class StepTime:
         self, batch: int, nodes: float, seconds: float, drafting: float | None, even: bool
     ) -> None:
         kind = next(iter(self._kinds)) if len(self._kinds) == 1 else None
-        group, cell = _group(batch), _cell(nodes, even)
+        group, cell = group_of(batch), cell_of(nodes, even)
         known = self.rest(batch, nodes, even)
         self._since_plain = self._since_plain + 1 if self._kinds else 0
         self._whole = drafting is None and bool(self._kinds)
@@ -150,7 +113,7 @@ class StepTime:
         if len(self._kinds) != 1:
             return
         if self._drafting:
-            own = self._passes.setdefault(kind, Correction())
+            own = self._passes.setdefault(kind, Correction(_PASSES))
             own.observe(group, cell, drafting / self._drafting)
         else:
             before = self._handling.get(kind, 0.0)
@@ -158,12 +121,6 @@ class StepTime:
             self._handling[kind] = before + 0.05 * (each - before)
 
 
-def _group(batch: int) -> int:
+def group_of(batch: int) -> int:
     """Powers of two: 1, 2 and 3, 4 to 7, ..."""
     return batch.bit_length()
-
-
-def _cell(nodes: float, even: bool) -> int:
-    """0, 1, 2 and 3, 4 to 7, ...; a few nodes among many sequences are not none."""
-    cell = 0 if nodes <= 0 else max(1, round(nodes)).bit_length()
-    return cell if even else cell + _UNEVEN

@@ -50,6 +50,7 @@ class StringDrafter:
     """
 
     features: tuple[int, ...] = ()
+    reads = True  # a prompt, before it drafts
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ class AcceptanceEstimate:
     From decayed counts, together with a few observations' ``weight`` of a prior.
     """
 
+    DOUBT = 3.0
+
     def __init__(self, prior: Sequence[float], decay: float, weight: float = 5.0) -> None:
         self._prior = tuple(prior)
         self._decay, self._weight = decay, weight
@@ -29,6 +31,7 @@ class AcceptanceEstimate:
         self._reached = [0.0] * self.depth
         self._accepted = [0.0] * self.depth
         self._rates: list[float] | None = None
+        self._cautious: list[float] | None = None
         self.age = 0  # changes whenever the rates do
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
@@ -37,7 +40,7 @@ class AcceptanceEstimate:
         The first ``since`` of them are known already.
         """
         self.age += 1
-        self._rates = None
+        self._rates = self._cautious = None
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = self._decay * self._reached[level] + 1.0
             self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
@@ -51,6 +54,13 @@ class AcceptanceEstimate:
                 rates.append((self._weight * rate + won) / (self._weight + tried))
             self._rates = rates
         return self._rates
+
+    def cautious(self) -> list[float]:
+        """Rates as if ``DOUBT`` drafts more had failed at every level: what is safe to say."""
+        if self._cautious is None:
+            counts = zip(self._reached, self._accepted, strict=True)
+            self._cautious = [won / (self.DOUBT + tried) for tried, won in counts]
+        return self._cautious
 
     def expected_tokens(self) -> list[float]:
         """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ..."""
@@ -76,6 +86,7 @@ class OwnAcceptance:
 
     DECAY = 0.97
     TRIALS = 12.0  # drafts that fail as often as everyone's do, to begin with
+    LOST_TRIALS = 1.0  # the same, for one that has lost by drafting
 
     def __init__(self, everyone: AcceptanceEstimate) -> None:
         self._everyone = everyone
@@ -98,12 +109,25 @@ class OwnAcceptance:
         self._foreseen *= share
 
     def rates(self) -> list[float]:
+        factor = self._factor()
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in self._everyone.rates()]
+
+    def _factor(self, trials: float = TRIALS) -> float:
+        """How many times as often as everyone's drafts its own fail."""
         everyone = self._everyone.rates()
-        if not everyone:
-            return []
-        prior = self.TRIALS * max(1.0 - everyone[0], 1e-3)
-        factor = (self._failed + prior) / (self._foreseen + prior)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
+        prior = trials * max(1.0 - everyone[0], 1e-3) if everyone else 1.0
+        return (self._failed + prior) / (self._foreseen + prior)
+
+    def own_tokens(self) -> list[float]:
+        """As ``expected_tokens``, by what this sequence showed rather than what everyone did."""
+        factor = self._factor(self.LOST_TRIALS)
+        return expected_tokens([max(0.0, 1 - factor * (1 - r)) for r in self._everyone.rates()])
+
+    def cautious_tokens(self) -> list[float]:
+        """Tokens of a step that may be counted upon, as ``expected_tokens``."""
+        factor = self._factor()
+        everyone = self._everyone.cautious()
+        return expected_tokens([max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone])
 
     def expected_tokens(self) -> list[float]:
         """As ``AcceptanceEstimate.expected_tokens``."""
@@ -164,12 +188,13 @@ class Profile:
     """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
-    of sequences.
+    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence.
     """
 
     nodes: tuple[int, ...]
     passes: tuple[int, ...]
     seconds: CostCurve
+    reads: bool = False
 
     @classmethod
     def of(cls, drafter: Drafter, longest: int, seconds: CostCurve) -> Profile:
@@ -178,7 +203,7 @@ class Profile:
         lengths = range(longest + 1)
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
-        return cls(nodes, passes, seconds)
+        return cls(nodes, passes, seconds, getattr(drafter, "reads", False))
 
     @property
     def longest(self) -> int:
@@ -197,6 +222,20 @@ class Profile:
     def drafting(self, length: int, batch: int) -> float:
         """Seconds in which ``batch`` sequences are drafted for."""
         return self.passes[length] * self.seconds(batch) if batch else 0.0
+
+
+def dearest(profiles: Sequence[Profile]) -> Profile:
+    """A profile that costs at each length what the dearest of several does."""
+    longest = max(own.longest for own in profiles)
+
+    def at(values: tuple[int, ...], length: int) -> int:
+        return values[min(length, len(values) - 1)]
+
+    lengths = range(longest + 1)
+    nodes = tuple(max(at(own.nodes, n) for own in profiles) for n in lengths)
+    dear = max(profiles, key=lambda own: own.passes[-1] * own.seconds(1))
+    passes = tuple(at(dear.passes, n) for n in lengths)
+    return Profile(nodes, passes, dear.seconds, any(own.reads for own in profiles))
 
 
 def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> list[int]:

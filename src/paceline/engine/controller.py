@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import Sequence as Request
-from paceline.draft.prices import Candidate, Prices, choose
+from paceline.draft.prices import Candidate, Prices
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Acceptance, Profile, levels_tried
+from paceline.engine.ledger import Ledger
+from paceline.engine.risk import HOLD, Party, Risk, Ruling
 
 
 class Controller(Protocol):
@@ -70,19 +73,6 @@ class Decision:
         )
 
 
-class _Purse:
-    """Seconds that may be spent on trying drafts that do not seem to pay: a share of all."""
-
-    SHARE = 0.005
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def earn(self, seconds: float) -> None:
-        """A step without drafts took so long. No more than a few probes' worth is kept."""
-        self.seconds = min(self.seconds + self.SHARE * seconds, 2 * seconds)
-
-
 @dataclass
 class _Settled:
     """A decision that holds for some steps, as long as the batch stays the same."""
@@ -111,39 +101,39 @@ class _Seen(NamedTuple):
 class AdaptiveLength:
     """Per sequence and drafter, from observed acceptance and the costs of steps on this machine.
 
-    Maximises expected tokens of a step / (drafting + rest of the step), for a batch the geometric
-    mean over its sequences, so that no request pays for another's speed. The length depends on the
-    past only, never on the tokens being drafted, so it cannot bias the output. Costs are
-    start-up's, corrected by every step (``StepTime``). A drafter must also earn the reading of
-    what it has not seen of a sequence. Where nothing is drafted, half a per cent of the time goes
-    into probes; what a sequence showed long ago fades until it is tried again.
+    Predictions choose the lengths: most expected tokens a second, for a batch the least mean time
+    of a token among the lengths by which no request is slowed down (prices.py). The length depends
+    on the past only, never on the tokens being drafted, so it cannot bias the output. Costs are
+    start-up's, corrected by every step (``StepTime``).
+
+    The ledger decides whether a draft may be made: what it risks must have been won by earlier
+    drafts, measured against plain steps, or be covered by the share of time that goes into trying
+    (ledger.py). What a sequence showed long ago fades until it is tried again.
 
     ``profiles`` by the names that requests use; those that name none have the ``default``.
-    Drafters in ``bounds`` decide for themselves and get their longest length. A request's own
-    ``draft_length`` stands.
+    Drafters in ``bounds`` decide for themselves and get the longest length that they may risk. A
+    request's own ``draft_length`` stands.
     """
 
-    HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
-    HOLD_PLAIN = 16  # where nothing is drafted, so that nothing is learnt
-    FADE = 0.85  # weight kept of what a sequence showed, every HOLD_PLAIN steps without a draft
+    FADE = 0.95  # weight kept of what a sequence showed, with every decision not to draft
     HORIZON = 256  # tokens at most over which reading a prompt is written off
 
     def __init__(
         self,
         steps: StepTime,
         profiles: Mapping[str, Profile],
-        bounds: Mapping[str, int] | None = None,
+        bounds: Mapping[str, Profile] | None = None,
         default: str = "",
     ) -> None:
         self._steps = steps
-        self._prices = Prices(steps, profiles)
-        self._profiles = self._prices.profiles
         self._bounds = dict(bounds or {})
+        self._profiles = dict(profiles)
+        self._prices = Prices(steps, {**self._bounds, **self._profiles})
         self._default = default or next(iter(profiles))
         depth = max((profile.longest for profile in self._profiles.values()), default=0)
         self._acceptance = Acceptance(depth)
-        self._purse = _Purse()
-        self._read: dict[int, int] = {}  # tokens of a sequence when it was last drafted for
+        self._ledger = Ledger()
+        self._risk = Risk(self._prices, self._ledger, self._profiles)
         self._step = 0
         self._settled = _Settled()
         self._seen: list[_Seen] = []
@@ -165,7 +155,7 @@ class AdaptiveLength:
         names = [seq.params.drafter or self._default for seq in seqs]
         given = [seq.params.draft_length for seq in seqs]
         wishes = [
-            self._bounds.get(name, 0) if length is None else length
+            self._bound(name, names, batch) if length is None else length
             for name, length in zip(names, given, strict=True)
         ]
         own = [
@@ -176,79 +166,56 @@ class AdaptiveLength:
         # A new batch, or new drafts, are looked at again soon: 1, 2, 4 steps later.
         before = self._settled
         same = before.drafts and ids == before.ids
-        hold = min(2 * before.hold, self.HOLD) if same else 1
+        hold = min(2 * before.hold, HOLD) if same else 1
         found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
         found.given = any(length is not None for length in given)
-        if not own:
-            return found
-        requests, known = [seqs[place] for place in own], [names[place] for place in own]
-        candidates = [self._candidate(s, name) for s, name in zip(requests, known, strict=True)]
-        chosen = choose(self._prices, batch, candidates)
-        if self._steps.wants_plain:
-            chosen, found.until = [0] * len(chosen), self._step + 1
-        elif not any(chosen):
-            found.until = self._step + self.HOLD_PLAIN
-            for seq, name in zip(requests, known, strict=True):
-                self._acceptance.of(seq.seq_id, name).fade(self.FADE)
-            if self._purse.seconds > 0:
-                found.probe = self._probe(batch, requests, candidates, chosen)
-                found.until -= found.probe * (self.HOLD_PLAIN - 1)
-        for place, length in zip(own, chosen, strict=True):
-            wishes[place] = length
-        for name in set(known) if any(chosen) else ():
-            lengths = [n for own, n in zip(known, chosen, strict=True) if own == name]
-            if any(lengths):
-                found.drafting.append((name, self._prices.passes(name, lengths)))
-        found.candidates, found.drafts = candidates, any(wishes)
+        if own:
+            self._choose(found, [seqs[place] for place in own], own)
         return found
 
+    def _bound(self, name: str, names: Sequence[str], batch: int) -> int:
+        """The longest length of a drafter that decides for itself; 0 if it is none."""
+        profile = self._bounds.get(name)
+        if profile is None or self._steps.wants_plain(batch):
+            return 0
+        return self._risk.bound(name, names.count(name), batch, profile.longest)
+
+    def _choose(self, found: _Settled, seqs: Sequence[Request], places: Sequence[int]) -> None:
+        """Decide on the sequences at these places."""
+        batch, names = len(found.ids), [found.names[place] for place in places]
+        found.candidates = [self._candidate(s, name) for s, name in zip(seqs, names, strict=True)]
+        if self._steps.wants_plain(batch):
+            ruling = Ruling([0] * len(places), 1)
+        else:
+            plain = self._steps.rest(batch, 0)
+            ruling = self._risk.rule(Party(batch, plain, seqs, found.candidates))
+        if ruling.hopeless:
+            for seq, name in zip(seqs, names, strict=True):
+                self._acceptance.of(seq.seq_id, name).fade(self.FADE)
+        found.probe = ruling.probe
+        found.hold = min(found.hold, ruling.hold) if any(ruling.lengths) else ruling.hold
+        found.until = self._step + found.hold
+        for place, length in zip(places, ruling.lengths, strict=True):
+            found.wishes[place] = length
+        for name in dict.fromkeys(names) if any(ruling.lengths) else ():
+            lengths = [n for own, n in zip(names, ruling.lengths, strict=True) if own == name]
+            if any(lengths):
+                found.drafting.append((name, self._prices.passes(name, lengths)))
+        found.drafts = any(found.wishes)
+
     def _candidate(self, seq: Request, name: str) -> Candidate:
-        gains = self._acceptance.of(seq.seq_id, name).expected_tokens()
+        own = self._acceptance.of(seq.seq_id, name)
+        lost = self._ledger.lost(seq.seq_id)
+        gains = own.own_tokens() if lost else own.expected_tokens()
+        safe = own.cautious_tokens()
         if seq.room < len(gains):  # what comes after the last token is no gain
-            gains = [min(gain, max(seq.room, 1)) for gain in gains]
-        unread = self._unread(seq)
-        if unread <= 8 or self._profiles[name].free:
-            return Candidate(name, gains)
+            most = max(seq.room, 1)
+            gains, safe = [min(g, most) for g in gains], [min(g, most) for g in safe]
+        unread = self._risk.unread(seq.seq_id, len(seq.tokens))
+        if unread <= 8 or not self._profiles[name].reads:
+            return Candidate(name, gains, safe=safe)
         room = min(max(seq.room, 1), self.HORIZON)
-        return Candidate(name, gains, unread * self._prices.reading(name) / room)
-
-    # -- trying what does not seem to pay ----------------------------------------------------
-
-    def _probe(
-        self,
-        batch: int,
-        seqs: Sequence[Request],
-        candidates: Sequence[Candidate],
-        chosen: list[int],
-    ) -> bool:
-        """Draft for one sequence all the same if that is paid for and could change anything."""
-        prices = self._prices
-        plain = prices.steps.rest(batch, 0)
-        for name in dict.fromkeys(own.name for own in candidates):
-            table = prices.table(name, batch)
-            if max((1 + n) / table[n] for n in range(1, len(table))) * table[0] <= 1.02:
-                continue  # even a draft that is always right would not pay
-            places = [place for place, own in enumerate(candidates) if own.name == name]
-            place = min(places, key=lambda p: self._unread(seqs[p]))
-            gains, seq = candidates[place].gains, seqs[place]
-            length = max(range(1, len(table)), key=lambda n: gains[n] / table[n])
-            length = min(length, seq.room - 1)
-            if length < 1:
-                continue
-            lengths = [length if p == place else 0 for p in range(len(candidates))]
-            cost = prices.seconds(batch, [own.name for own in candidates], lengths) - plain
-            if not self._profiles[name].free:
-                cost += self._unread(seq) * prices.reading(name)
-            cost -= (gains[length] - 1) * plain / batch
-            if cost <= self._purse.seconds:
-                self._purse.seconds -= max(0.0, cost)
-                chosen[place] = length
-                return True
-        return False
-
-    def _unread(self, seq: Request) -> int:
-        """Tokens that a drafter would have to read first, beyond the newest."""
-        return len(seq.tokens) - self._read.get(seq.seq_id, 0) - 1
+        return Candidate(name, gains, unread * self._prices.reading(name) / room, safe)
 
     # -- learning ----------------------------------------------------------------------------
 
@@ -290,15 +257,46 @@ class AdaptiveLength:
         if unread > 4 * len(commits):
             measure = False
             self._learn_reading(step, unread, nodes / len(commits))
+        self._book(step, nodes, unread, measure, even)
         for name, passes in held.drafting:
             self._steps.begin(name, passes)
         seconds = step.seconds if measure else None
         self._steps.end(len(commits), nodes, seconds, step.drafting, even)
 
+    def _book(self, step: _Seen, nodes: int, unread: int, measure: bool, even: bool) -> None:
+        """Enter a step that drafted, or was to, into the ledger."""
+        held, commits = step.held, step.commits
+        batch = len(commits)
+        plain = self._steps.rest(batch, 0)
+        self._ledger.pass_by(step.seconds, plain)
+        names = dict(zip(held.ids, held.names, strict=True))
+        drafts = Counter(names[commit.seq_id] for commit in commits if commit.drafted)
+        for name in drafts:
+            self._risk.tried(name, batch)
+        if held.given or any(commit.fed != 1 or not commit.tokens for commit in commits):
+            return
+        if not drafts:
+            asked = {own for own, wish in zip(held.names, held.wishes, strict=True) if wish}
+            for name in asked:  # looked for something in vain
+                self._ledger.charge(name, batch, (step.drafting or 0.0) / len(asked), plain)
+            return
+        each = nodes / batch
+        foreseen = self._steps.rest(batch, each, even)
+        for name, passes in held.drafting:
+            foreseen += self._steps.drafting(batch, each, passes, name, even)
+        reading = 0.0
+        if not measure and len(held.drafting) == 1:
+            ((name, _),) = held.drafting
+            reading = min(unread * self._prices.reading(name), step.seconds)
+            self._ledger.lend(name, reading)
+        tokens = {commit.seq_id: len(commit.tokens) for commit in commits}
+        seconds = step.seconds - reading
+        self._ledger.settle(drafts, tokens, seconds, plain, foreseen, held.probe)
+
     def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
-        self._purse.earn(seconds)
-        due = self._step % 4 == 0 or self._steps.wants_plain
+        self._ledger.pass_by(seconds, self._steps.rest(len(commits), 0))
+        due = self._step % 4 == 0 or self._steps.wants_plain(len(commits))
         if due and all(commit.fed == 1 for commit in commits):
             self._steps.end(len(commits), 0, seconds)
 
@@ -310,9 +308,9 @@ class AdaptiveLength:
         reached = levels_tried(commit, length)
         self._acceptance.record(commit.seq_id, name, reached, len(commit.path))
         end = commit.position + commit.fed
-        unread = end - 1 - self._read.get(commit.seq_id, 0)
-        self._read[commit.seq_id] = end + len(commit.path)
-        return 0 if profile.free else max(0, unread)
+        unread = self._risk.unread(commit.seq_id, end)
+        self._risk.has_read(commit.seq_id, end + len(commit.path))
+        return unread if profile.reads else 0
 
     def _learn_reading(self, step: _Seen, rows: int, nodes: float) -> None:
         """A drafter has read ``rows`` tokens besides drafting."""
@@ -324,7 +322,8 @@ class AdaptiveLength:
     def forget(self, seq_id: int) -> None:
         self._learn_all()
         self._acceptance.forget(seq_id)
-        self._read.pop(seq_id, None)
+        self._ledger.forget(seq_id)
+        self._risk.forget(seq_id)
 
     # -- explaining --------------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""How far off a prediction of seconds is: learnt step by step, told apart from a machine's drift.
+
+A step's logarithm of (seconds taken / seconds predicted) is taken for a sum::
+
+    drift        of the whole machine: neighbours, clock, context; moves from step to step
+    group        what start-up got wrong about this concurrency; stays
+    cell         what it got wrong about this number of draft nodes, against none at all; stays
+    noise
+
+Each part has a variance, and what a step shows is shared out by them (a scalar Kalman filter with
+a diagonal covariance). So the first drafts of a kind teach what those drafts cost, and not that
+the machine has become slower: else plain steps would be thought slower, too, and drafts that do
+not pay would seem to.
+"""
+
+from __future__ import annotations
+
+from math import exp, log, sqrt
+
+NOISE = 0.06**2  # of one step
+_HICCUP = log(1.5)  # by which one step may differ from what is known
+_FIRST = log(4.0)  # and the very first
+_DRIFT = 0.01**2  # by which the machine may change in a step
+_AGEING = 1e-6  # by which groups and cells may change in a step
+_UNKNOWN = 0.3**2  # before anything was seen
+_YOUNG = 8  # observations
+_OFTEN = 3  # large surprises in a row: no hiccup, the machine has changed
+_NEARBY = 0.2**2  # of a group whose neighbour is known
+CELL = 0.2**2  # of drafts, against none
+_UNEVEN = 64
+# What batches cost in which sequences have different numbers of rows, which are padded: 1.05 to
+# 1.14 times one with as many rows in all (8 and 32 sequences, embedded target, one core of Zen 4).
+_RAGGED = log(1.08)
+
+
+class _Part:
+    """A logarithm that is not known exactly."""
+
+    __slots__ = ("seen", "value", "variance")
+
+    def __init__(self, value: float, variance: float) -> None:
+        self.value, self.variance = value, variance
+        self.seen = 0
+
+    def take(self, surprise: float, total: float) -> None:
+        """This part's share of a surprise, whose variance is ``total``."""
+        share = self.variance / total
+        self.value += share * surprise
+        self.variance *= 1 - share
+        self.seen += 1
+
+
+def cell_of(nodes: float, even: bool) -> int:
+    """0, 1, 2 and 3, 4 to 7, ...; a few nodes among many sequences are not none."""
+    cell = 0 if nodes <= 0 else max(1, round(nodes)).bit_length()
+    return cell if even or not cell else cell + _UNEVEN
+
+
+class Correction:
+    """How many times longer something takes than predicted, by group and cell.
+
+    ``cells``: variance of what is not known of a cell before it was seen.
+    """
+
+    def __init__(self, cells: float = CELL) -> None:
+        self._unseen = cells
+        self._drift = _Part(0.0, _UNKNOWN)
+        self._groups: dict[int, _Part] = {}
+        self._cells: dict[tuple[int, int], _Part] = {}
+        self._surprised: dict[int, int] = {}  # large ones in a row, by their sign
+        self._factors: dict[tuple[int, int], float] = {}
+
+    def seen(self, group: int, cell: int) -> int:
+        """Observations of a cell."""
+        known = self._cells.get((group, cell))
+        return known.seen if known is not None else 0
+
+    def factor(self, group: int, cell: int) -> float:
+        found = self._factors.get((group, cell))
+        if found is None:
+            whole = self._drift.value + self._group(group).value + self._cell(group, cell).value
+            found = self._factors[group, cell] = exp(whole)
+        return found
+
+    def _group(self, group: int) -> _Part:
+        known = self._groups.get(group)
+        if known is not None:
+            return known
+        if not self._groups:
+            return _Part(0.0, _NEARBY)
+        nearest = min(self._groups, key=lambda other: abs(other - group))
+        return _Part(self._groups[nearest].value, _NEARBY)
+
+    def _cell(self, group: int, cell: int) -> _Part:
+        """Cell 0 is what the others are compared with; a new one is thought like its neighbour."""
+        known = self._cells.get((group, cell))
+        if known is not None:
+            return known
+        if not cell:
+            return _Part(0.0, 0.0)
+        uneven = cell >= _UNEVEN
+        seen = [c for g, c in self._cells if g == group and c and (c >= _UNEVEN) == uneven]
+        if not seen:
+            return _Part(_RAGGED if uneven else 0.0, self._unseen)
+        nearest = min(seen, key=lambda other: abs(other - cell))
+        return _Part(self._cells[group, nearest].value, self._unseen)
+
+    def observe(self, group: int, cell: int, ratio: float) -> None:
+        """It took ``ratio`` times what was predicted without any correction."""
+        own = self._groups.setdefault(group, self._group(group))
+        exact = self._cells.setdefault((group, cell), self._cell(group, cell))
+        parts = (self._drift, own, exact)
+        surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
+        bound = _HICCUP if self._groups[group].seen or self._drift.seen else _FIRST
+        surprise = min(max(surprise, -bound), bound)
+        self._drift.variance += _DRIFT
+        own.variance += _AGEING
+        exact.variance += _AGEING if cell else 0.0
+        total = NOISE + sum(part.variance for part in parts)
+        if surprise**2 > 4 * total:
+            total += self._unsettle(group, surprise, own, exact)
+            bound = 2 * sqrt(total)
+            surprise = min(max(surprise, -bound), bound)
+        else:
+            self._surprised.pop(group, None)
+        for part in parts:
+            part.take(surprise, total)
+        self._factors.clear()
+
+    def _unsettle(self, group: int, surprise: float, own: _Part, exact: _Part) -> float:
+        """A large surprise: something is not as sure as it seemed. Returns the added variance."""
+        young = [part for part in (own, exact) if part.variance and part.seen < _YOUNG]
+        before = self._surprised.get(group, 0)
+        times = before + (1 if surprise > 0 else -1) if before * surprise >= 0 else 0
+        self._surprised[group] = times
+        if not young and abs(times) < _OFTEN:
+            return 0.0  # perhaps a hiccup
+        (young or [self._drift])[0].variance += surprise**2
+        return surprise**2

@@ -1,0 +1,67 @@
+"""Telling apart what start-up got wrong and how the machine changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.draft.correction import Correction, cell_of
+
+PLAIN, DRAFTS = 0, 3
+
+
+def teach(known: Correction, cell: int, ratio: float, steps: int, group: int = 1) -> None:
+    for _ in range(steps):
+        known.observe(group, cell, ratio)
+
+
+def test_dear_drafts_do_not_make_plain_steps_look_dear() -> None:
+    """They cost twice what was measured at start-up: plain decoding must not look better for it."""
+    known = Correction()
+    teach(known, PLAIN, 1.0, 8)
+    teach(known, DRAFTS, 2.0, 40)
+    assert known.factor(1, DRAFTS) == pytest.approx(2.0, rel=0.05)
+    assert known.factor(1, PLAIN) == pytest.approx(1.0, rel=0.06)
+
+
+def test_a_machine_that_slows_down_slows_all() -> None:
+    """Seen in drafts, it is expected of plain steps, which nobody has made since."""
+    known = Correction()
+    for _ in range(20):
+        teach(known, PLAIN, 1.0, 2)
+        teach(known, DRAFTS, 1.0, 2)
+    teach(known, DRAFTS, 1.4, 30)
+    assert known.factor(1, PLAIN) == pytest.approx(1.4, rel=0.08)
+    assert known.factor(1, DRAFTS) == pytest.approx(1.4, rel=0.03)
+
+
+def test_noise_and_hiccups_are_averaged_out() -> None:
+    dice = random.Random(0)
+    known = Correction()
+    for _ in range(300):
+        hiccup = 5.0 if dice.random() < 0.02 else 1.0
+        known.observe(1, PLAIN, hiccup * dice.lognormvariate(0.0, 0.06))
+        known.observe(1, DRAFTS, 1.5 * hiccup * dice.lognormvariate(0.0, 0.06))
+    assert known.factor(1, PLAIN) == pytest.approx(1.0, rel=0.06)
+    assert known.factor(1, DRAFTS) / known.factor(1, PLAIN) == pytest.approx(1.5, rel=0.06)
+
+
+def test_a_new_cell_is_thought_like_its_neighbour() -> None:
+    known = Correction()
+    teach(known, PLAIN, 1.0, 8)
+    teach(known, 2, 1.6, 30)
+    assert known.factor(1, 3) == pytest.approx(1.6, rel=0.05)
+    assert known.factor(1, cell_of(2, even=False)) < 1.2, "uneven batches are another matter"
+
+
+def test_a_new_group_is_thought_like_the_nearest() -> None:
+    known = Correction()
+    teach(known, PLAIN, 1.5, 20, group=2)
+    assert known.factor(3, PLAIN) == pytest.approx(1.5, rel=0.05)
+    assert known.seen(2, PLAIN) == 20 and not known.seen(3, PLAIN)
+
+
+def test_cells() -> None:
+    assert [cell_of(n, True) for n in (0, 0.2, 1, 2, 3, 4, 7, 8)] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert cell_of(0, even=False) == 0 and cell_of(2, even=False) > cell_of(1000, even=True)

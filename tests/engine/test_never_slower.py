@@ -1,0 +1,105 @@
+"""Never slower, in simulated time: whatever drafts cost, whatever of them is right.
+
+From the first request of a fresh controller; costs believed at start-up are wrong by two either
+way, acceptance changes in mid-text and from request to request, batches jump.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from simulated_batch import Batches, Rate, Truth, steady
+
+TRUTHS = {
+    "a head": Truth(),
+    "a model that reads prompts": Truth(reads=True),
+    "rows are dear": Truth(row=0.12, level=0.3, level_row=0.05),
+    "a look-up": Truth(level=0.0, row=0.05, found=0.6),
+    "a look-up, rows are dear": Truth(level=0.0, row=0.15, found=0.5),
+    "half the target": Truth(level=0.5, level_row=0.05, row=0.08),
+    "a machine that changes": Truth(drift=lambda step: 1.0 + 0.3 * (step // 100 % 2)),
+}
+
+
+def flipping(number: int, written: int) -> float:
+    return 0.9 if written // 60 % 2 == 0 else 0.05
+
+
+def few_are_good(number: int, written: int) -> float:
+    return 0.9 if number % 4 == 0 else 0.1
+
+
+def of_all_kinds(number: int, written: int) -> float:
+    return 0.2 + 0.7 * random.Random(number).random()
+
+
+RATES: dict[str, Rate] = {
+    "useless": steady(0.05),
+    "poor": steady(0.3),
+    "fair": steady(0.6),
+    "changing": flipping,
+    "few are good": few_are_good,
+    "of all kinds": of_all_kinds,
+}
+RIGHT, CHEAP, DEAR, SLOW = (1, 1, 1), (1, 0.5, 0.5), (1, 2, 2), (2, 1, 1)
+
+
+def ratios(
+    truth: Truth, rate: Rate, batch: int, wrong: tuple[float, float, float], waves: int = 3
+) -> list[float]:
+    """Plain seconds by seconds of the waves, each the mean over three runs."""
+    runs = []
+    for seed in range(3):
+        machine = Batches(truth, rate, batch, wrong=wrong, seed=seed)
+        runs.append([machine.wave(128).ratio for _ in range(waves)])
+    return [statistics.mean(column) for column in zip(*runs, strict=True)]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_from_the_first_request_on(truth: str, rate: str, batch: int) -> None:
+    found = ratios(TRUTHS[truth], RATES[rate], batch, RIGHT)
+    assert found[0] > 0.965 and statistics.mean(found) > 0.965
+
+
+@pytest.mark.parametrize("wrong", [CHEAP, DEAR, SLOW], ids=["cheap", "dear", "slow"])
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("truth", ["a head", "rows are dear", "a look-up, rows are dear"])
+def test_where_start_up_was_wrong_by_two(
+    truth: str, rate: str, wrong: tuple[float, float, float]
+) -> None:
+    found = [statistics.mean(ratios(TRUTHS[truth], RATES[rate], b, wrong)) for b in (1, 8)]
+    assert min(found) > 0.94 and statistics.mean(found) > 0.96
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_where_the_load_jumps(rate: str) -> None:
+    machine = Batches(Truth(), RATES[rate], 16, seed=1)
+    found = [machine.wave(64, batch).ratio for batch in (1, 16, 2, 8, 1, 16, 4)]
+    assert min(found) > 0.93 and statistics.mean(found) > 0.97
+
+
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.9), (4, 1.5), (8, 1.25)])
+def test_nothing_is_lost_where_drafting_pays(batch: int, least: float) -> None:
+    """Of the best fixed length's 2.2, 1.66 and 1.41, once it is known."""
+    assert statistics.mean(ratios(Truth(), steady(0.85), batch, RIGHT, waves=4)[1:]) > least
+
+
+def test_what_is_known_of_a_drafter_survives_requests() -> None:
+    machine = Batches(Truth(), steady(0.85), 1, seed=0)
+    first = machine.wave(64)
+    later = [machine.wave(64).ratio for _ in range(4)]
+    assert statistics.mean(later) > 1.3 * first.ratio
+
+
+@pytest.mark.parametrize("truth", ["a head", "a look-up"])
+def test_no_request_is_slowed_down_for_another(truth: str) -> None:
+    slowest = [
+        min(machine.wave(128).slowest for _ in range(2))
+        for machine in (Batches(TRUTHS[truth], few_are_good, 8, seed=seed) for seed in range(4))
+    ]
+    assert statistics.mean(slowest) > 0.95

@@ -1,0 +1,188 @@
+"""Batches in simulated time: what a controller makes of costs and acceptance that may be hostile.
+
+Nothing is decoded: requests gain as many tokens as chance says, steps take as long as the true
+costs say, and the controller is told both. Plain decoding is the same machine without drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.batch import Commit
+from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import Sequence as Request
+from paceline.draft.steptime import StepTime
+from paceline.draft.worth import Profile
+from paceline.engine.controller import AdaptiveLength
+
+Rate = Callable[[int, int], float]  # (sequence, tokens written) -> chance of the next drafted token
+SIZES = (2, 4, 8, 16)
+
+
+def steady(rate: float) -> Rate:
+    return lambda number, written: rate
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What things take. A step over one token takes 1."""
+
+    sequence: float = 0.03  # a further sequence
+    row: float = 0.03  # a further row of a sequence
+    ragged: float = 1.08  # where sequences differ in their rows
+    level: float = 0.15  # a pass of the drafter; 0: it looks something up
+    level_row: float = 0.01  # a pass, for each further sequence
+    reads: bool = False  # whether the drafter reads prompts by itself: a row for each token
+    handling: float = 0.005  # of a look-up, each sequence
+    found: float = 1.0  # how often a look-up finds anything
+    noise: float = 0.04
+    hiccups: float = 0.005  # share of steps that are disturbed
+    drift: Callable[[int], float] = field(default=lambda step: 1.0)  # of the whole machine
+
+    def rest(self, nodes: Sequence[int]) -> float:
+        seconds = 1 + self.sequence * (len(nodes) - 1) + self.row * sum(nodes)
+        return seconds * (self.ragged if len(set(nodes)) > 1 else 1.0)
+
+    def drafting(self, lengths: Sequence[int]) -> float:
+        if not self.level:
+            return self.handling * sum(length > 0 for length in lengths)
+        passes = [sum(n > level for n in lengths) for level in range(max(lengths, default=0))]
+        return sum(self.level + self.level_row * (count - 1) for count in passes)
+
+
+def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -> StepCosts:
+    """Start-up's measurement; ``target`` and ``rows`` times what things really take."""
+
+    def curve(sequences: int) -> CostCurve:
+        counts = (1, 2, 3, 5, 9, 17)
+        base = target * (1 + truth.sequence * (sequences - 1))
+        each = target * rows * truth.row * sequences
+        return CostCurve(counts, tuple(base + each * (count - 1) for count in counts))
+
+    between = tuple((size, curve(size)) for size in SIZES if size < batch)
+    return StepCosts(curve(1), curve(max(batch, 1)), batch, between)
+
+
+def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> Profile:
+    """A drafter of chains; ``wrong`` times the seconds that a pass really takes."""
+    longest *= 1 if truth.level else 2
+    lengths = tuple(range(longest + 1))
+    full = truth.level + truth.level_row * (batch - 1)
+    seconds = CostCurve((1, max(batch, 2)), (wrong * truth.level, wrong * full))
+    passes = lengths if truth.level else (0,) * len(lengths)
+    if not truth.level:
+        seconds = CostCurve((1,), (0.0,))
+    return Profile(lengths, passes, seconds, truth.reads)
+
+
+@dataclass
+class Outcome:
+    """Simulated seconds, and what plain decoding would have taken for the same requests."""
+
+    seconds: float = 0.0
+    plain: float = 0.0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    slowest: float = 1.0  # the request that fared worst: its plain seconds by its seconds
+    steps: list[tuple[int, float]] = field(default_factory=list)  # sequences, seconds
+
+    @property
+    def ratio(self) -> float:
+        return self.plain / self.seconds
+
+
+class Batches:
+    """Waves of requests under one controller."""
+
+    def __init__(
+        self,
+        truth: Truth,
+        rate: Rate,
+        batch: int,
+        control: AdaptiveLength | None = None,
+        wrong: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        seed: int = 0,
+    ) -> None:
+        """``wrong``: how start-up took target steps, their rows and passes, by the truth."""
+        self.truth, self.rate, self.batch = truth, rate, batch
+        target, rows, passes = wrong
+        if control is None:
+            steps = StepTime(believed(truth, batch, target, rows))
+            control = AdaptiveLength(steps, {"it": profile(truth, batch, passes)})
+        self.control = control
+        self.dice = random.Random(seed)
+        self.number = 0
+        self.step = 0
+        self._read: dict[int, int] = {}
+
+    def wave(self, tokens: int, batch: int | None = None, prompt: int = 40) -> Outcome:
+        """So many requests at once, of so many tokens each, until the last one is done."""
+        batch = batch or self.batch
+        out = Outcome()
+        seqs = []
+        for _ in range(batch):
+            params = SamplingParams(max_tokens=tokens)
+            seqs.append(Request(self.number, [1] * prompt, prompt, params, cached=prompt - 1))
+            self.number += 1
+        began = {seq.seq_id: 0.0 for seq in seqs}
+        while seqs:
+            self._step(seqs, out)
+            for seq in [seq for seq in seqs if seq.room <= 0]:
+                own = tokens * self.truth.rest([0] * batch)
+                out.slowest = min(out.slowest, own / (out.seconds - began[seq.seq_id]))
+                self.control.forget(seq.seq_id)
+                seqs.remove(seq)
+        out.plain = tokens * self.truth.rest([0] * batch)
+        return out
+
+    def _step(self, seqs: Sequence[Request], out: Outcome) -> None:
+        truth, dice = self.truth, self.dice
+        lengths = list(self.control.lengths(seqs))
+        if not truth.level:
+            lengths = [n if dice.random() < truth.found else 0 for n in lengths]
+        lengths = [max(0, min(n, seq.room - 1)) for n, seq in zip(lengths, seqs, strict=True)]
+        commits = []
+        for seq, length in zip(seqs, lengths, strict=True):
+            kept = 0
+            while kept < length and dice.random() < self.rate(seq.seq_id, seq.generated + kept):
+                kept += 1
+            commits.append(
+                Commit(
+                    seq.seq_id,
+                    (1,) * (kept + 1),
+                    tuple(range(kept)),
+                    drafted=length,
+                    levels=length,
+                    reached=min(kept + 1, length),
+                    fed=1,
+                    position=seq.cached,
+                    finish_reason="length" if seq.room <= kept + 1 else None,
+                )
+            )
+            seq.tokens += [1] * (kept + 1)
+            seq.cached += kept + 1
+            out.drafted += length
+            out.accepted += kept
+            out.tokens += kept + 1
+        self.step += 1
+        speed = truth.drift(self.step) * dice.lognormvariate(0.0, truth.noise)
+        if dice.random() < truth.hiccups:
+            speed *= 3
+        drafting = truth.drafting(lengths) + self._reading(commits)
+        rest = truth.rest(lengths)
+        self.control.observe(commits, (rest + drafting) * speed, drafting * speed)
+        out.seconds += rest + drafting  # noise is no fault of ours
+        out.steps.append((len(seqs), rest + drafting))
+
+    def _reading(self, commits: Sequence[Commit]) -> float:
+        """A model reads what it has not seen of a sequence: by a further row for each token."""
+        rows = 0
+        for commit in commits:
+            if commit.drafted:
+                rows += max(0, commit.position - self._read.get(commit.seq_id, 0))
+                self._read[commit.seq_id] = commit.position + len(commit.tokens)
+        return self.truth.level_row * rows if self.truth.reads else 0.0
