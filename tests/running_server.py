@@ -26,7 +26,7 @@ class Running:
 
     @property
     def free_blocks(self) -> int:
-        return self.service.llm.engine.cache.pool.available
+        return self.service.loop.llm.engine.cache.pool.available
 
 
 def serve(service: Service, security: Security | None = None) -> Iterator[Running]:

@@ -37,3 +37,7 @@ class CacheMemoryError(PacelineError):
 
 class DataError(PacelineError):
     """Training or benchmark data is missing or malformed."""
+
+
+class EngineLostError(PacelineError):
+    """The engine cannot go on: every forward fails."""

@@ -104,7 +104,7 @@ def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None
 
 def _run(settings: ServeConfig, api_keys: Keys) -> None:
     """What is quickly found out comes first: the address, then the model."""
-    from paceline.server.run import bind, run, set_up_logging
+    from paceline.server.run import asks_of, bind, limits_of, run, set_up_logging
     from paceline.server.security import exposure_warning, key_file_warning
 
     with bind(settings.host, settings.port) as listener:
@@ -115,7 +115,11 @@ def _run(settings: ServeConfig, api_keys: Keys) -> None:
             print(f"warning: {note}", file=sys.stderr)
         llm = _load(settings)
         set_up_logging(settings.log_level)
-        run(llm, settings, api_keys, listener)
+        from paceline.server.local import local_service
+
+        limits, asks = limits_of(settings), asks_of(settings)
+        service = local_service(llm, settings.name, limits, asks, settings.log_prompts)
+        run(service, settings, api_keys, listener)
 
 
 def _load(settings: ServeConfig) -> LLM:
