@@ -22,15 +22,16 @@ from paceline.server.config import ServeConfig
 from paceline.server.local import local_service
 from paceline.server.loop import MAX_FAILURES
 from paceline.server.security import Keys
-from running_server import MODEL, Running, serve
+from running_server import MODEL, Running, serve, socket_service
 
 SECRET = "CUDA error at /the/machine"
 
 
-@pytest.fixture
-def small(target: LLM) -> Iterator[Running]:
+@pytest.fixture(params=[local_service, socket_service], ids=["one", "two"])
+def small(target: LLM, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """As one process and as two."""
     llm = target.beside(max_batch_size=2, kv_cache_memory=2**20)
-    yield from serve(local_service(llm, MODEL, Limits(max_queue=8)))
+    yield from serve(request.param(llm, MODEL, Limits(max_queue=8)))
 
 
 def ask(server: Running, **fields: Any) -> tuple[int, str]:

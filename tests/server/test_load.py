@@ -18,8 +18,7 @@ import pytest
 
 from paceline import LLM
 from paceline.server.client import Limits
-from paceline.server.local import local_service
-from running_server import MODEL, Running, serve
+from running_server import MODEL, Running, serve, socket_service
 
 SECONDS = float(os.environ.get("PACELINE_LOAD_SECONDS", "12"))
 STREAMS = 32
@@ -35,7 +34,7 @@ PROMPTS = (
 def busy(target: LLM) -> Iterator[Running]:
     drafts = ["paceline/tiny-draft", "ngram", "suffix"]
     llm = target.beside(drafts, draft_length=4, max_batch_size=12, kv_cache_memory=24 * 2**20)
-    yield from serve(local_service(llm, MODEL, Limits(max_queue=STREAMS)))
+    yield from serve(socket_service(llm, MODEL, Limits(max_queue=STREAMS)))
 
 
 async def post(server: Running, path: str, body: dict[str, Any]) -> tuple[Any, ...]:

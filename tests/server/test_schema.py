@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from paceline import LLM
 from paceline.server.client import Limits
-from paceline.server.local import local_service
-from running_server import MODEL, Running, serve
+from running_server import MODEL, Running, serve, socket_service
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -34,7 +33,7 @@ PATHS = (
 @pytest.fixture(scope="module")
 def fuzzed(target: LLM) -> Iterator[Running]:
     llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=8)
-    yield from serve(local_service(llm, MODEL, Limits(deadline=20.0)))
+    yield from serve(socket_service(llm, MODEL, Limits(deadline=20.0)))
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.names import resolve
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 _DTYPES = {
     "float32": torch.float32,
@@ -56,25 +54,6 @@ def load_module(
         check_architecture(config)
         module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(
-            f"no tokenizer in {name}: {reason}; put tokenizer.json beside the weights"
-        ) from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(
-            f"the tokenizer of {name} is not a fast one (tokenizer.json); "
-            "convert it with transformers' convert_slow_tokenizer and save it there"
-        )
-    return tokenizer
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

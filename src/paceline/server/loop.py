@@ -151,6 +151,10 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -302,10 +306,10 @@ class EngineLoop:
             for request in job.open:
                 self._observer.finished(request, "cancelled" if error is None else "error")
             _quietly(self.llm.release, job.requests)
+        if self.lost is not None:  # first, so that nobody who is told finds the server alive
+            _quietly(self._post, Lost(self.lost))
         for ticket in [*(job.ticket for job in jobs), *reserved]:
             _quietly(self._post, Ended(ticket, Fault.of(ending)))
-        if self.lost is not None:
-            _quietly(self._post, Lost(self.lost))
 
 
 def _quietly(action: Callable[[Any], None], argument: Any) -> None:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
+STALL_SECONDS = 60
 _CLOSING_SECONDS = 5  # for answers that are complete but not yet read by their clients
 
 
@@ -53,6 +55,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A client that reads nothing for so long is cut off, and its request cancelled; the
+            # connections that are accepted inherit it.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -100,6 +106,7 @@ def run(service: Service, config: ServeConfig, keys: Keys, listener: socket.sock
     """
     local = not keys and is_loopback(config.host)
     security = Security(keys, config.max_request_bytes, config.cors_origin, local)
+    _raise_file_limit()
     try:
         listener.listen(2048)
     except OSError as error:  # somebody else was quicker while the model was loading
@@ -133,6 +140,17 @@ def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
     )
 
 
+def _raise_file_limit() -> None:
+    """As many connections as the system lets us have; often the default is a thousand."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class DrainingServer(uvicorn.Server):
     """Goes on listening while it drains, so that whoever asks is told that it is not ready."""
 
@@ -162,7 +180,6 @@ class DrainingServer(uvicorn.Server):
         """Ten times a second."""
         if self._loop.failure is not None and not self.should_exit:
             # Everybody has been told. Whoever supervises this process can start another.
-            log.critical("the engine is lost, the server ends: %s", self._loop.failure)
             self.should_exit = True
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() > self._drain_until
