@@ -80,9 +80,11 @@ def socket_service(
     return Service(SocketEngine(llm, limits), llm.tokenizer, model, asks, log_prompts)
 
 
-def serve(service: Service, security: Security | None = None) -> Iterator[Running]:
-    """Run uvicorn on a free port until the caller goes on."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+def serve(
+    service: Service, security: Security | None = None, listener: socket.socket | None = None
+) -> Iterator[Running]:
+    """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
+    listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(create_app(service, security), log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
