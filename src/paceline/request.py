@@ -41,10 +41,15 @@ class Request:
         # Text is decoded token by token only for those who need it while decoding.
         self._text: TextStream | None = None
         params = seq.params
-        if streams or params.stop or not params.skip_special_tokens:
-            hidden = None if params.skip_special_tokens else seq.stop_ids
-            self._text = TextStream(tokenizer, params.stop, params.min_tokens, hidden)
-            seq.text = self._text
+        if streams or params.stop:
+            self._text = seq.text = self._new_text()
+
+    def _new_text(self) -> TextStream:
+        """Empty, behind the prompt."""
+        seq, params = self.seq, self.seq.params
+        hidden = None if params.skip_special_tokens else seq.stop_ids
+        prompt = seq.tokens[: seq.prompt_length]
+        return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden, prompt)
 
     def absorb(self, commit: Commit) -> None:
         """Take in one commit of this sequence."""
@@ -75,15 +80,17 @@ class Request:
         """Build the completion; returns the text that had been held back."""
         seq = self.seq
         token_ids = seq.tokens[seq.prompt_length :]
-        rest = ""
-        if self._text is not None:
-            rest = self._text.finish()
-            text = self._text.text
-        else:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._text
+        if text is None:
+            text = self._new_text()
+            for token in token_ids:
+                text.push(token)
+        rest = text.finish()
+        if text.stopped:  # perhaps by a stop string that only the end completed
+            reason = "stop"
         self.completion = Completion(
             prompt=self.prompt,
-            text=text,
+            text=text.text,
             token_ids=token_ids,
             logprobs=self._logprobs,
             finish_reason=reason,

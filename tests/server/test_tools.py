@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from paceline import LLM, SamplingParams
 from paceline.server.chat_format import render
 from paceline.server.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.tool_calls import find_calls, forced_grammar
-from paceline.server.tool_stream import ForcedCall, PossibleCall
+from paceline.server.tool_calls import forced_grammar
+from paceline.server.tool_stream import PossibleCall, message_of
 from running_server import MODEL, Running
 
 
@@ -28,6 +28,8 @@ TOOLS = [tool("add"), tool("find")]
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 OTHER = '{"name": "find", "arguments": {}}'
+QUOTING = '{"name": "add", "arguments": {"a": "```</tool_call> {[\\\\\\"}"}}'
+DEEP = '[{"name":' + "[" * 100_000 + "]" * 100_000 + "}]"
 
 
 @pytest.mark.parametrize(
@@ -42,75 +44,32 @@ OTHER = '{"name": "find", "arguments": {}}'
         (f"<tool_call>{CALL}", "", ["add"]),
         (f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", ["add", "find"]),
         (f"```json\n{CALL}\n```", "", ["add"]),
+        (f"Let me see:\n```json\n{CALL}\n```", "Let me see:", ["add"]),
+        (f"```python\nx\n```\n```json\n{CALL}\n```", "```python\nx\n```", ["add"]),
+        (f"<tool_call>{QUOTING}</tool_call>", "", ["add"]),
+        (f" <tool_call>{CALL}</tool_call> and\n[TOOL_CALLS]{OTHER}", "and", ["add", "find"]),
+        (f"<tool_call>{CALL}</tool_call><tool_call>{{x", "<tool_call>{x", ["add"]),
+        (f"{CALL} is a call", f"{CALL} is a call", []),
+        (f"[{CALL}, 1]", f"[{CALL}, 1]", []),
+        ('{"name": ["add"], "arguments": {}}', '{"name": ["add"], "arguments": {}}', []),
+        ('{"name": "add", "arguments": NaN}', '{"name": "add", "arguments": NaN}', []),
+        (DEEP, DEEP, []),
         ("Four.", "Four.", []),
+        ("", "", []),
         ('{"name": "delete", "arguments": {}}', '{"name": "delete", "arguments": {}}', []),
         ('{"name": "add", "arg', '{"name": "add", "arg', []),
         ("[1, 2]", "[1, 2]", []),
     ],
 )
 def test_calls_in_text(text: str, rest: str, names: list[str]) -> None:
-    left, calls = find_calls(text, TOOLS)
-    assert left == rest
+    message, reason = message_of(PossibleCall(TOOLS, parallel=True), text, "stop")
+    calls = message.get("tool_calls", [])
+    assert message["content"] == (rest or None if names else rest)
+    assert reason == ("tool_calls" if names else "stop")
     assert [call["function"]["name"] for call in calls] == names
     assert len({call["id"] for call in calls}) == len(calls)
     for call in calls:
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
-
-
-def pieces(text: str, size: int) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Four, I think.",
-        "  Four",
-        "Use < or > and [TOOLS] here",
-        "{not a call}",
-        f"Let me see. <tool_call>{CALL}</tool_call>",
-        CALL,
-        f"[TOOL_CALLS][{CALL}, {OTHER}]",
-        "Half a tag at the end <tool_",
-    ],
-)
-def test_streams_say_what_the_whole_says(text: str, size: int) -> None:
-    stream = PossibleCall(TOOLS, parallel=True)
-    deltas = [delta for piece in pieces(text, size) for delta in stream.feed(piece)]
-    before = len(deltas)
-    rest, reason = stream.finish("stop")
-    deltas += rest
-    left, calls = find_calls(text, TOOLS)
-    content = "".join(delta.get("content") or "" for delta in deltas)
-    assert content.strip() == left.strip()
-    found = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [c["function"]["name"] for c in found] == [c["function"]["name"] for c in calls]
-    assert [c["index"] for c in found] == list(range(len(calls)))
-    assert reason == ("tool_calls" if calls else "stop")
-    if not calls and size < 5 and text == "Four, I think.":
-        assert before > 3  # text does not wait for the end
-
-
-def test_only_one_call_where_parallel_ones_are_not_wanted() -> None:
-    stream = PossibleCall(TOOLS, parallel=False)
-    stream.feed(f"[TOOL_CALLS][{CALL}, {OTHER}]")
-    deltas, _ = stream.finish("stop")
-    assert len(deltas[-1]["tool_calls"]) == 1
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_forced_calls_stream_their_arguments(size: int) -> None:
-    stream = ForcedCall()
-    deltas = [delta for piece in pieces(CALL, size) for delta in stream.feed(piece)]
-    rest, reason = stream.finish("stop")
-    calls = [call for delta in (*deltas, *rest) for call in delta["tool_calls"]]
-    assert reason == "tool_calls"
-    assert calls[0]["function"] == {"name": "add", "arguments": ""} and calls[0]["id"]
-    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
-    cut = ForcedCall()
-    cut.feed(CALL[:-5])
-    assert cut.finish("length")[1] == "length"
 
 
 PERSON = {

@@ -30,7 +30,6 @@ STATS = (
     "time_to_first_token",
     "reached_per_position",
 )
-_WINDOW = 8  # tokens of context that decide how the next one is spelt (spaces, UTF-8 pieces)
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:
@@ -86,12 +85,17 @@ class Painter:
 
     The text is the engine's own and is never altered; only the boundaries between tokens are
     worked out here, by decoding. Where a character spans tokens, it takes the later one's colour.
+    ``prompt`` is what stands before the text.
     """
 
-    def __init__(self, tokenizer: Any, coloured: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
+        from paceline.engine.detokenise import (
+            Detokeniser,
+        )  # loads tokenizers, which --help need not
+
+        self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured
-        self._ids: list[int] = []
+        self._style = TARGET_STYLE
         self._pieces: deque[tuple[int, bool]] = deque()  # characters not yet shown, from draft?
 
     def paint(self, text: str, token_ids: Iterable[int], from_draft: Iterable[bool]) -> Text:
@@ -99,28 +103,19 @@ class Painter:
         if not self._coloured:
             return Text(text)
         for token, drafted in zip(token_ids, from_draft, strict=True):
-            self._pieces.append((self._length_of(token), drafted))
+            self._pieces.append((len(self._detokeniser.feed(token)), drafted))
         painted = Text()
         position = 0
         while position < len(text) and self._pieces:
             length, drafted = self._pieces.popleft()
-            shown = text[position : position + length]
-            painted.append(shown, DRAFT_STYLE if drafted else TARGET_STYLE)
+            self._style = DRAFT_STYLE if drafted else TARGET_STYLE
+            painted.append(text[position : position + length], self._style)
             position += length
             if position > len(text):  # the engine holds the rest back for now
                 self._pieces.appendleft((position - len(text), drafted))
-        painted.append(text[position:])
+        # An unfinished character at the text's end belongs to its last token.
+        painted.append(text[position:], self._style)
         return painted
-
-    def _length_of(self, token: int) -> int:
-        context = self._ids[-_WINDOW:]
-        before = self._decode(context)
-        self._ids.append(token)
-        return max(0, len(self._decode([*context, token])) - len(before))
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return str(text).rstrip("\ufffd")  # an unfinished character belongs to its last token
 
 
 def stream_to(
@@ -137,7 +132,11 @@ def stream_to(
     done: list[Completion] = []
     for event in llm.stream(prompts, params):
         key = (event.request, event.index)
-        painter = painters.setdefault(key, Painter(llm.tokenizer, show_draft))
+        if key not in painters:
+            prompt = prompts[event.request]
+            ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            painters[key] = Painter(llm.tokenizer, show_draft, ids)
+        painter = painters[key]
         new = painter.paint(event.text, event.token_ids, event.from_draft)
         if single:
             console.print(new, end="", soft_wrap=True, highlight=False)

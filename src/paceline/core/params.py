@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
 
+# Every character of a text is held against every stop string.
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  # characters
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -48,6 +52,7 @@ class SamplingParams:
     ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
     ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
     only text that it matches, at every position of every draft, and ends with it.
+    ``stop`` has up to 16 strings of up to 1,000 characters.
     ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it.
 
     Raises ConfigError, a ValueError, on a value out of range.
@@ -129,7 +134,19 @@ class SamplingParams:
             self.grammar is None or not self.min_tokens,
             "min_tokens and grammar contradict each other: the grammar says where a text ends",
         )
+        self._check_stop_lengths()
+
+    def _check_stop_lengths(self) -> None:
         _require(all(self.stop), "a stop string is empty; leave it out")
+        _require(
+            len(self.stop) <= MAX_STOPS,
+            f"stop has {len(self.stop)} strings; give at most {MAX_STOPS}",
+        )
+        longest = max(map(len, self.stop), default=0)
+        _require(
+            longest <= MAX_STOP_LENGTH,
+            f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
+        )
 
     def _check_speculation(self) -> None:
         _require(

@@ -24,8 +24,14 @@ from paceline.server.protocol import ChatRequest, Speculation
 from paceline.server.records import Completion, Event, TokenLogprob
 from paceline.server.service import Service, gather
 from paceline.server.sse import Chunk, EventStream
-from paceline.server.tool_calls import find_calls, forced_grammar
-from paceline.server.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
+from paceline.server.tool_calls import forced_grammar
+from paceline.server.tool_stream import (
+    AnswerStream,
+    ForcedCall,
+    PossibleCall,
+    TextAnswer,
+    message_of,
+)
 
 
 def router(service: Service) -> APIRouter:
@@ -44,7 +50,7 @@ def router(service: Service) -> APIRouter:
             body, limit, logprobs, service.drafters, forced_grammar(body), visible=bool(tools)
         )
         ticket = await service.submit([prompt], params, body.deadline, body.stream)
-        shown = _Answer(service, body, ticket, len(prompt))
+        shown = _Answer(service, body, ticket, prompt)
         if body.stream:
             return EventStream(shown, ticket)
         return JSONResponse(shown.whole(await gather(ticket, http)))
@@ -56,10 +62,10 @@ class _Answer:
     """The response to one request, whole or in chunks."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, ticket: Ticket, prompt_tokens: int
+        self, service: Service, body: ChatRequest, ticket: Ticket, prompt: list[int]
     ) -> None:
         self._service, self._body, self._ticket = service, body, ticket
-        self._prompt_tokens = prompt_tokens
+        self._prompt, self._prompt_tokens = prompt, len(prompt)
         self._tokenizer = service.tokenizer
         self._wish = body.speculation or Speculation()
         self._may_call = bool(body.tools) and body.tool_choice != "none"
@@ -67,8 +73,9 @@ class _Answer:
         self._parallel = body.parallel_tool_calls is not False
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", service.now()
         # of a stream
-        self._origins = [Origins(self._tokenizer) for _ in range(ticket.count)]
-        self._streams = [self._stream() for _ in range(ticket.count)]
+        count = ticket.count if body.stream else 0
+        self._streams = [self._stream() for _ in range(count)]
+        self._sources = [self._origins() for _ in range(count if self._wish.tokens else 0)]
         self._done: dict[int, Completion] = {}
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -82,7 +89,8 @@ class _Answer:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
-            message, reason = self._message(completion)
+            text, reason = completion.text, completion.finish_reason
+            message, reason = message_of(self._stream(), text, reason)
             choice = {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **message},
@@ -90,8 +98,11 @@ class _Answer:
                 "finish_reason": reason,
             }
             if self._wish.tokens:
-                choice["tokens"] = Origins(self._tokenizer).records(
-                    completion.token_ids, completion.draft_mask, completion.logprobs
+                choice["tokens"] = self._origins().records(
+                    completion.token_ids,
+                    completion.draft_mask,
+                    completion.logprobs,
+                    completion.finish_reason,
                 )
             choices.append(choice)
         answer = {
@@ -103,14 +114,16 @@ class _Answer:
             answer["speculation"] = self._stats(completions)
         return answer
 
-    def _message(self, completion: Completion) -> tuple[dict[str, Any], str]:
-        """Content or calls, and why the answer ended."""
-        if self._may_call:
-            rest, calls = find_calls(completion.text, self._body.tools or [])
-            if calls:
-                calls = calls if self._parallel else calls[:1]
-                return {"content": rest or None, "tool_calls": calls}, "tool_calls"
-        return {"content": completion.text}, completion.finish_reason
+    def _stream(self) -> AnswerStream:
+        """What reads one choice's text, whole or in pieces."""
+        if not self._may_call:
+            return TextAnswer()
+        if self._forced:
+            return ForcedCall()
+        return PossibleCall(self._body.tools or [], self._parallel)
+
+    def _origins(self) -> Origins:
+        return Origins(self._tokenizer, self._prompt, visible=self._may_call)
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if not self._body.logprobs or entries is None:
@@ -121,13 +134,6 @@ class _Answer:
         return [speculation_stats(found, self._ticket.drafter) for found in completions]
 
     # -- streaming -----------------------------------------------------------------------------
-
-    def _stream(self) -> AnswerStream:
-        if not self._may_call:
-            return TextAnswer()
-        if self._forced:
-            return ForcedCall()
-        return PossibleCall(self._body.tools or [], self._parallel)
 
     def opening(self) -> list[Chunk]:
         roles = range(self._ticket.count)
@@ -147,8 +153,11 @@ class _Answer:
         if chunks and logprobs:
             chunks[-1]["choices"][0]["logprobs"] = logprobs
         if chunks and self._wish.tokens:
-            chunks[-1]["choices"][0]["tokens"] = self._origins[index].records(
-                event.token_ids, event.from_draft, event.logprobs
+            chunks[-1]["choices"][0]["tokens"] = self._sources[index].records(
+                event.token_ids,
+                event.from_draft,
+                event.logprobs,
+                None if event.completion is None else event.completion.finish_reason,
             )
         if reason is not None:
             chunks.append(self._chunk(index, {}, reason))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tokenizers.decoders import DecodeStream
-
+from paceline.engine.detokenise import Detokeniser, Spelling
 from paceline.server.records import Completion, TokenLogprob
 
 if TYPE_CHECKING:
@@ -47,42 +47,64 @@ def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dic
 
 
 def _token(tokenizer: PreTrainedTokenizerFast, token: int, logprob: float) -> dict[str, Any]:
-    text = token_text(tokenizer, token)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode("utf-8"))}
+    spelt = Spelling.of(tokenizer).bytes_of(token)
+    return {"token": _shown(spelt), "logprob": finite(logprob), "bytes": list(spelt)}
 
 
-def token_text(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
-    return str(tokenizer.decode([token]))
+def _shown(spelt: bytes) -> str:
+    """A token as OpenAI's API names it; bytes that are no character are written as ``\\xe4``."""
+    return spelt.decode("utf-8", errors="backslashreplace")
+
+
+def finite(logprob: float) -> float:
+    """JSON knows no infinity; OpenAI's API says -9999 for what cannot happen."""
+    return max(logprob, -9999.0)
 
 
 class Origins:
     """Where every token of one text came from, for as long as it grows.
 
-    The texts of the tokens put together are the text: a token that ends inside a character has
-    none, and the one that completes the character has all of it.
+    The texts of the tokens put together are the text, before a stop string cuts it: a token has
+    what became certain with it. One that ends inside a character has none, and the one that
+    completes the character has all of it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: bool = False
+    ) -> None:
+        """``visible``: special tokens are part of the text, but for the one that ends it."""
+        self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer)
+
+    @cached_property
+    def _detokeniser(self) -> Detokeniser:
+        return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
     def records(
         self,
         tokens: Sequence[int],
         from_draft: Sequence[bool],
         logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
     ) -> list[dict[str, Any]]:
-        """Of the tokens that follow. ``draft_position`` counts from 0 in its step's draft.
+        """Of the tokens that follow; the last ones if there is a ``reason`` why the text ended.
 
-        Drafted tokens of a step come first, so positions grow until the target's own token.
+        ``draft_position`` counts from 0 in its step's draft. Drafted tokens of a step come first,
+        so positions grow until the target's own token.
         """
         records: list[dict[str, Any]] = []
         position = 0
         for place, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
+            last = reason is not None and place == len(tokens) - 1
+            ends = last and reason == "stop" and self._spelling.name(token, True) is None
+            text = "" if ends else self._detokeniser.feed(token)
             records.append(
                 {
                     "id": token,
-                    "text": self._decoder.step(self._backend, token) or "",
+                    "text": text + self._detokeniser.flush() if last else text,
                     "from_draft": drafted,
                     "draft_position": position if drafted else None,
                     "logprob": None if logprobs is None else finite(logprobs[place].logprob),
@@ -92,26 +114,45 @@ class Origins:
         return records
 
 
-def finite(logprob: float) -> float:
-    """JSON knows no infinity; OpenAI's API says -9999 for what cannot happen."""
-    return max(logprob, -9999.0)
+class LogprobColumns:
+    """The columns of the completions API for one text, for as long as it grows."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._certain = self._guessed = 0  # characters before the next token
 
-def completion_logprobs(
-    tokenizer: PreTrainedTokenizerFast, entries: Sequence[TokenLogprob], start: int
-) -> dict[str, Any]:
-    """The columns of the completions API; ``start`` is the text's length before these tokens."""
-    texts = [token_text(tokenizer, entry.token_id) for entry in entries]
-    offsets, at = [], start
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {token_text(tokenizer, token): finite(value) for token, value in entry.top}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._tokenizer)
+
+    @cached_property
+    def _detokeniser(self) -> Detokeniser:
+        return Detokeniser(self._tokenizer, self._prompt)
+
+    def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of the tokens that follow. ``text_offset`` is how many characters of the text stood
+        complete before the token."""
+        offsets = []
+        for entry in entries:
+            offsets.append(self._certain + self._guessed)
+            self._certain += len(self._detokeniser.feed(entry.token_id))
+            if self._detokeniser.waiting:
+                self._guessed += len(self._detokeniser.guess)
+            else:
+                self._guessed = 0
+        return {
+            "tokens": [self._name(entry.token_id) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                # Of tokens that look alike the likeliest stays.
+                {self._name(token): finite(value) for token, value in reversed(entry.top)}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """Here OpenAI's API marks what is no character."""
+        spelt = self._spelling.bytes_of(token)
+        name = _shown(spelt)
+        return name if name.encode() == spelt else f"bytes:{name}"

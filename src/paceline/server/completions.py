@@ -11,8 +11,8 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 
 from paceline.server.choices import (
+    LogprobColumns,
     Origins,
-    completion_logprobs,
     speculation_stats,
     usage,
 )
@@ -40,7 +40,7 @@ def router(service: Service) -> APIRouter:
         limit = room if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, limit, logprobs, service.drafters)
         ticket = await service.submit(prompts, params, body.deadline, body.stream)
-        answer = _Answer(service, body, ticket, sum(map(len, prompts)))
+        answer = _Answer(service, body, ticket, prompts)
         if body.stream:
             return EventStream(answer, ticket)
         return JSONResponse(answer.whole(await gather(ticket, http)))
@@ -66,10 +66,11 @@ class _Answer:
     """The response to one request, whole or in chunks."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, ticket: Ticket, prompt_tokens: int
+        self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
         self._service, self._body, self._ticket = service, body, ticket
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(map(len, prompts))
+        self._prompts = [prompt for prompt in prompts for _ in range(body.n)]  # of every choice
         self._tokenizer = service.tokenizer
         self._wish = body.speculation or Speculation()
         self._frame = {
@@ -78,9 +79,11 @@ class _Answer:
             "created": service.now(),
             "model": service.model,
         }
-        # of a stream: characters shown, for the offsets of tokens; where tokens came from; ends
-        self._shown = [0] * ticket.count
-        self._origins = [Origins(self._tokenizer) for _ in self._shown]
+        # of a stream that wants them
+        shown = self._prompts if body.stream and body.logprobs is not None else []
+        traced = self._prompts if body.stream and self._wish.tokens else []
+        self._columns = [LogprobColumns(self._tokenizer, prompt) for prompt in shown]
+        self._origins = [Origins(self._tokenizer, prompt) for prompt in traced]
         self._done: dict[int, Completion] = {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -89,11 +92,14 @@ class _Answer:
             logprobs = None
             if self._body.logprobs is not None:
                 entries = completion.logprobs or []
-                logprobs = completion_logprobs(self._tokenizer, entries, 0)
+                logprobs = LogprobColumns(self._tokenizer, self._prompts[place]).columns(entries)
             choice = self._choice(place, completion.text, completion.finish_reason, logprobs)
             if self._wish.tokens:
-                choice["tokens"] = Origins(self._tokenizer).records(
-                    completion.token_ids, completion.draft_mask, completion.logprobs
+                choice["tokens"] = Origins(self._tokenizer, self._prompts[place]).records(
+                    completion.token_ids,
+                    completion.draft_mask,
+                    completion.logprobs,
+                    completion.finish_reason,
                 )
             choices.append(choice)
         answer = {**self._frame, "choices": choices}
@@ -119,8 +125,7 @@ class _Answer:
         place = event.request * self._body.n + event.index
         logprobs = None
         if self._body.logprobs is not None and event.logprobs is not None:
-            logprobs = completion_logprobs(self._tokenizer, event.logprobs, self._shown[place])
-            self._shown[place] += sum(map(len, logprobs["tokens"]))
+            logprobs = self._columns[place].columns(event.logprobs)
         reason = None
         if event.completion is not None:
             self._done[place] = event.completion
@@ -128,7 +133,7 @@ class _Answer:
         choice = self._choice(place, event.text, reason, logprobs)
         if self._wish.tokens:
             choice["tokens"] = self._origins[place].records(
-                event.token_ids, event.from_draft, event.logprobs
+                event.token_ids, event.from_draft, event.logprobs, reason
             )
         if not (event.text or reason or logprobs or self._wish.tokens):
             return []

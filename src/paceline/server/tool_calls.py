@@ -1,29 +1,14 @@
-"""Function calls: the grammar that forces one, and finding them in what a model wrote.
-
-Families differ in how they write a call; known are
-
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes
-    [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral
-    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag
-    ```json {"name": ..., "arguments": {...}} ```                Gemma and others
-"""
+"""Function calls: the grammar that forces one, and what is one in JSON that a model wrote."""
 
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Set
 from typing import Any
 
 from paceline.core.params import Grammar
-from paceline.server.protocol import ChatRequest, NamedTool, Tool
-
-# What a call may begin with, at the start of an answer or, the first two, after some text.
-TAGS = ("<tool_call>", "[TOOL_CALLS]")
-OPENINGS = (*TAGS, "<|python_tag|>", "```json", "```tool_code", "```", "{", "[{")
-_WRAPPED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_FENCED = re.compile(r"```(?:json|tool_code)?\s*(.*?)\s*(?:```|$)", re.DOTALL)
+from paceline.server.protocol import ChatRequest, NamedTool
 
 Call = dict[str, Any]
 
@@ -72,48 +57,29 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-def find_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
-    """What is left of the text, and the calls in it, as OpenAI's API has them.
-
-    A text that merely looks like a call, or calls what is no tool, stays text.
-    """
-    known = {tool.function.name for tool in tools}
-    for rest, candidates in _readings(text):
-        found = [_as_call(item, known) for part in candidates for item in _items(part)]
-        calls = [call for call in found if call is not None]
-        if calls and len(calls) == len(found):
-            return rest.strip(), calls
-    return text, []
-
-
-def _readings(text: str) -> list[tuple[str, list[str]]]:
-    """Ways to read a text: what is not part of a call, and the JSON of the calls."""
-    readings = []
-    if TAGS[0] in text:
-        readings.append((_WRAPPED.sub("", text), _WRAPPED.findall(text)))
-    if TAGS[1] in text:
-        before, _, calls = text.partition(TAGS[1])
-        readings.append((before, [calls.strip()]))
-    bare = text.strip().removeprefix("<|python_tag|>").strip()
-    readings.append(("", [bare]))
-    if "```" in text:
-        readings.append((_FENCED.sub("", text), _FENCED.findall(text)))
-    return readings
-
-
-def _items(text: str) -> list[Any]:
+def calls_in(text: str, names: Set[str]) -> list[Call]:
+    """The calls that a JSON text is: an object, or a list of them; none if one of them is no call
+    of a function in ``names``."""
     try:
-        parsed = json.loads(text)
-    except ValueError:
-        return [None]
-    return parsed if isinstance(parsed, list) and parsed else [parsed]
+        parsed = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return []
+    items = parsed if isinstance(parsed, list) else [parsed]
+    calls = [_as_call(item, names) for item in items]
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else []
 
 
-def _as_call(item: Any, known: set[str]) -> Call | None:
-    if not isinstance(item, dict) or item.get("name") not in known:
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _as_call(item: Any, names: Set[str]) -> Call | None:
+    name = item.get("name") if isinstance(item, dict) else None
+    if not isinstance(name, str) or name not in names:
         return None
     arguments = item.get("arguments", item.get("parameters", {}))
-    return call_of(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return call_of(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def call_of(name: str, arguments: str) -> Call:

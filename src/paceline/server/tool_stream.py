@@ -1,4 +1,14 @@
-"""Answers with tools, as they grow: what is text may go out, what may be a call must wait."""
+"""Answers with tools, as they grow: what is text may go out, what may be a call must wait.
+
+A whole answer is one that came in one piece, so it cannot differ from a streamed one. Families
+differ in how they write a call; known are
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes; anywhere
+    [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral; anywhere
+    ```json {"name": ..., "arguments": {...}} ```                Gemma and others; anywhere
+    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag;
+                                                                 nothing else is in the answer
+"""
 
 from __future__ import annotations
 
@@ -6,21 +16,39 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.engine.text import held_back
 from paceline.server.protocol import Tool
-from paceline.server.tool_calls import OPENINGS, TAGS, call_of, find_calls
+from paceline.server.tool_calls import call_of, calls_in
 
 Delta = dict[str, Any]
 
 
 class AnswerStream(Protocol):
-    """One choice of a streamed chat. Deltas are those of OpenAI's chunks."""
+    """One choice of a chat. Deltas are those of OpenAI's chunks."""
 
     def feed(self, text: str) -> list[Delta]: ...
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
         """The last deltas, and the reason why the answer ended, of which calls are one."""
         ...
+
+
+def message_of(stream: AnswerStream, text: str, reason: str) -> tuple[dict[str, Any], str]:
+    """What a client makes of the deltas of a text: the message of a whole answer."""
+    deltas = stream.feed(text)
+    rest, reason = stream.finish(reason)
+    content = ""
+    calls: list[dict[str, Any]] = []
+    for delta in (*deltas, *rest):
+        content += delta.get("content") or ""
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(calls):
+                call = {key: value for key, value in part.items() if key != "index"}
+                calls.append({**call, "function": dict(part["function"])})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    if calls:
+        return {"content": content or None, "tool_calls": calls}, reason
+    return {"content": content}, reason
 
 
 class TextAnswer:
@@ -33,6 +61,40 @@ class TextAnswer:
         return [], reason
 
 
+class _JsonEnd:
+    """Follows a JSON object or list to its end; whether it is well-formed is another question."""
+
+    _OUTSIDE = re.compile(r'["{}\[\]]')
+    _INSIDE = re.compile(r'["\\]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """The place in ``text`` behind the last bracket, once that has come."""
+        place = 0
+        while place < len(text):
+            if self._escaped:
+                self._escaped = False
+                place += 1
+                continue
+            found = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, place)
+            if found is None:
+                return None
+            place = found.end()
+            mark = found[0]
+            if mark == "\\":
+                self._escaped = True
+            elif mark == '"':
+                self._quoted = not self._quoted
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth <= 0:
+                    return place
+        return None
+
+
 class ForcedCall:
     """An answer whose grammar makes it a call: name first, then the arguments as they come."""
 
@@ -40,69 +102,206 @@ class ForcedCall:
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
     def __init__(self) -> None:
-        self._text = ""
-        self._sent = 0  # characters of _text, once the head is out
+        self._text = ""  # before the arguments
+        self._named = self._whole = False
+        self._end = _JsonEnd()
 
     def feed(self, text: str) -> list[Delta]:
-        self._text += text
-        deltas: list[Delta] = []
-        if not self._sent:
-            head = self._HEAD.match(self._text)
-            if head is None:
-                return []
-            self._sent = head.end()
-            deltas.append({"tool_calls": [{"index": 0, **call_of(head[1], "")}]})
-        # The last brace may be that of the call, not of its arguments.
-        return deltas + self._arguments(len(self._text) - 1)
-
-    def _arguments(self, end: int) -> list[Delta]:
-        piece = self._text[self._sent : end]
-        if not piece:
+        if self._whole:
             return []
-        self._sent = end
-        return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}]
+        if self._named:
+            return self._arguments(text)
+        self._text += text
+        head = self._HEAD.match(self._text)
+        if head is None:
+            return []
+        self._named = True
+        self._end.feed("{")  # the call's own, whose end is not part of the arguments
+        named: Delta = {"tool_calls": [{"index": 0, **call_of(head[1], "")}]}
+        return [named, *self._arguments(self._text[head.end() :])]
+
+    def _arguments(self, text: str) -> list[Delta]:
+        end = self._end.feed(text)
+        self._whole = end is not None
+        piece = text if end is None else text[: end - 1]
+        return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}] if piece else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        if not self._sent:  # cut off before it had a name
+        if not self._named:  # cut off before it had a name
             return ([{"content": self._text}] if self._text else []), reason
-        whole = reason == "stop" and self._text.endswith("}")
-        deltas = self._arguments(len(self._text) - whole)
-        return deltas, "tool_calls" if whole else reason
+        return [], "tool_calls" if self._whole else reason
+
+
+# What calls in the middle of a text begin and end with.
+_TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"}
+_TAG = re.compile("|".join(map(re.escape, _TAGS)))
+_ALONE = "<|python_tag|>"  # at the beginning of an answer only, as is JSON without a tag
+_LABELS = ("json", "tool_code")  # of fences
+_LEAD = re.compile(r"\s*")
+_FENCE_LEAD = re.compile(rf"(?:{'|'.join(_LABELS)})?\s*")
+_JSON = re.compile(r'(?:\{|\[\s*\{)\s*"')  # what is none of these is no call
+_UNCLEAR = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
+_HEAD_LIMIT = 256  # characters from a tag to the first quote
+
+
+def _begun_tag(text: str) -> int:
+    """Length of the longest end of ``text`` that a tag begins with."""
+    for length in range(min(len(text), max(map(len, _TAGS)) - 1), 0, -1):
+        if any(tag.startswith(text[-length:]) for tag in _TAGS):
+            return length
+    return 0
 
 
 class PossibleCall:
-    """An answer that may be text, a call, or text and then a call."""
+    """An answer that may be text, calls, or both.
+
+    Text before, between and after calls is content, without the blanks next to calls; what looks
+    like a call and is none is content, too.
+    """
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
-        self._tools, self._parallel = tools, parallel
-        self._held = ""
-        self._plain = False  # whether it has begun as text
-        self._tagged = False
+        self._names = {tool.function.name for tool in tools}
+        self._parallel = parallel
+        self._deltas: list[Delta] = []
+        self._state = self._text
+        self._held = ""  # read, but not yet decided
+        self._blanks = ""  # at the end of the content so far
+        self._at_start, self._in_code, self._said_something = True, False, False
+        self._calls = 0
+        # Of the call that is being read, if any: its tag, what followed it, and its JSON's end.
+        self._tag = ""
+        self._block: list[str] = []
+        self._json_from = 0
+        self._end = _JsonEnd()
+        self._found: list[dict[str, Any]] = []
 
     def feed(self, text: str) -> list[Delta]:
-        self._held += text
-        if self._tagged:
-            return []
-        if not self._plain:
-            start = self._held.lstrip()
-            if not start or any(o.startswith(start) or start.startswith(o) for o in OPENINGS):
-                return []
-            self._plain = True
-        found = [self._held.find(tag) for tag in TAGS if tag in self._held]
-        if found:
-            self._tagged = True
-            return self._release(min(found))
-        return self._release(len(self._held) - held_back(self._held, TAGS))
-
-    def _release(self, end: int) -> list[Delta]:
-        piece, self._held = self._held[:end], self._held[end:]
-        return [{"content": piece}] if piece else []
+        if text:
+            self._held += text
+            while self._state():
+                pass
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        rest, calls = find_calls(self._held, self._tools)
-        if not calls:
-            return self._release(len(self._held)), reason
-        calls = calls if self._parallel else calls[:1]
-        deltas: list[Delta] = [{"content": rest}] if rest else []
-        deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-        return deltas, "tool_calls"
+        cut = self._state != self._text or bool(self._held)
+        if self._state == self._close:
+            self._held = ""  # at most a part of the closing tag
+            self._call()
+            cut = False
+        else:
+            self._drop_block(self._held)
+            self._held = ""
+        if self._blanks and not self._calls:
+            self._deltas.append({"content": self._blanks})
+        deltas, self._deltas = self._deltas, []
+        if self._calls and (reason == "stop" or not cut):
+            reason = "tool_calls"
+        return deltas, reason
+
+    # Each state reads what it can of _held; true if another one is to go on with the rest.
+
+    def _text(self) -> bool:
+        if self._at_start:
+            start = self._held.lstrip()
+            if any(tag.startswith(start) for tag in (*_TAGS, _ALONE)):
+                return False  # nothing but blanks is a beginning of everything
+            self._at_start = False
+            alone = start.startswith(_ALONE)
+            if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
+                lead = len(self._held) - len(start)
+                self._say(self._held[:lead])
+                return self._open(_ALONE if alone else "", start)
+        found = _TAG.search(self._held)
+        if found is None:
+            end = len(self._held) - _begun_tag(self._held)
+            self._say(self._held[:end])
+            self._held = self._held[end:]
+            return False
+        self._say(self._held[: found.start()])
+        if found[0] == "```" and self._in_code:
+            self._in_code = False
+            self._say(found[0])
+            self._held = self._held[found.end() :]
+            return True
+        return self._open(found[0], self._held[found.start() :])
+
+    def _open(self, tag: str, held: str) -> bool:
+        self._tag, self._block = tag, [tag]
+        self._held, self._state = held[len(tag) :], self._head
+        return True
+
+    def _head(self) -> bool:
+        """From the tag to where the JSON has begun."""
+        fence = self._tag == "```"
+        if fence and any(label.startswith(self._held) for label in _LABELS):
+            return False
+        lead = (_FENCE_LEAD if fence else _LEAD).match(self._held)
+        assert lead is not None
+        begun = _JSON.match(self._held, lead.end())
+        if begun is not None and begun.end() <= _HEAD_LIMIT:
+            self._json_from = lead.end() + len(self._tag)
+            self._end, self._state = _JsonEnd(), self._json
+            return True
+        open_end = _UNCLEAR.fullmatch(self._held, lead.end())
+        if begun is None and open_end is not None and len(self._held) <= _HEAD_LIMIT:
+            return False
+        return self._reject(lead.end())
+
+    def _json(self) -> bool:
+        # What stands before the JSON has no brackets, so that one follower reads all.
+        end = self._end.feed(self._held)
+        if end is None:
+            self._block.append(self._held)
+            self._held = ""
+            return False
+        self._block.append(self._held[:end])
+        self._held = self._held[end:]
+        self._found = calls_in("".join(self._block)[self._json_from :], self._names)
+        if not self._found:
+            return self._reject(0)
+        if not _TAGS.get(self._tag, " "):  # nothing has to follow
+            return self._call()
+        self._state = self._close
+        return True
+
+    def _close(self) -> bool:
+        """From the JSON's end to the closing tag; a call alone ends with the answer."""
+        rest = self._held.lstrip()
+        closing = _TAGS.get(self._tag, "")
+        if closing and rest.startswith(closing):
+            self._held = rest[len(closing) :]
+            return self._call()
+        if not rest or closing.startswith(rest):
+            return False
+        return self._reject(len(self._held) - len(rest))
+
+    def _reject(self, end: int) -> bool:
+        """What has been read, and ``end`` more characters, is no call but text."""
+        self._drop_block(self._held[:end])
+        self._held = self._held[end:]
+        return True
+
+    def _drop_block(self, more: str) -> None:
+        if self._state != self._text:
+            self._in_code = self._in_code or self._tag == "```"
+        self._say("".join(self._block) + more)
+        self._block, self._found, self._state = [], [], self._text
+
+    def _call(self) -> bool:
+        for call in self._found if self._parallel else self._found[: not self._calls]:
+            self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
+            self._calls += 1
+        self._block, self._found, self._state = [], [], self._text
+        return True
+
+    def _say(self, text: str) -> None:
+        whole = self._blanks + text
+        body = whole.rstrip()
+        self._blanks = whole[len(body) :]
+        if not body:
+            return
+        if self._calls and not self._said_something:
+            body = body.lstrip()
+        self._said_something = True
+        self._deltas.append({"content": body})

@@ -1,0 +1,388 @@
+"""The parts of tokenizers' decoders, one token at a time.
+
+``tokenizers`` decodes a list of tokens as a whole; its own ``DecodeStream`` decodes windows of the
+list and hopes that they join, which fails for bytes that are no UTF-8. Here each part of a decoder
+is a stage that takes one token and gives what no later token can change; the rest comes with
+``flush``. What all calls give together is what the library's part gives for the list, so a
+chain of stages gives what the chain of parts does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Any, Protocol
+
+from tokenizers.decoders import Decoder, Fuse
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # as Rust reads numbers
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Stage(Protocol):
+    """State of one part of a decoder in the middle of one text."""
+
+    def feed(self, token: str) -> list[str]:
+        """Tokens for the next stage, or pieces of the one token that everything has become."""
+        ...
+
+    def flush(self) -> list[str]:
+        """The rest, once no token will follow."""
+        ...
+
+    def spell(self, token: str) -> str | bytes:
+        """A single token in the middle of a text; bytes are final."""
+        ...
+
+
+class Part(Protocol):
+    """What texts share: makes stages."""
+
+    def stage(self) -> Stage: ...
+
+
+class Single:
+    """A part that turns every token into one, whatever stands around it.
+
+    ``positional``: the first token of a text is another matter (Metaspace, WordPiece).
+    """
+
+    def __init__(self, decoder: Decoder, positional: bool = False) -> None:
+        self._decoder, self._positional = decoder, positional
+        self._known: dict[str, str] = {}
+
+    def first(self, token: str) -> str:
+        return self._decoder.decode([token])
+
+    def later(self, token: str) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._later(token)
+            self._known[token] = text
+        return text
+
+    def _later(self, token: str) -> str:
+        if not self._positional:
+            return self._decoder.decode([token])
+        return self._decoder.decode(["a", token])[len(self._decoder.decode(["a"])) :]
+
+    def stage(self) -> Stage:
+        return _SingleStage(self)
+
+
+class _SingleStage:
+    def __init__(self, part: Single) -> None:
+        self._part, self._first = part, True
+
+    def feed(self, token: str) -> list[str]:
+        if self._first:
+            self._first = False
+            return [self._part.first(token)]
+        return [self._part.later(token)]
+
+    def flush(self) -> list[str]:
+        return []
+
+    def spell(self, token: str) -> str:
+        return self._part.later(token)
+
+
+class Strip:
+    """Takes up to ``start`` and ``stop`` characters ``content`` off the ends of every token."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content, self._start, self._stop = content, start, stop
+
+    def stage(self) -> Stage:
+        return self
+
+    def feed(self, token: str) -> list[str]:
+        return [self.spell(token)]
+
+    def flush(self) -> list[str]:
+        return []
+
+    def spell(self, token: str) -> str:
+        for _ in range(self._start):
+            token = token.removeprefix(self._content)
+        for _ in range(self._stop):
+            token = token.removesuffix(self._content)
+        return token
+
+
+class Spaces:
+    """Tokenizers without a decoder put a space between tokens."""
+
+    def stage(self) -> Stage:
+        return _SpacesStage()
+
+
+class _SpacesStage:
+    def __init__(self) -> None:
+        self._lead = ""
+
+    def feed(self, token: str) -> list[str]:
+        lead, self._lead = self._lead, " "
+        return [lead + token]
+
+    def flush(self) -> list[str]:
+        return []
+
+    def spell(self, token: str) -> str:
+        return " " + token
+
+
+class Suffix:
+    """BPEDecoder: the end of a word is a space, unless it is the end of the text."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def stage(self) -> Stage:
+        return _SuffixStage(self._suffix)
+
+
+class _SuffixStage:
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._last: str | None = None
+
+    def feed(self, token: str) -> list[str]:
+        last, self._last = self._last, token
+        return [] if last is None else [self.spell(last)]
+
+    def flush(self) -> list[str]:
+        return [] if self._last is None else [self._last.replace(self._suffix, "")]
+
+    def spell(self, token: str) -> str:
+        return token.replace(self._suffix, " ")
+
+
+class ByteFallback:
+    """Tokens ``<0xE4>`` are bytes. A run of them is text, or if it is no UTF-8 every byte of it is
+    U+FFFD: so a run waits for its end, or for the first byte that cannot be."""
+
+    def stage(self) -> Stage:
+        return ByteRun()
+
+
+class ByteRun:
+    """The state of ByteFallback. ``fresh`` is the text that the last byte completed in a run that
+    may yet turn out to be none."""
+
+    def __init__(self) -> None:
+        self._utf8 = _utf8("strict")
+        self._run: list[str] = []
+        self._bytes = 0
+        self._broken = False
+        self.fresh = ""
+
+    @property
+    def length(self) -> int:
+        """Bytes that wait."""
+        return self._bytes
+
+    @property
+    def text(self) -> str:
+        """What they are as far as they are whole characters."""
+        return "".join(self._run)
+
+    def feed(self, token: str) -> list[str]:
+        self.fresh = ""
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is None:
+            return [*self.flush(), token]
+        if self._broken:
+            return [REPLACEMENT]
+        self._bytes += 1
+        try:
+            self.fresh = self._utf8.decode(bytes([int(byte[1], 16)]))
+        except UnicodeDecodeError:
+            lost = [REPLACEMENT] * self._bytes
+            self.flush()
+            self._broken = True
+            return lost
+        self._run.append(self.fresh)
+        return []
+
+    def flush(self) -> list[str]:
+        unfinished = self._utf8.getstate()[0]
+        count, run = self._bytes, self.text
+        self._run, self._bytes, self._broken, self.fresh = [], 0, False, ""
+        self._utf8.reset()
+        if unfinished:
+            return [REPLACEMENT] * count
+        return [run] if count else []
+
+    def spell(self, token: str) -> str | bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return token if byte is None else bytes([int(byte[1], 16)])
+
+
+class ByteLevel:
+    """Characters stand for bytes; the text is what the bytes of all tokens are as UTF-8."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}
+
+    def bytes_of(self, token: str) -> bytes:
+        found = self._known.get(token)
+        if found is None:
+            # A token with a character that stands for no byte is taken as it is.
+            strange = any(character not in _BYTES for character in token)
+            found = token.encode() if strange else bytes(map(_BYTES.__getitem__, token))
+            self._known[token] = found
+        return found
+
+    def stage(self) -> Stage:
+        return _ByteLevelStage(self)
+
+
+class _ByteLevelStage:
+    def __init__(self, part: ByteLevel) -> None:
+        self._part, self._utf8 = part, _utf8("replace")
+
+    def feed(self, token: str) -> list[str]:
+        return [self._utf8.decode(self._part.bytes_of(token))]
+
+    def flush(self) -> list[str]:
+        return [self._utf8.decode(b"", final=True)]
+
+    def spell(self, token: str) -> bytes:
+        return self._part.bytes_of(token)
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's alphabet: printable characters are themselves, the others follow U+00FF."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+class Beginning:
+    """Strip where all tokens have become one: up to ``count`` characters at the beginning."""
+
+    def __init__(self, content: str, count: int) -> None:
+        self._content, self._count = content, count
+
+    def stage(self) -> Stage:
+        return DropBeginning(self._content * self._count)
+
+
+class DropBeginning:
+    """Drops what a text has in common with ``beginning``, from its first character on."""
+
+    def __init__(self, beginning: str) -> None:
+        self._left = beginning
+
+    def feed(self, token: str) -> list[str]:
+        if not self._left:
+            return [token]
+        same = 0
+        while same < min(len(token), len(self._left)) and token[same] == self._left[same]:
+            same += 1
+        self._left = self._left[same:] if same == len(token) else ""
+        return [token[same:]]
+
+    def flush(self) -> list[str]:
+        return []
+
+    def spell(self, token: str) -> str:
+        return token
+
+
+class Whole:
+    """A decoder that is not known here, or that can be told at the end only: nothing comes before.
+
+    ``joined``: the tokens are pieces of one.
+    """
+
+    def __init__(self, decoder: Decoder, joined: bool) -> None:
+        self.decoder, self.joined = decoder, joined
+
+    def stage(self) -> Stage:
+        return _WholeStage(self)
+
+
+class _WholeStage:
+    def __init__(self, part: Whole) -> None:
+        self._part = part
+        self._tokens: list[str] = []
+
+    def feed(self, token: str) -> list[str]:
+        self._tokens.append(token)
+        return []
+
+    def flush(self) -> list[str]:
+        tokens = ["".join(self._tokens)] if self._part.joined else self._tokens
+        return [self._part.decoder.decode(tokens)] if self._tokens else []
+
+    def spell(self, token: str) -> str:
+        return self._part.decoder.decode([token])
+
+
+def parts_of(decoder: Decoder | None) -> list[Part]:
+    """The parts of a tokenizer's decoder, in their order."""
+    if decoder is None:
+        return [Spaces()]
+    try:
+        # tokenizers has no accessors; the state that it pickles is its JSON.
+        specs = _flat(json.loads(decoder.__getstate__()))
+    except Exception:  # a decoder written in Python
+        return [Whole(decoder, joined=False)]
+    parts: list[Part] = []
+    joined = False
+    for place, spec in enumerate(specs):
+        kind = spec["type"]
+        if kind == "Fuse":
+            joined = True
+            continue
+        part = _joined_part(spec) if joined else _part(spec)
+        if part is None:
+            rest = {"type": "Sequence", "decoders": specs[place:]}
+            return [*parts, Whole(_library(rest), joined)]
+        parts.append(part)
+        joined = joined or kind == "ByteLevel"
+    return parts
+
+
+def _flat(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    if spec["type"] != "Sequence":
+        return [spec]
+    return [part for inner in spec["decoders"] for part in _flat(inner)]
+
+
+def _library(spec: dict[str, Any]) -> Decoder:
+    decoder = Fuse()
+    decoder.__setstate__(json.dumps(spec).encode())
+    return decoder
+
+
+def _joined_part(spec: dict[str, Any]) -> Part | None:
+    """A part that follows where all tokens have become one."""
+    if spec["type"] == "Strip" and not spec["stop"]:
+        return Beginning(spec["content"], spec["start"])
+    return None
+
+
+def _part(spec: dict[str, Any]) -> Part | None:
+    match spec["type"]:
+        case "Replace":
+            return Single(_library(spec))
+        case "Metaspace" | "WordPiece":
+            return Single(_library(spec), positional=True)
+        case "Strip":
+            return Strip(spec["content"], spec["start"], spec["stop"])
+        case "BPEDecoder":
+            return Suffix(spec["suffix"])
+        case "ByteFallback":
+            return ByteFallback()
+        case "ByteLevel":
+            return ByteLevel()
+    return None
