@@ -19,7 +19,7 @@ LAYERS = (
     {"model"},
     {"draft", "verify"},
     {"engine", "train", "export", "completion"},
-    {"llm", "build", "drafters", "request", "difference", "tuned", "grammar"},
+    {"llm", "build", "door", "drafters", "request", "difference", "tuned", "grammar"},
     {"report"},
     {"bench", "certify", "doctor", "profiling", "tune"},
     {"cli", "server", "distributed"},

@@ -9,10 +9,13 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM, SamplingParams
+from paceline.core.batch import Plan
+from paceline.core.tree import TokenTree
 from paceline.errors import (
     CacheMemoryError,
     ConfigError,
     ModelLoadError,
+    PacelineError,
     PromptError,
 )
 
@@ -149,6 +152,66 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     llm.engine.cache.check()
 
 
+def test_a_stream_is_queued_with_its_first_event(llm: LLM) -> None:
+    """Before that it costs nothing, and what is wrong with the arguments is raised at once."""
+    stream = llm.stream([PROMPT] * 3, FREE)
+    assert not llm.engine.has_work and not llm._requests
+    stream.close()
+    unread = llm.stream(PROMPT, FREE)
+    steps = llm.engine.steps
+    (alone,) = llm.generate(PROMPT, FREE)
+    assert alone.stats.target_steps == llm.engine.steps - steps
+    assert "".join(event.text for event in unread) == alone.text
+    with pytest.raises(PromptError, match="empty"):
+        llm.stream("")
+    with pytest.raises(ConfigError, match="2 SamplingParams"):
+        llm.stream(PROMPT, [FREE, FREE])
+
+
+def test_a_stream_that_is_dropped_half_read_is_released(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([PROMPT] * 3, FREE)
+    next(stream)
+    assert llm.engine.has_work
+    del stream
+    assert not llm.engine.has_work and not llm._requests
+    # In the middle of another's step too, where a collector may find it.
+    held = [llm.stream("The quick", FREE)]
+    next(held[0])
+    propose = llm.engine.drafter.propose
+
+    def collected(plan: Plan) -> list[TokenTree]:
+        held.clear()
+        return propose(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.drafter, "propose", collected)
+        (done,) = llm.generate(PROMPT, FREE)
+    assert len(done.token_ids) == 20
+    assert not llm.engine.has_work and not llm._requests
+    llm.engine.cache.check()
+
+
+def test_a_closed_llm_says_so(folders: tuple[str, str]) -> None:
+    closed = LLM(folders[0], dtype="float32")
+    reading = closed.stream(PROMPT, FREE)
+    next(reading)
+    closed.close()
+    closed.close()
+    calls = (
+        lambda: closed.generate(PROMPT),
+        lambda: closed.stream(PROMPT),
+        lambda: closed.chat([{"role": "user", "content": "x"}]),
+        lambda: closed.step(),
+        lambda: list(reading),
+    )
+    for call in calls:
+        with pytest.raises(PacelineError, match="has been closed; make another") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
 def test_two_streams_in_turn(llm: LLM) -> None:
     expected = [llm.generate(p, FREE)[0].text for p in (PROMPT, "The quick")]
     first, second = llm.stream(PROMPT, FREE), llm.stream("The quick", FREE)
@@ -242,12 +305,39 @@ def test_bad_options_of_the_engine(
     assert "\n" not in str(caught.value)
 
 
-def test_a_request_larger_than_the_cache_is_refused(folders: tuple[str, str]) -> None:
-    small = LLM(folders[0], dtype="float32", kv_cache_memory=64 * 2 * 2 * 16 * 4)
-    with pytest.raises(CacheMemoryError, match="max_tokens"):
-        small.generate([PROMPT, PROMPT], SamplingParams(max_tokens=140))
+def small_cache(folders: tuple[str, str], draft: str | None = None) -> LLM:
+    """A cache of four blocks, 64 tokens, where the model sees 160."""
+    each = 2 if draft else 1
+    memory = each * 4 * 16 * 2 * 2 * 16 * 4
+    return LLM(folders[0], draft, dtype="float32", kv_cache_memory=memory, draft_length=3)
+
+
+def test_the_cache_limits_a_sequence_as_the_context_does(folders: tuple[str, str]) -> None:
+    """What the cache cannot hold ends with "length", with a draft too, to the last token."""
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    whole = LLM(folders[0], dtype="float32")
+    assert whole.max_model_len == whole.target.max_positions == 160
+    expected = whole.generate([[7] * 20], endless)[0].token_ids
+    for draft in (None, folders[1]):
+        small = small_cache(folders, draft)
+        assert small.max_model_len == 64
+        assert small.engine.cache.num_blocks == 4
+        (full,) = small.generate([[7] * 20], endless)
+        assert full.finish_reason == "length"
+        assert full.token_ids == expected[:44]
+        # Beside another, one gives way and comes back; neither is refused.
+        texts = small.generate([[7] * 20, [7] * 20], endless)
+        assert [done.token_ids for done in texts] == [expected[:44]] * 2
+        small.engine.cache.check()
+
+
+def test_a_prompt_longer_than_the_cache_is_refused(folders: tuple[str, str]) -> None:
+    small = small_cache(folders)
+    with pytest.raises(PromptError, match="has 64 tokens, but the cache holds 64 of the 160") as no:
+        small.generate([[7] * 64])
+    assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)
     assert not small.engine.has_work
-    assert len(small.generate(PROMPT, FREE)[0].token_ids) == 20
+    assert len(small.generate([[7] * 63], FREE)[0].token_ids) == 1
 
 
 def test_another_vocabulary_is_translated(folders: tuple[str, str], tmp_path: Path) -> None:

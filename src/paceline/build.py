@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.eagle import MOST_WAITING
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.router import Router
 from paceline.draft.steptime import StepTime
@@ -21,7 +22,7 @@ from paceline.engine.costs import made_up_chains, measure
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
-from paceline.model.cache import PagedCache, bytes_per_token
+from paceline.model.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.tuned import KnownCosts
 from paceline.verify.rule import RULES, Verifier
@@ -75,23 +76,45 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     return generator
 
 
-def cache_blocks(options: EngineOptions, target: CausalModel, draft_bytes: int = 0) -> int:
+def most_kept(max_batch_size: int, prefill_chunk: int = 512) -> int:
+    """Tokens of which drafters keep features at most: a step's, and those that wait."""
+    return _step_tokens(prefill_chunk) + max_batch_size * (1 + MOST_WAITING)
+
+
+def _step_tokens(prefill_chunk: int) -> int:
+    return max(2048, prefill_chunk)
+
+
+def cache_blocks(
+    options: EngineOptions, target: CausalModel, draft_bytes: int = 0, feature_bytes: int = 0
+) -> int:
     """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many.
+
+    ``feature_bytes`` of a token are those that a drafter may have to keep (draft/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
     of the device. Raises CacheMemoryError if not even a few blocks fit.
     """
     own_bytes = bytes_per_token(target.cache_shapes, target.dtype)
-    per_block = BLOCK_SIZE * (own_bytes + draft_bytes)
+    per_token = own_bytes + draft_bytes
+    kept = most_kept(options.max_batch_size, options.prefill_chunk)
+    fitting = partial(
+        blocks_within,
+        per_token=per_token,
+        kept_each=feature_bytes,
+        kept=kept,
+        block_size=BLOCK_SIZE,
+    )
     # One spare block a sequence: drafts reach beyond the committed tokens.
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
     if memory is None:
-        affordable = _free_memory(target.device) // 4 // per_block
+        affordable = fitting(_free_memory(target.device) // 4)
     else:
-        affordable = wanted = memory // per_block
+        affordable = wanted = fitting(memory)
     blocks = min(wanted, affordable)
     if blocks < 2:
+        per_block = BLOCK_SIZE * (per_token + feature_bytes)
         raise CacheMemoryError(
             f"the cache needs at least {2 * per_block:,} bytes, but has "
             f"{blocks * per_block if memory is None else memory:,}; raise kv_cache_memory"
@@ -112,7 +135,7 @@ def build_engine(
 
     ``generator`` is the randomness of requests without a seed. Raises CacheMemoryError.
     """
-    blocks = cache_blocks(options, target, prepared.cache_bytes)
+    blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
     shapes, device = target.cache_shapes, target.device
     cache = PagedCache(shapes, blocks, BLOCK_SIZE, target.dtype, device, options.prefix_sharing)
     drafter = prepared.build(DraftContext(target, cache, generator))
@@ -134,8 +157,8 @@ def build_engine(
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_chunk=options.prefill_chunk,
-        max_step_tokens=max(2048, options.prefill_chunk),
-        max_positions=target.max_positions,
+        max_step_tokens=_step_tokens(options.prefill_chunk),
+        max_positions=min(target.max_positions, blocks * BLOCK_SIZE),
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)

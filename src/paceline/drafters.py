@@ -78,7 +78,8 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token.
+    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token,
+    ``feature_bytes`` that of one token's features, should it have to keep them for a while.
 
     ``names`` are those by which requests choose it, or one of several; the first is the default.
     """
@@ -86,6 +87,7 @@ class Prepared:
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
     names: tuple[str, ...] = ()
+    feature_bytes: int = 0
 
 
 def _none(spec: DraftSpec, loading: Loading) -> Prepared:
@@ -277,7 +279,9 @@ def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
         cache = context.new_cache([head.cache_shape], target.dtype)
         return EagleDrafter(quick, cache, embed, policy, context.generator, spec.kind)
 
-    return Prepared(build, bytes_per_token([head.cache_shape], target.dtype))
+    kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
+    cached = bytes_per_token([head.cache_shape], target.dtype)
+    return Prepared(build, cached, feature_bytes=kept)
 
 
 def feature_layers(spec: DraftSpec) -> tuple[int, ...] | None:
@@ -298,6 +302,7 @@ def _hybrid(spec: DraftSpec, loading: Loading) -> Prepared:
     return Prepared(
         lambda context: Hybrid([m.build(context) for m in members], context.target.device),
         sum(member.cache_bytes for member in members),
+        feature_bytes=sum(member.feature_bytes for member in members),
     )
 
 
@@ -345,7 +350,8 @@ def prepare_all(drafts: str | Sequence[str] | None, loading: Loading) -> Prepare
         return Router(members, context.target.device)
 
     total = sum(part.cache_bytes for part in parts.values())
-    return Prepared(build, total, tuple(parts))
+    kept = sum(part.feature_bytes for part in parts.values())
+    return Prepared(build, total, tuple(parts), kept)
 
 
 def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Match | None]:

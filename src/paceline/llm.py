@@ -14,10 +14,14 @@ import torch
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.completion import Completion, StreamEvent
 from paceline.core.batch import Commit
-from paceline.core.params import SamplingParams
+from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import Sequence as EngineSequence
-from paceline.drafters import Loading, load_tokenizer, prepare_all
-from paceline.errors import CacheMemoryError, ConfigError, PromptError
+from paceline.door import Message as Message
+from paceline.door import Prompt as Prompt
+from paceline.door import Room, as_conversations, as_params, as_prompts, encode
+from paceline.door import render_chat as rendered
+from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
+from paceline.errors import CacheMemoryError, ConfigError, PacelineError
 from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
 from paceline.request import Request
@@ -27,9 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.engine.engine import Engine
-
-Prompt = str | list[int]
-Message = dict[str, str]
 
 
 class LLM:
@@ -142,7 +143,10 @@ class LLM:
         self._generator = seeded_generator(target.device, seed)
         prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
         self.drafters = prepared.names
-        self.engine: Engine = build_engine(target, prepared, options, self._generator)
+        self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
+        self.room = Room(
+            target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
+        )
         self._coupled = options.rule == "coupled"
         self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id
@@ -154,6 +158,23 @@ class LLM:
         self._host_generator = seeded_generator(torch.device("cpu"), seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
+        self._stepping = False
+        self._dropped: list[Request] = []  # in the middle of a step; released at its end
+
+    @property
+    def engine(self) -> Engine:
+        """Raises PacelineError after ``close``."""
+        if self._engine is None:
+            raise PacelineError("this LLM has been closed; make another one")
+        return self._engine
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and answer: what the model sees and the cache holds.
+
+        An answer that comes up against it ends with "length".
+        """
+        return self.room.limit
 
     # -- public ------------------------------------------------------------------------------
 
@@ -167,10 +188,11 @@ class LLM:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
-        one per prompt; the default is greedy. ``progress`` shows a bar. Raises PromptError,
-        ConfigError or CacheMemoryError before anything is decoded.
+        one per prompt; the default is greedy. ``progress`` shows a bar. Raises PromptError or
+        ConfigError before anything is decoded, PacelineError after ``close``.
         """
-        requests = self._submit(prompts, params, streams=False)
+        requests = self._prepared(prompts, params, streams=False)
+        self.enqueue(requests)
         with _progress_bar(len(requests), progress) as advance:
             try:
                 while any(request.completion is None for request in requests):
@@ -188,10 +210,11 @@ class LLM:
     ) -> Iterator[StreamEvent]:
         """Like ``generate``, but yields what each step adds, as soon as it is accepted.
 
-        Closing the iterator cancels what is unfinished. Several streams may be read in turn.
+        What is wrong with the arguments is raised here; decoding begins with the first event.
+        Closing the iterator, or dropping it, cancels what is unfinished. Several streams may be
+        read in turn.
         """
-        requests = self._submit(prompts, params, streams=True)
-        return self._events(requests)
+        return self._events(self._prepared(prompts, params, streams=True))
 
     def chat(
         self,
@@ -199,26 +222,12 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> list[Completion]:
         """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
-        many = bool(messages) and not isinstance(messages[0], dict)
-        conversations: Sequence[Any] = messages if many else [messages]
-        prompts: list[Prompt] = [self.render_chat(item) for item in conversations]
+        prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
         return self.generate(prompts, params)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
-        if not messages:
-            raise PromptError("the conversation is empty; give at least one message")
-        if self.tokenizer.chat_template is None:
-            raise PromptError(
-                f"{self.target.name} has no chat template; use generate with a plain prompt"
-            )
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # jinja errors of any kind: the template refused the messages
-            raise PromptError(f"the chat template refused the messages: {error}") from None
-        return [int(token) for token in ids]
+        return rendered(self.tokenizer, self.target.name, messages)
 
     @property
     def draft_vocabulary(self) -> str | None:
@@ -229,36 +238,26 @@ class LLM:
         return _vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
-        """Cancel everything and let go of the models."""
+        """Cancel everything and let go of the engine; closing twice is fine."""
         self.release(list(self._requests.values()))
-        self.__dict__.pop("engine", None)
+        self._engine = None
 
     # -- requests ----------------------------------------------------------------------------
 
-    def _submit(
+    def _prepared(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         streams: bool,
     ) -> list[Request]:
-        """Queue all or, if one is refused, none."""
-        prompt_list = _as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            param_list = [params or SamplingParams()] * len(prompt_list)
-        else:
-            param_list = list(params)
-        if len(param_list) != len(prompt_list):
-            raise ConfigError(
-                f"{len(param_list)} SamplingParams for {len(prompt_list)} prompts; "
-                "give one for all or one each"
-            )
-        requests = [
+        """Requests ready to be queued: all, or none if one is refused."""
+        prompt_list = as_prompts(prompts)
+        param_list = as_params(params, len(prompt_list))
+        return [
             request
             for number, (prompt, wish) in enumerate(zip(prompt_list, param_list, strict=True))
             for request in self.prepare(prompt, wish, number, streams)
         ]
-        self.enqueue(requests)
-        return requests
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
@@ -266,18 +265,20 @@ class LLM:
         """The ``n`` requests of a prompt, checked and ready for ``enqueue``.
 
         Touches no state of the engine, so a server may do it beside the thread that decodes.
-        Raises PromptError or ConfigError.
+        Raises PromptError or ConfigError, PacelineError after ``close``.
         """
-        tokens = self._encode(prompt)
+        _ = self.engine
+        width = min(self._width, self.target.vocab_size)
+        tokens = encode(self.tokenizer, prompt, width, self.room)
         bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < self._width]
         if bad:
             raise ConfigError(
-                f"token id {bad[0]} in logit_bias or stop_token_ids is not in the vocabulary "
-                f"(0 to {self._width - 1})"
+                f"token id {shown(bad[0])} in logit_bias or stop_token_ids is not in the "
+                f"vocabulary (0 to {self._width - 1})"
             )
         if params.drafter not in (None, "none", *self.drafters):
             raise ConfigError(
-                f"drafter {params.drafter!r} is not loaded; use one of "
+                f"drafter {shown(params.drafter)} is not loaded; use one of "
                 f"{', '.join(dict.fromkeys((*self.drafters, 'none')))}, or load it with draft=[...]"
             )
         stops = frozenset(params.stop_token_ids)
@@ -308,20 +309,6 @@ class LLM:
             return replace(params, seed=int(drawn))
         return params
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not tokens:
-            raise PromptError("a prompt is empty; give at least one token of text")
-        if not all(isinstance(t, int) and 0 <= t < self._width for t in tokens):
-            raise PromptError(f"a prompt has ids outside the vocabulary (0 to {self._width - 1})")
-        limit = self.target.max_positions
-        if len(tokens) >= limit:
-            raise PromptError(
-                f"the prompt has {len(tokens)} tokens, but {self.target.name} sees {limit} "
-                "with the answer; shorten the prompt"
-            )
-        return tokens
-
     # -- the loop: for callers with a loop of their own, as a server has ------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
@@ -337,15 +324,22 @@ class LLM:
     def step(self) -> list[tuple[Request, Commit]]:
         """One step of the engine; every request has absorbed what was committed to it."""
         advanced = []
-        for commit in self.engine.step():
-            request = self._requests.get(commit.seq_id)
-            if request is not None:
-                request.absorb(commit)
-                advanced.append((request, commit))
+        self._stepping = True
+        try:
+            for commit in self.engine.step():
+                request = self._requests.get(commit.seq_id)
+                if request is not None:
+                    request.absorb(commit)
+                    advanced.append((request, commit))
+        finally:
+            self._stepping = False
+            dropped, self._dropped = self._dropped, []
+            self.release(dropped)
         return advanced
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
+            self.enqueue(requests)
             while True:
                 for request in requests:
                     while request.events:
@@ -358,9 +352,13 @@ class LLM:
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
+        if self._stepping:
+            # A stream that nobody holds any more may be collected, and so closed, at any moment.
+            self._dropped.extend(requests)
+            return
         for request in requests:
-            if request.completion is None:
-                self.engine.abort(request.seq.seq_id)
+            if request.completion is None and self._engine is not None:
+                self._engine.abort(request.seq.seq_id)
             self._requests.pop(request.seq.seq_id, None)
 
 
@@ -370,19 +368,6 @@ def _vocabulary_of(drafter: Any) -> str | None:
     parts = members.values() if isinstance(members, dict) else members
     found = [getattr(drafter, "vocabulary", None), *map(_vocabulary_of, parts)]
     return "; ".join(dict.fromkeys(text for text in found if text)) or None
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if not items:
-        raise PromptError("no prompt was given")
-    if isinstance(items[0], int):
-        return [items]
-    if not all(isinstance(item, (str, list)) for item in items):
-        raise PromptError("prompts must be texts or lists of token ids")
-    return items
 
 
 @contextmanager

@@ -6,15 +6,19 @@ import pytest
 import torch
 
 from engine_models import adapted
-from paceline.build import EngineOptions, build_engine
+from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
+from paceline.draft import eagle
+from paceline.draft.base import held_bytes
 from paceline.draft.eagle import EagleDrafter
 from paceline.draft.eagle_head import EagleHead
 from paceline.draft.policy import Policy
 from paceline.draft.shape import Shape
 from paceline.drafters import DraftContext, Prepared
+from paceline.engine.controller import FixedLength
 from paceline.engine.engine import Engine
+from paceline.model.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
 from random_heads import dense_attention, random_head
@@ -83,7 +87,7 @@ def finish(engine: Engine) -> None:
 
 
 def request(seq_id: int, tokens: list[int], **params: object) -> Sequence:
-    wish = SamplingParams(max_tokens=12, **params)  # type: ignore[arg-type]
+    wish = SamplingParams(**{"max_tokens": 12, **params})  # type: ignore[arg-type]
     return Sequence(seq_id, list(tokens), len(tokens), wish)
 
 
@@ -141,15 +145,89 @@ def test_a_shared_prefix_is_found_again_or_left_out() -> None:
 def test_preemption_starts_over() -> None:
     target = adapted(0)
     head = random_head(target, 1)
-    tight = 12 * 16 * 4 * (2 * 2 * 2 * 8)  # 12 blocks of the target alone
+    tight = 8 * 16 * 4 * (2 * 2 * 2 * 8)  # 8 blocks of the target alone
     engine, seen = engine_of(
-        target, head, Policy(), max_batch_size=3, kv_cache_memory=tight // 2, prefix_sharing=False
+        target, head, Policy(), max_batch_size=3, kv_cache_memory=tight, prefix_sharing=False
     )
+    # Two prompts of three blocks fit, but not what both grow by.
     for index in range(3):
-        engine.add(request(index, [index + 2] * 40))
+        engine.add(request(index, [index + 2] * 40, max_tokens=40))
     finish(engine)
     assert engine.scheduler.preemptions > 0
     for tokens, proposal, missing in seen:
         if missing == 0:
             assert proposal == reference_chain(target, head, tokens)[: len(proposal)]
     assert any(missing == 0 for _, _, missing in seen)
+
+
+# -- features that are kept --------------------------------------------------------------------
+
+
+def storages(drafter: EagleDrafter) -> int:
+    """Bytes that the kept features hold in memory, whatever the drafter says."""
+    held = [t.untyped_storage() for state in drafter._states.values() for t in state.waiting]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def row_bytes(target: CausalModel, head: EagleHead) -> int:
+    return len(head.config.feature_layers) * target.hidden_size * 4
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
+    """Beside seven neighbours that never draft, a plain step keeps one row, not eight."""
+    target = adapted(0)
+    head = random_head(target, version)
+    engine, _ = engine_of(target, head, Policy(), max_batch_size=8, draft_length=0)
+    drafter: EagleDrafter = engine.drafter  # type: ignore[assignment]
+    engine.add(request(0, PROMPTS[1], max_tokens=40))
+    for index in range(1, 8):
+        wish = {"drafter": "none"} if index % 2 else {"draft_length": 0}
+        engine.add(request(index, [index] * 5, max_tokens=40, **wish))
+    for step in range(1, 30):
+        engine.step()
+        rows = len(PROMPTS[1]) + step - 1
+        assert storages(drafter) == drafter.held_bytes() == rows * row_bytes(target, head)
+        assert set(drafter._states) == {0}
+        assert len(drafter.cache._tables) <= 1
+    engine.abort(0)
+    assert storages(drafter) == drafter.held_bytes() == held_bytes(drafter) == 0
+    finish(engine)
+
+
+def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest go; what is drafted afterwards is drafted from the rest."""
+    monkeypatch.setattr(eagle, "MOST_WAITING", 10)
+    target = adapted(0)
+    head = random_head(target, 3)
+    engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)
+    engine.add(request(0, PROMPTS[0], max_tokens=60))
+    engine.add(request(1, PROMPTS[1], max_tokens=60))
+    most = 0
+    for _ in range(30):
+        engine.step()
+        most = max(most, engine.drafter.held_bytes())  # type: ignore[attr-defined]
+    # Ten that wait and the step's own, which are dealt with when the next step begins.
+    assert most >= 2 * 10 * row_bytes(target, head)
+    assert engine.drafter.held_bytes() == 2 * 11 * row_bytes(target, head)  # type: ignore[attr-defined]
+    engine.controller = FixedLength(LENGTH)
+    engine.step()
+    # The second's prompt was read in one chunk that never was fed: all but the last ten are gone.
+    tokens, proposal, missing = seen[-1]
+    assert missing == len(tokens) - 1 - 11 > 0
+    assert len(proposal) == LENGTH
+    finish(engine)
+
+
+def test_the_memory_of_kept_features_is_the_caches() -> None:
+    """``kv_cache_memory`` is for both: many tokens, or few tokens with all their features."""
+    target = adapted(0)
+    own = bytes_per_token(target.cache_shapes, target.dtype)
+    for memory in (1 << 16, 1 << 20, 1 << 24):
+        options = EngineOptions(max_batch_size=4, kv_cache_memory=memory)
+        blocks = cache_blocks(options, target, 100, 400)
+        tokens = 16 * blocks
+        assert blocks < cache_blocks(options, target, 100)
+        assert tokens * (own + 100) + min(tokens, most_kept(4)) * 400 <= memory
+        more = tokens + 16
+        assert more * (own + 100) + min(more, most_kept(4)) * 400 > memory

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence
@@ -101,10 +103,10 @@ def test_the_youngest_gives_way_and_comes_back() -> None:
 
 
 def test_a_draft_is_given_up_before_a_sequence_is() -> None:
-    sched = scheduler(blocks=4)
-    sched.add(seq(0, 7, max_tokens=9))
-    sched.add(seq(1, 7, max_tokens=9))
-    done = advance(sched, wish=6)
+    sched = scheduler(blocks=6)
+    sched.add(seq(0, 7, max_tokens=12))
+    sched.add(seq(1, 7, max_tokens=12))
+    done = advance(sched, wish=10)
     assert done == {0: (7, 0), 1: (7, 0)}
     assert sched.preemptions == 0
 
@@ -121,3 +123,79 @@ def test_remove_frees_blocks_and_ignores_strangers() -> None:
     assert sched.cache.pool.available < 16
     assert sched.remove(0) and not sched.remove(0)
     assert sched.cache.pool.available == 16 and not sched.has_work
+
+
+def run(sched: Scheduler, wish: int = 0) -> tuple[int, int]:
+    """Decode all that waits; tokens read, and the most that ran at once."""
+    read = most = 0
+    while sched.has_work:
+        read += sum(feed for feed, _ in advance(sched, wish).values())
+        most = max(most, len(sched.running))
+        for done in [other for other in sched.running if other.room <= 0]:
+            sched.remove(done.seq_id)
+    return read, most
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 100])
+@pytest.mark.parametrize("wish", [0, 5])
+def test_prompts_of_half_the_cache_run_two_at_a_time_and_are_read_once(
+    chunk: int, wish: int
+) -> None:
+    """What is promised to a prompt that is still being read is not promised again."""
+    sched = scheduler(blocks=16, prefill_chunk=chunk, max_step_tokens=2 * chunk)
+    for number in range(4):
+        sched.add(seq(number, 28, max_tokens=4))
+    read, most = run(sched, wish)
+    assert sched.preemptions == 0
+    assert read == 4 * (28 + 3)  # the last token of each is never fed
+    assert most == 2
+
+
+def test_shared_blocks_are_counted_once() -> None:
+    """Samples of a prompt of more than half the cache run beside each other."""
+    sched = scheduler(blocks=17)
+    for number in range(4):
+        sched.add(seq(number, 38, max_tokens=4, first=1))
+    read, most = run(sched)
+    assert sched.preemptions == 0 and most == 4
+    assert read == 38 + 3 + 3 * (2 + 3)  # nine whole blocks are read once
+
+
+REQUESTS = st.lists(
+    # stem, tokens of it, tokens of its own, tokens to be generated
+    st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(1, 30), st.integers(1, 4)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(REQUESTS, st.integers(1, 20), st.integers(0, 6), st.integers(1, 5), st.integers(0, 3))
+def test_admission_never_costs_a_prompt_its_blocks(
+    requests: list[tuple[int, int, int, int]], chunk: int, wish: int, batch: int, apart: int
+) -> None:
+    """Answers of at most a block fit into the block that each is promised to grow into: whoever
+    was let in stays, and every token is read once. ``advance`` checks the pool each step."""
+    sched = scheduler(
+        blocks=24, prefill_chunk=chunk, max_step_tokens=2 * chunk, max_batch_size=batch
+    )
+    live = []
+    for number, (stem, shared, own, answer) in enumerate(requests):
+        tokens = [1000 * stem + i for i in range(shared)]
+        tokens += [5000 + 100 * number + i for i in range(own)]
+        live.append(Sequence(number, tokens, len(tokens), SamplingParams(max_tokens=answer)))
+    read = 0
+    coming = list(live)
+    while coming or sched.has_work:
+        for _ in range(apart or len(coming)):
+            if coming:
+                sched.add(coming.pop(0))
+        read += sum(feed for feed, _ in advance(sched, wish).values())
+        pool = sched.cache.pool
+        used = sum(pool.in_use(block) for block in range(pool.total))
+        assert pool.available + used == pool.total
+        for done in [other for other in sched.running if other.room <= 0]:
+            sched.remove(done.seq_id)
+    assert sched.preemptions == 0
+    assert read == sum(len(done.tokens) - 1 - done.shared for done in live)
+    assert sched.cache.pool.available == sched.cache.pool.total

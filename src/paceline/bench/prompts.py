@@ -96,7 +96,7 @@ def fit(
     left_out: list[Prompt] = []
     for prompt in prompts:
         ids = prompt.encode(llm)
-        if ids and len(ids) + max_tokens <= llm.target.max_positions:
+        if ids and len(ids) + max_tokens <= llm.max_model_len:
             fitting.append((prompt, ids))
         else:
             left_out.append(prompt)

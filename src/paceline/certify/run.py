@@ -362,7 +362,7 @@ def _checked(
 ) -> list[tuple[str, tuple[int, ...]]]:
     if not prompts:
         raise PromptError("no prompt was given")
-    limit = llm.target.max_positions
+    limit = llm.max_model_len
     for name, prompt in prompts:
         if not prompt:
             raise PromptError(f"prompt {name} is empty; give at least one token of text")

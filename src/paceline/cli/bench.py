@@ -163,7 +163,7 @@ def bench(
     if not fitting:
         raise PromptError(
             f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
-            f"{llm.target.max_positions} tokens with the answer; shorten them or lower --max-tokens"
+            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     starter = Starter(llm, engine.model, rule=plan.rule, lossy=engine.lossy, kv_cache_memory=memory)

@@ -56,7 +56,7 @@ def profile(
     contestants = _contestants(engine, concurrency)
     target = contestants[0][1]
     encoded = [prompt.encode(target) for prompt in prompts]
-    places = steady.choose(encoded, concurrency, target.target.max_positions)
+    places = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[place] for place in places]
     wish = runs.Wish(steps, rounds, trace)
     result = runs.Result()

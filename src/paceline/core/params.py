@@ -6,17 +6,59 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.errors import ConfigError
 
 # Every character of a text is held against every stop string.
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
+MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fill the memory
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def is_whole(value: object) -> bool:
+    """A whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    """A number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def is_unicode(text: str) -> bool:
+    """False if a text has lone surrogates, which no encoding knows and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """A value in the one line of an error, whatever it is."""
+    try:
+        text = ascii(value)
+    except Exception:  # a number of too many digits, or an object that cannot be shown
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    """The members of a field that is a list."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise ConfigError(f"{name} is {shown(value)}; give a list")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -32,13 +74,17 @@ class Grammar:
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "lark")
-        _require(self.kind in kinds, f"grammar kind is {self.kind!r}; use {', '.join(kinds)}")
+        _require(self.kind in kinds, f"grammar kind is {shown(self.kind)}; use {', '.join(kinds)}")
         _require(isinstance(self.text, str), "the text of a grammar must be a string")
 
     @classmethod
     def json(cls, schema: Mapping[str, object] | None = None) -> Grammar:
-        """A JSON schema; without one any JSON object."""
-        return cls("json", json.dumps({"type": "object"} if schema is None else schema))
+        """A JSON schema; without one any JSON object. Raises ConfigError if it is not JSON."""
+        try:
+            text = json.dumps({"type": "object"} if schema is None else schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"the schema is not JSON: {shown(str(error))}") from None
+        return cls("json", text)
 
 
 @dataclass(frozen=True)
@@ -80,23 +126,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
-        for name in (*numbers, "presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, (int, float)) and math.isfinite(value),
-                f"{name} is {value!r}; it must be a finite number",
-            )
-        for name in ("top_k", "max_tokens", "min_tokens", "n"):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool),
-                f"{name} is {value!r}; it must be a whole number",
-            )
+        self._check_types()
         _require(
             self.temperature >= 0,
             f"temperature is {self.temperature}; it must be 0 (greedy) or above",
@@ -112,18 +142,20 @@ class SamplingParams:
             value = getattr(self, name)
             _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
-        _require(self.n >= 1, f"n is {self.n}; it must be at least 1")
+        _require(
+            1 <= self.n <= MAX_SAMPLES, f"n is {shown(self.n)}; it must be from 1 to {MAX_SAMPLES}"
+        )
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})",
         )
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= 20,
-            f"logprobs is {self.logprobs}; it must be from 0 to 20, or left out",
+            self.logprobs is None or (is_whole(self.logprobs) and 0 <= self.logprobs <= 20),
+            f"logprobs is {shown(self.logprobs)}; it must be a whole number from 0 to 20, or None",
         )
         _require(
-            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
-            f"seed is {self.seed!r}; it must be a whole number from 0 to 2**63 - 1",
+            self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**63),
+            f"seed is {shown(self.seed)}; it must be a whole number from 0 to 2**63 - 1",
         )
         self._check_speculation()
         _require(
@@ -148,16 +180,68 @@ class SamplingParams:
             f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
         )
 
+    def _check_types(self) -> None:
+        """What comes as another type than the fields say fails here, not in a step of a batch."""
+        floats = ("temperature", "top_p", "min_p", "repetition_penalty")
+        for name in (*floats, "presence_penalty", "frequency_penalty"):
+            _require(
+                is_finite(getattr(self, name)),
+                f"{name} is {shown(getattr(self, name))}; it must be a finite number",
+            )
+        for name in ("top_k", "max_tokens", "min_tokens", "n"):
+            value = getattr(self, name)
+            _require(is_whole(value), f"{name} is {shown(value)}; it must be a whole number")
+            _require(abs(value) < 2**63, f"{name} is {shown(value)}; it must be smaller than 2**63")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {shown(value)}; it must be True or False")
+        self._check_stops()
+        self._check_biases()
+
+    def _check_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        for text in stops:
+            if not isinstance(text, str):
+                raise ConfigError(f"stop has {shown(text)}; stop strings are texts")
+            if not is_unicode(text):
+                raise ConfigError(f"stop has {shown(text)}: half a surrogate pair is no character")
+        object.__setattr__(self, "stop", stops)
+        ids = _items("stop_token_ids", self.stop_token_ids)
+        for token in ids:
+            if not is_whole(token):
+                raise ConfigError(f"stop_token_ids has {shown(token)}; they are whole numbers")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+
+    def _check_biases(self) -> None:
+        biases = self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise ConfigError(f"logit_bias is {shown(biases)}; map token ids to numbers")
+        for token, bias in biases.items():
+            if not is_whole(token):
+                raise ConfigError(f"logit_bias has {shown(token)}, which is no token id")
+            if not is_finite(bias):
+                raise ConfigError(
+                    f"logit_bias of token {shown(token)} is {shown(bias)}; "
+                    "it must be a finite number"
+                )
+        # A copy: what the caller changes later would be changed for a request that runs.
+        object.__setattr__(self, "logit_bias", dict(biases))
+
     def _check_speculation(self) -> None:
         _require(
             self.drafter is None or isinstance(self.drafter, str),
-            f'drafter is {self.drafter!r}; give the name of a loaded one, or "none"',
+            f'drafter is {shown(self.drafter)}; give the name of a loaded one, or "none"',
         )
         length = self.draft_length
         _require(
             length is None or (type(length) is int and 0 <= length <= 64),
-            f"draft_length is {length!r}; it must be from 0 to 64, or left out",
+            f"draft_length is {shown(length)}; it must be from 0 to 64, or left out",
         )
+
+    @property
+    def may_draft(self) -> bool:
+        """False if no drafter will ever propose anything for this request."""
+        return self.drafter != "none" and self.draft_length != 0
 
     @property
     def greedy(self) -> bool:

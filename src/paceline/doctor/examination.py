@@ -46,9 +46,14 @@ class _Cost:
 
     weights: int = 0
     cache_bytes: int = 0
+    feature_bytes: int = 0
 
     def __add__(self, other: _Cost) -> _Cost:
-        return _Cost(self.weights + other.weights, self.cache_bytes + other.cache_bytes)
+        return _Cost(
+            self.weights + other.weights,
+            self.cache_bytes + other.cache_bytes,
+            self.feature_bytes + other.feature_bytes,
+        )
 
 
 def examine(
@@ -85,7 +90,7 @@ def examine(
         findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
         cost += more
     findings += check_dtype(setting, cost.weights)
-    load = Load(cost.weights, cost.cache_bytes, model.max_positions)
+    load = Load(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     return by_severity([*findings, *check_memory(setting, load)])
 
 
@@ -122,7 +127,8 @@ def _draft(
         if size is None:
             return findings, _Cost()
         width = (setting.dtype or torch.bfloat16).itemsize
-        return findings, _Cost(size.parameters * width, size.cache_values * width)
+        values = (size.parameters, size.cache_values, size.feature_values)
+        return findings, _Cost(*(width * value for value in values))
     if files is not None:
         return _model(spec, files, target, setting)
     if spec.kind == "none":

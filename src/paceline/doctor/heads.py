@@ -30,6 +30,7 @@ class HeadSize:
 
     parameters: int
     cache_values: int  # numbers cached for one token
+    feature_values: int = 0  # numbers of one token's features, of which some tokens' are kept
 
 
 def head_files(kind: str) -> tuple[str, ...]:
@@ -113,7 +114,8 @@ def _eagle(
             f"the head has {config.max_positions:,} positions, the target {target.max_positions:,}"
         )
         findings.append(finding("head-context-short", "draft", text))
-    return HeadSize(size, 2 * config.kv_heads * config.head_dim)
+    features = len(config.feature_layers) * target.hidden_size
+    return HeadSize(size, 2 * config.kv_heads * config.head_dim, features)
 
 
 def _layers(

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from paceline.build import most_kept
 from paceline.doctor.findings import Finding, finding
 from paceline.doctor.kinds import ERROR
 from paceline.drafters import BLOCK_SIZE
+from paceline.model.cache import blocks_within
 from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
@@ -39,11 +41,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes that a pair takes: ``weights``, and of the cache for every token."""
+    """Bytes that a pair takes: ``weights``, and of the cache for every token.
+
+    ``feature_bytes`` are those of a token's features, of which heads keep some.
+    """
 
     weights: int
     cache_bytes: int
     positions: int  # of the target
+    feature_bytes: int = 0
 
 
 def check_dtype(setting: Setting, weights: int) -> list[Finding]:
@@ -80,7 +86,9 @@ def check_memory(setting: Setting, load: Load) -> list[Finding]:
         return [finding("memory-short", "machine", text)]
     left = free - load.weights
     budget = left // _SHARE if setting.kv_cache_memory is None else setting.kv_cache_memory
-    tokens = budget // (BLOCK_SIZE * load.cache_bytes) * BLOCK_SIZE
+    kept = most_kept(setting.max_batch_size)
+    blocks = blocks_within(budget, load.cache_bytes, load.feature_bytes, kept, BLOCK_SIZE)
+    tokens = blocks * BLOCK_SIZE
     context, batch = load.positions, setting.max_batch_size
     text = (
         f"weights of {size(load.weights)}, {size(load.cache_bytes)} of cache a token, "

@@ -198,7 +198,7 @@ def run_trial(
     that takes. Text beyond the first 256 tokens of a prompt is left out.
     """
     start = time.perf_counter()
-    most = max(1, min(_PROMPT_TOKENS, plain.target.max_positions // 2))
+    most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
     def turn(ids: list[int], tokens: int, *lengths: int) -> list[Decoded]:
@@ -211,7 +211,7 @@ def run_trial(
     warm = turn(prompts[0], _LEAST_TOKENS, 0, LONG, _SHORT)[0]
     # Each prompt is decoded in three ways, and three prompts at least should have their turn.
     room = max(_LEAST_TOKENS, int(_EXPLORE * seconds * warm.rate / 9))
-    tokens = max(1, min(_MOST_TOKENS, room, plain.target.max_positions - most - 1))
+    tokens = max(1, min(_MOST_TOKENS, room, plain.max_model_len - most - 1))
     explored = [
         turn(ids, tokens, 0, LONG, _SHORT) for ids in _until(prompts, start + _EXPLORE * seconds)
     ]

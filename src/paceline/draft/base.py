@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,6 +59,14 @@ class Drafter(Protocol):
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence (finished, cancelled or preempted)."""
         ...
+
+
+def held_bytes(drafter: Any) -> int:
+    """Memory that a drafter, or those it is made of, keep of the target's features right now."""
+    members = getattr(drafter, "members", ())
+    parts = members.values() if isinstance(members, dict) else members
+    own = getattr(drafter, "held_bytes", None)
+    return (own() if own else 0) + sum(map(held_bytes, parts))
 
 
 class NoDrafter:

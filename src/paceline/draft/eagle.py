@@ -37,9 +37,10 @@ from paceline.model.masks import FULL
 from paceline.model.pieces import AttentionStep
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
-# Features kept of a sequence that does not draft; the oldest are then given up, which costs a
-# little acceptance and nothing else.
-_MOST_WAITING = 1024
+# Features kept of a sequence that could draft but does not; the oldest are then given up, which
+# costs a little acceptance and nothing else. With the rows of the last step these are all that is
+# kept, and the cache is sized so that there is room for them (build.py).
+MOST_WAITING = 512
 
 
 @dataclass
@@ -69,10 +70,19 @@ class _State:
         if known < len(features):
             self.waiting.append(features[known:])
             self.count += len(features) - known
-        while self.count - len(self.waiting[0] if self.waiting else ()) >= _MOST_WAITING:
-            dropped = len(self.waiting.pop(0))
-            self.start += dropped
-            self.count -= dropped
+
+    def settle(self) -> None:
+        """Keep what waits, and no more: a part of a step's rows would keep all of them alive."""
+        if self.waiting:
+            self.waiting[-1] = _alone(self.waiting[-1])
+        while self.count > MOST_WAITING:
+            excess, oldest = self.count - MOST_WAITING, self.waiting[0]
+            if len(oldest) > excess:
+                self.waiting[0] = oldest[excess:].clone()
+            else:
+                excess = len(self.waiting.pop(0))
+            self.start += excess
+            self.count -= excess
 
     def take(self) -> torch.Tensor:
         """All waiting features, which are about to become rows."""
@@ -127,7 +137,7 @@ class EagleDrafter:
         inputs: list[torch.Tensor] = []
         growing: dict[int, Growing] = {}
         for item in plan.slices:
-            feed = self._catch_up(item)
+            feed = self._catch_up(item) if item.seq.params.may_draft else None
             if feed is None:
                 continue
             feeds.append(feed)
@@ -135,6 +145,8 @@ class EagleDrafter:
             if feed.wants_logits:
                 growing[feed.seq_id] = self._policy.start(item, self.cache.device)
                 self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
+        for state in self._states.values():
+            state.settle()
         if feeds:
             joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
             outputs = self._run(feeds, self.head.fuse(joined))
@@ -224,19 +236,37 @@ class EagleDrafter:
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Note the features of what was committed; drafted rows are given back."""
-        joined = self._joined(out.features)
-        for commit in commits:
-            state = self._states.get(commit.seq_id)
-            if state is None:
-                state = self._states[commit.seq_id] = _State(commit.position)
-            state.add(commit.position, _committed(joined, commit))
+        """Note the features of what was committed; drafted rows are given back.
+
+        Of sequences for which it was never asked to draft (those of other drafters) none are kept.
+        """
+        known = [commit for commit in commits if commit.seq_id in self._states]
+        if not known:
+            return
+        rows = [_rows(commit) for commit in known]
+        kept = self._joined(out.features, [row for own in rows for row in own])
+        parts = torch.split(kept, [len(own) for own in rows])
+        for commit, features in zip(known, parts, strict=True):
+            state = self._states[commit.seq_id]
+            state.add(commit.position, features)
             if commit.seq_id in self.cache:
                 self.cache.commit(commit.seq_id, state.rows, len(state.rows))
 
-    def _joined(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _joined(self, features: Mapping[int, torch.Tensor], rows: list[int]) -> torch.Tensor:
+        """Some rows ``[n, k * hidden]`` of a step's features, in memory of their own."""
         own = [features[layer] for layer in self.features]
-        return torch.cat(own, -1) if len(own) > 1 else own[0]
+        first, after = rows[0], rows[-1] + 1
+        if rows == list(range(first, after)):
+            own = [layer[first:after] for layer in own]
+        else:
+            index = to_device(rows, own[0].device)
+            own = [layer.index_select(0, index) for layer in own]
+        return torch.cat(own, -1) if len(own) > 1 else _alone(own[0])
+
+    def held_bytes(self) -> int:
+        """Memory of all features that wait to be fed."""
+        storages = [t.untyped_storage() for s in self._states.values() for t in s.waiting]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @torch.inference_mode()
     def rehearse(self, batch_size: int) -> None:
@@ -271,11 +301,12 @@ def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list
     return keys
 
 
-def _committed(joined: torch.Tensor, commit: Commit) -> torch.Tensor:
-    """Features ``[n, k * hidden]`` of the tokens fed and of the accepted nodes."""
-    first = commit.row
-    nodes = first + commit.fed
-    if commit.path == tuple(range(len(commit.path))):
-        return joined[first : nodes + len(commit.path)]
-    rows = [*range(first, nodes), *(nodes + node for node in commit.path)]
-    return joined[to_device(rows, joined.device)]
+def _rows(commit: Commit) -> list[int]:
+    """Rows of a step's features that belong to the tokens fed and to the accepted nodes."""
+    nodes = commit.row + commit.fed
+    return [*range(commit.row, nodes), *(nodes + node for node in commit.path)]
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """The same values, in memory that holds nothing else."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -93,8 +93,8 @@ class MedusaDrafter:
         self._target = target
         self._shapes = tuple(shapes)
         self._generator = generator
-        # Last hidden state [width] of each sequence, and the position of its row.
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+        # Last hidden state [width] of each sequence that may draft, and the position of its row.
+        self._seen: dict[int, tuple[torch.Tensor, int] | None] = {}
         self._empty = TokenTree.empty(target.device)
 
     def _shape(self, length: int) -> Shape:
@@ -109,10 +109,14 @@ class MedusaDrafter:
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
+        for item in plan.slices:
+            if item.seq.params.may_draft:
+                self._seen.setdefault(item.seq.seq_id)
         ready = [item for item in plan.slices if self._drafts(item)]
         if not ready:
             return [self._empty] * len(plan.slices)
-        features = torch.stack([self._seen[item.seq.seq_id][0] for item in ready])
+        seen = [self._seen[item.seq.seq_id] for item in ready]
+        features = torch.stack([entry[0] for entry in seen if entry is not None])
         levels = max(self._shape(item.draft_length).depth for item in ready)
         logits = self._heads(features, levels)
         trees: dict[int, TokenTree] = {}
@@ -169,7 +173,13 @@ class MedusaDrafter:
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep the hidden state of the row from which the last token of each commit was chosen."""
+        """Keep the hidden state of the row from which the last token of each commit was chosen.
+
+        Of sequences for which it was never asked to draft (those of other drafters) none is kept.
+        """
+        commits = [commit for commit in commits if commit.seq_id in self._seen]
+        if not commits:
+            return
         hidden = out.features[self.features[0]]
         rows = [
             commit.row + commit.fed + (commit.path[-1] if commit.path else -1) for commit in commits
@@ -189,6 +199,11 @@ class MedusaDrafter:
         item = Slice(seq, 1, levels)
         with torch.inference_mode():
             self._crossed([item] * batch_size, self._heads(features, levels))
+
+    def held_bytes(self) -> int:
+        """Memory of all hidden states that are kept; those of one step lie in one tensor."""
+        storages = [entry[0].untyped_storage() for entry in self._seen.values() if entry]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def forget(self, seq_id: int) -> None:
         self._seen.pop(seq_id, None)

@@ -141,9 +141,21 @@ class Scheduler:
         )
 
     def _fits(self, seq: Request) -> bool:
-        """Whether all of it fits beside one more block for each running sequence."""
-        needed = -(-(len(seq.tokens) + 1) // self.cache.block_size)
-        return needed + len(self.running) <= self.cache.pool.available
+        """Whether all of it fits beside what was promised to those that run.
+
+        Promised are the blocks of prompts that are still being read, chunk by chunk, and one more
+        block for each sequence, to grow. Blocks that others use already are there to be shared.
+        """
+        pool, size = self.cache.pool, self.cache.block_size
+        promised = len(self.running) + sum(
+            self.cache.blocks_missing(other.seq_id, len(other.tokens)) for other in self.running
+        )
+        needed = -(-len(seq.tokens) // size) + 1
+        if needed + promised <= pool.available:
+            return True
+        # Digests take time: they are asked for only if they can make the difference.
+        shared = self.cache.shared_blocks(seq.tokens) if self.running else ()
+        return needed - sum(map(pool.in_use, shared)) + promised <= pool.available
 
     def _reserve(self, seq: Request, feed: int) -> bool:
         """Reserve cache indices for the pending tokens; False if ``seq`` itself had to go."""

@@ -47,6 +47,10 @@ class BlockPool:
         """Blocks that an allocation could take."""
         return len(self._free) + len(self._reusable)
 
+    def in_use(self, block: int) -> bool:
+        """Whether a sequence owns it, so that another owner takes nothing from ``available``."""
+        return self._refs[block] > 0
+
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """``count`` blocks, in one run behind block ``after`` if those are free.
 

@@ -47,6 +47,17 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(heads * (k + v) for heads, k, v in shapes) * dtype.itemsize
 
 
+def blocks_within(memory: int, per_token: int, kept_each: int, kept: int, block_size: int) -> int:
+    """Blocks of a cache that, with the features that drafters keep, takes ``memory`` bytes.
+
+    ``per_token`` bytes are cached for a token, ``kept_each`` are those of its features, of which
+    at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the cache.
+    """
+    all_kept = memory // (block_size * (per_token + kept_each))
+    few_kept = (memory - kept * kept_each) // (block_size * per_token)
+    return max(all_kept, few_kept)
+
+
 def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
     """Moves (see PagedCache.move) that bring the nodes of a path to ``base, base + 1, ...``."""
     return [(seq_id, base + node, base + rank) for rank, node in enumerate(path) if node != rank]
@@ -97,6 +108,18 @@ class PagedCache:
         logits are wanted.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
+        table = self._found(tokens)
+        for block in table.blocks:
+            self.pool.retain(block)
+        self._tables[seq_id] = table
+        return len(table.blocks) * self.block_size
+
+    def shared_blocks(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that ``admit`` would share with a sequence of these tokens."""
+        return self._found(tokens).blocks
+
+    def _found(self, tokens: Sequence[int]) -> _Table:
+        """The beginning of these tokens as far as it is cached."""
         table = _Table([], [])
         size = self.block_size
         for start in range(0, len(tokens) - size, size) if self.shares else ():
@@ -105,11 +128,9 @@ class PagedCache:
             block = self.pool.find(digest)
             if block is None:
                 break
-            self.pool.retain(block)
             table.blocks.append(block)
             table.digests.append(digest)
-        self._tables[seq_id] = table
-        return len(table.blocks) * size
+        return table
 
     def borrow(self, seq_id: int, owner: int, length: int) -> None:
         """Start a sequence on another's first ``length`` indices, a whole number of blocks.

@@ -70,7 +70,7 @@ def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[Non
     them. Raises ConfigError if a sequence ends before the warm-up does.
     """
     most = (WARM_UP + steps) * _TOKENS_A_STEP
-    room = [llm.target.max_positions - len(ids) for ids in prompts]
+    room = [llm.max_model_len - len(ids) for ids in prompts]
     wishes = [SamplingParams(max_tokens=min(most, left), ignore_eos=True) for left in room]
     events = llm.stream(list(prompts), wishes)
     try:
@@ -122,7 +122,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
         after = engine.clock.totals()
         wall, running = time.perf_counter() - begin, time.thread_time() - running
     if done < FEWEST:
-        raise _too_few(WARM_UP + done, llm.target.max_positions - max(map(len, prompts)))
+        raise _too_few(WARM_UP + done, llm.max_model_len - max(map(len, prompts)))
     return Stretch(
         steps=done,
         seconds={phase: after[phase] - before[phase] for phase in PHASES},

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server import chat, completions, page
-from paceline.server.chat_format import render
+from paceline.server.chat_format import check_text, render
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.requestlog import RequestLog
@@ -54,6 +54,7 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.include_router(_state(service))
     app.include_router(page.router())
     app.add_exception_handler(PacelineError, on_error)
+    app.add_exception_handler(RecursionError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_error)
@@ -128,6 +129,7 @@ def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
     if body.messages is not None:
         ids = render(tokenizer, body.messages)
     else:
+        check_text(body.prompt or "", "prompt")
         ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
     answer: dict[str, Any] = {
         "count": len(ids),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.params import is_unicode, shown
 from paceline.server.errors import APIError
 from paceline.server.protocol import ChatMessage, Tool
 
@@ -18,6 +19,14 @@ _INSTRUCTION = (
 )
 
 
+def check_text(text: str, param: str) -> None:
+    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
+    if not is_unicode(text):
+        raise APIError(
+            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
+        )
+
+
 def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()
 ) -> list[int]:
@@ -25,6 +34,8 @@ def render(
 
     A template that knows tools gets them; for any other they are described in a system message.
     """
+    for number, message in enumerate(messages):
+        check_text(message.text(), f"messages.{number}.content")
     template = tokenizer.chat_template
     if template is None:
         raise APIError(
@@ -86,7 +97,7 @@ def _arguments(text: str) -> Any:
     """Templates want the arguments as an object; what is none stays text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

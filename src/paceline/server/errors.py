@@ -86,6 +86,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(message, 400, param="response_format", code="invalid_schema")
     if isinstance(error, PacelineError):
         return APIError(message, 400)
+    if isinstance(error, RecursionError):
+        return APIError("the body is nested too deeply; flatten it", 400, code="invalid_value")
     return APIError("an unexpected error occurred; see the server's log", 500, "server_error")
 
 

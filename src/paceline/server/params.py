@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
-from paceline.core.params import Grammar, SamplingParams
+from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.errors import ConfigError
 from paceline.server.errors import APIError
 from paceline.server.protocol import Generation, ResponseFormat, Speculation
+
+_MOST_DIGITS = 12  # of a token id
 
 
 def sampling_params(
@@ -56,8 +58,8 @@ def sampling_params(
 def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for token, bias in given.items():
-        if not token.isdecimal():
-            raise APIError(f"logit_bias: {token!r} is not a token id", param="logit_bias")
+        if not token.isdecimal() or len(token) > _MOST_DIGITS:
+            raise APIError(f"logit_bias: {shown(token)} is not a token id", param="logit_bias")
         if not -100 <= bias <= 100:
             raise APIError(
                 f"logit_bias: {bias} for token {token} is not from -100 to 100", param="logit_bias"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.door import Room
+
 if TYPE_CHECKING:
     from paceline import completion as engine
     from paceline.core.batch import TokenLogprob as EngineLogprob
@@ -69,7 +71,7 @@ class Event(Record):
 class Facts(Record):
     """What there is to know of an engine by those who do not hold it."""
 
-    max_model_len: int
+    room: Room
     drafters: tuple[str, ...]
     dtype: str
     device: str
@@ -78,8 +80,7 @@ class Facts(Record):
     @classmethod
     def of(cls, llm: LLM) -> Facts:
         return cls(
-            # Less than the model's context where the cache cannot hold that much.
-            int(getattr(llm, "max_model_len", llm.target.max_positions)),
+            llm.room,
             tuple(llm.drafters),
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),

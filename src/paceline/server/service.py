@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.server.chat_format import check_text
 from paceline.server.errors import APIError
 from paceline.server.failures import ClientGoneError
 from paceline.server.requestlog import charge
@@ -52,7 +53,7 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
-        return self.loop.facts.max_model_len
+        return self.loop.facts.room.limit
 
     def check_model(self, name: str) -> None:
         """Raises APIError 404 for another model."""
@@ -66,20 +67,16 @@ class Service:
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        limit = self.max_model_len
-        if prompt_tokens >= limit:
-            raise APIError(
-                f"the prompt has {prompt_tokens} tokens, but this model's context is {limit} with "
-                "the answer; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return limit - prompt_tokens
+        refused = self.loop.facts.room.refusal(prompt_tokens)
+        if refused is not None:
+            raise APIError(refused, param=param, code="context_length_exceeded")
+        return self.max_model_len - prompt_tokens
 
     async def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
         if not isinstance(prompt, str):
             return prompt
+        check_text(prompt, "prompt")
         ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
         if not ids:
             raise APIError("a prompt is empty; give at least one token of text", param="prompt")
@@ -97,11 +94,11 @@ class Service:
         streams: bool,
     ) -> Ticket:
         self._asks.check(len(prompts), params)
-        if self._log_prompts:
-            for prompt in prompts:
-                log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         ticket = await self.loop.submit(prompts, params, deadline, streams)
         charge(ticket)
+        if self._log_prompts:  # they have been checked: every id is one of the vocabulary
+            for prompt in prompts:
+                log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket
 
 

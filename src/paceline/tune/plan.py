@@ -117,7 +117,7 @@ def tune(
     ids, left_out = fit(_mixed(prompts), llm, wish.max_tokens)
     if not ids:
         raise DataError(
-            f"no prompt leaves room for {wish.max_tokens} tokens in the {llm.target.max_positions} "
+            f"no prompt leaves room for {wish.max_tokens} tokens in the {llm.max_model_len} "
             f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
         )
     encoded = [tokens for _, tokens in ids]

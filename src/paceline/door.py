@@ -1,0 +1,145 @@
+"""What users hand in: prompts, parameters and messages, in one shape or refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.params import SamplingParams, is_unicode, is_whole, shown
+from paceline.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Prompt = str | list[int]
+Message = dict[str, str]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list. Raises PromptError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _listed(prompts)
+    if items is None:
+        raise PromptError(f"the prompts are {shown(prompts)}; give texts or lists of token ids")
+    if not items:
+        raise PromptError("no prompt was given")
+    if is_whole(items[0]):
+        return [items]
+    for item in items:
+        if not isinstance(item, (str, list)):
+            raise PromptError(f"a prompt is {shown(item)}; give texts or lists of token ids")
+    return items
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Parameters for each of ``count`` prompts. Raises ConfigError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    items = _listed(params)
+    for item in [params] if items is None else items:
+        if not isinstance(item, SamplingParams):
+            raise ConfigError(f"the parameters are {shown(item)}; give SamplingParams")
+    assert items is not None
+    if len(items) != count:
+        raise ConfigError(
+            f"{len(items)} SamplingParams for {count} prompts; give one for all or one each"
+        )
+    return items
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The members of what can be gone through and is neither text nor a mapping."""
+    if isinstance(value, (bytes, bytearray, memoryview, dict)) or not isinstance(value, Iterable):
+        return None
+    return list(value)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens a sequence may have, prompt and answer together, and what limits it.
+
+    ``positions`` are the model's; ``cached`` is what the whole cache holds.
+    """
+
+    model: str
+    positions: int
+    cached: int
+
+    @property
+    def limit(self) -> int:
+        return min(self.positions, self.cached)
+
+    def refusal(self, count: int) -> str | None:
+        """Why a prompt of ``count`` tokens cannot be taken, None if it can."""
+        if count < self.limit:
+            return None
+        if self.positions <= self.cached:
+            return (
+                f"the prompt has {count} tokens, but {self.model} sees {self.positions} "
+                "with the answer; shorten the prompt"
+            )
+        return (
+            f"the prompt has {count} tokens, but the cache holds {self.cached} of the "
+            f"{self.positions} that {self.model} sees with the answer; shorten the prompt or "
+            "raise kv_cache_memory"
+        )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, room: Room) -> list[int]:
+    """Token ids of a prompt, all below ``width``. Raises PromptError."""
+    if isinstance(prompt, str):
+        if not is_unicode(prompt):
+            raise PromptError(
+                f"the prompt {shown(prompt)} has half a surrogate pair, which is no character; "
+                "decode the text properly or leave that out"
+            )
+        tokens = list(tokenizer.encode(prompt))
+    else:
+        tokens = list(prompt)
+    if not prompt or not tokens:
+        raise PromptError("a prompt is empty; give at least one token of text")
+    if not all(is_whole(token) and 0 <= token < width for token in tokens):
+        raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
+    refused = room.refusal(len(tokens))
+    if refused is not None:
+        raise PromptError(refused)
+    return tokens
+
+
+def as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several as a list. Raises PromptError."""
+    items = None if isinstance(messages, str) else _listed(messages)
+    if items is None:
+        raise PromptError(
+            f'the messages are {shown(messages)}; give a list of {{"role": ..., "content": ...}}'
+        )
+    many = bool(items) and not isinstance(items[0], dict)
+    return items if many else [items]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, model: str, messages: Sequence[Message]
+) -> list[int]:
+    """Token ids of a conversation in the model's chat format. Raises PromptError."""
+    items = None if isinstance(messages, str) else _listed(messages)
+    for item in [messages] if items is None else items:
+        if not isinstance(item, dict):
+            raise PromptError(
+                f'a message is {shown(item)}; give {{"role": "user", "content": "..."}}'
+            )
+    if not items:
+        raise PromptError("the conversation is empty; give at least one message")
+    if tokenizer.chat_template is None:
+        raise PromptError(f"{model} has no chat template; use generate with a plain prompt")
+    try:
+        ids = tokenizer.apply_chat_template(
+            items, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # jinja errors of any kind: the template refused the messages
+        reason = " ".join(str(error).split())
+        raise PromptError(f"the chat template refused the messages: {reason}") from None
+    return [int(token) for token in ids]
