@@ -211,7 +211,7 @@ def test_an_engine_that_hangs_does_not_hang_its_clients(
     step = llm.step
 
     def hang() -> Any:
-        gate.wait(60)
+        gate.wait(300)  # longer than ``ask`` waits
         return step()
 
     monkeypatch.setattr(llm, "step", hang)
