@@ -209,8 +209,10 @@ def test_an_end_while_loading(victim: str) -> None:
             assert gone(engine)
         finally:
             process.kill()
-    expected = {"engine": 1, "http": -signal.SIGKILL, "ctrl-c": 130}
-    assert process.returncode == expected[victim]
+    # Python itself makes an interrupt that passes through the making of a dataclass, as imports do,
+    # a death by SIGINT, whoever catches it; a shell says 130 then, too.
+    expected = {"engine": {1}, "http": {-signal.SIGKILL}, "ctrl-c": {130, -signal.SIGINT}}
+    assert process.returncode in expected[victim]
     assert "Traceback" not in errors
     if victim == "engine":
         (line,) = errors.splitlines()
