@@ -138,7 +138,7 @@ def test_sigterm_under_load(shared: ServedProcess) -> None:
     status, body = clients.found[0]
     assert status == 200 and body["usage"]["completion_tokens"] == 300
     assert shared.wait() == 0
-    assert gone(engine)
+    wait_until(lambda: gone(engine), seconds=5)
 
 
 def test_the_engine_is_killed(server: ServedProcess) -> None:
@@ -154,7 +154,7 @@ def test_the_engine_is_killed(server: ServedProcess) -> None:
     status, body = clients.found[0]
     assert status == 503 and body["error"]["code"] == "engine_lost"
     assert server.wait(20) == 1
-    assert gone(engine)
+    wait_until(lambda: gone(engine), seconds=5)
     said = [line for line in server.errors if line.startswith("error: ")]
     assert len(said) == 1 and "its process was killed by SIGKILL" in said[0]
     assert "Traceback" not in "".join(server.errors)
@@ -206,7 +206,7 @@ def test_an_end_while_loading(victim: str) -> None:
                 wait_until(lambda: "libtorch" in Path(f"/proc/{engine}/maps").read_text(), 60)
                 os.killpg(process.pid, signal.SIGINT)
             _, errors = process.communicate(timeout=60)
-            assert gone(engine)
+            wait_until(lambda: gone(engine), seconds=5)
         finally:
             process.kill()
     # Python itself makes an interrupt that passes through the making of a dataclass, as imports do,
