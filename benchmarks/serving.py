@@ -1,12 +1,14 @@
 """Serving: speculation on against off, and what HTTP costs beside calling the engine directly.
 
-One server (`paceline serve`, a process of its own) and one `LLM` in this process, over the same
-pair, take turns; the other one idles. Every cell is a closed loop: N clients, each sending its next
-request when one is answered, all with the same prompts, token counts and batch limit. Every request
-streams and writes exactly `--max-tokens` tokens, greedily.
+A server (`paceline serve`) and one `LLM` in this process, over the same pair, take turns; the other
+one idles. `--processes both` measures a server of two processes and one of a single process
+(`--single-process`) in the same turns. Every cell is a closed loop: N clients, each sending its
+next request when one is answered, all with the same prompts, token counts and batch limit. Every
+request streams and writes exactly `--max-tokens` tokens, greedily.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --quick --json serving.json
+    python benchmarks/serving.py --processes both --concurrency 16
 
 Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
 says which tokens it holds: time to first token is from sending a request to its first chunk with
@@ -29,7 +31,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,8 @@ from paceline.report.markdown import as_table
 from paceline.report.terminal import print_report
 
 WAYS = ("auto", "off")  # with the default drafter, and without any
+# Kinds of servers by --processes, and their names in figures: "http" is two processes.
+KINDS = {"one": ("single",), "two": ("http",), "both": ("http", "single")}
 MODEL = "paceline/tiny"
 DRAFT = "paceline/tiny-draft"
 
@@ -137,13 +141,15 @@ def over_http(
 
 
 @contextmanager
-def server(batch: int, threads: int) -> Iterator[int]:
-    """The port of a server in a process of its own."""
+def server(kind: str, batch: int, threads: int) -> Iterator[int]:
+    """The port of a started server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "paceline.cli.main", "serve", MODEL, "--draft", DRAFT]
     command += ["--port", str(port), "--max-batch-size", str(batch), "--threads", str(threads)]
     command += ["--log-level", "warning"]
+    if kind == "single":
+        command.append("--single-process")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
@@ -193,6 +199,11 @@ class Cell:
     rates: dict[str, list[float]] = field(default_factory=dict)
     latencies: dict[str, Latencies] = field(default_factory=dict)
 
+    @property
+    def kinds(self) -> list[str]:
+        """Of servers that were measured."""
+        return [kind for kind in KINDS["both"] if f"{kind} off" in self.rates]
+
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
 
@@ -204,9 +215,12 @@ class Cell:
 
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = {"concurrency": self.concurrency, "tokens_per_second": self.rates}
-        found["speedup"] = self.ratio("http auto", "http off")
+        first = self.kinds[0]
+        found["speedup"] = self.ratio(f"{first} auto", f"{first} off")
         found["server_by_engine"] = {
-            way: self.ratio(f"http {way}", f"engine {way}") for way in WAYS
+            way if kind == "http" else f"{kind} {way}": self.ratio(f"{kind} {way}", f"engine {way}")
+            for kind in self.kinds
+            for way in WAYS
         }
         found["latency"] = {
             way: {
@@ -223,28 +237,33 @@ class Cell:
 def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
     cells = [Cell(count) for count in args.concurrency]
     limit = max(args.concurrency)
+    kinds = KINDS[args.processes]
     llm = LLM(MODEL, draft=DRAFT, max_batch_size=limit)
-    with server(limit, args.threads) as port:
+    with ExitStack() as stack:
+        ports = {kind: stack.enter_context(server(kind, limit, args.threads)) for kind in kinds}
         for cell in cells:  # warm-up, of every shape
             short = Work(work.prompts[: cell.concurrency], 8)
             for way in WAYS:
-                over_http(port, cell.concurrency, short, way)
+                for port in ports.values():
+                    over_http(port, cell.concurrency, short, way)
                 directly(llm, cell.concurrency, short, way)
         turns = [(turn, cell) for turn in range(args.rounds) for cell in cells]
         for turn, cell in track(turns, "serving", console=Console(stderr=True), transient=True):
-            names = [f"{kind} {way}" for kind in ("http", "engine") for way in WAYS]
+            names = [f"{kind} {way}" for kind in (*kinds, "engine") for way in WAYS]
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 kind, way = name.split()
-                if kind == "http":
-                    seconds = over_http(port, cell.concurrency, work, way)
-                else:
+                if kind == "engine":
                     seconds = directly(llm, cell.concurrency, work, way)
+                else:
+                    seconds = over_http(ports[kind], cell.concurrency, work, way)
                 cell.rates.setdefault(name, []).append(work.tokens / seconds)
         for cell in cells:
-            for way in WAYS:
-                cell.latencies[way] = Latencies()
-                over_http(port, cell.concurrency, work, way, cell.latencies[way])
+            for kind, port in ports.items():
+                for way in WAYS:
+                    name = way if kind == "http" else f"{kind} {way}"
+                    cell.latencies[name] = Latencies()
+                    over_http(port, cell.concurrency, work, way, cell.latencies[name])
     return cells
 
 
@@ -253,21 +272,25 @@ def tables(cells: list[Cell], work: Work, args: argparse.Namespace) -> list[Tabl
         f"{len(work.prompts)} prompts of eight categories, {work.max_tokens} tokens each, greedy; "
         f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model."
     )
+    words = {"http": "two", "single": "one"}
     speed = [
         (
             cell.concurrency,
-            f"{cell.median('http off'):.0f}",
-            f"{cell.median('http auto'):.0f}",
-            f"{cell.ratio('http auto', 'http off'):.2f}x",
-            f"{cell.ratio('http off', 'engine off'):.2f}",
-            f"{cell.ratio('http auto', 'engine auto'):.2f}",
+            words[kind],
+            f"{cell.median(f'{kind} off'):.0f}",
+            f"{cell.median(f'{kind} auto'):.0f}",
+            f"{cell.ratio(f'{kind} auto', f'{kind} off'):.2f}x",
+            f"{cell.ratio(f'{kind} off', 'engine off'):.2f}",
+            f"{cell.ratio(f'{kind} auto', 'engine auto'):.2f}",
         )
         for cell in cells
+        for kind in cell.kinds
     ]
     times = [
         (
             cell.concurrency,
-            way,
+            words["single" if name.startswith("single ") else "http"],
+            name.removeprefix("single "),
             *(
                 f"{1e3 * (percentile(values, share) or 0.0):.1f} ms"
                 for values in (own.first, own.gaps)
@@ -275,17 +298,18 @@ def tables(cells: list[Cell], work: Work, args: argparse.Namespace) -> list[Tabl
             ),
         )
         for cell in cells
-        for way, own in cell.latencies.items()
+        for name, own in cell.latencies.items()
     ]
+    head = ("clients", "processes")
     return [
         Table(
-            ("clients", "off, tok/s", "on, tok/s", "speedup", "off by engine", "on by engine"),
+            (*head, "off, tok/s", "on, tok/s", "speedup", "off by engine", "on by engine"),
             speed,
             "Throughput, and the server's by the bare engine's",
             note,
         ),
         Table(
-            ("clients", "speculation", "first token p50", "p99", "inter-token p50", "p99"),
+            (*head, "speculation", "first token p50", "p99", "inter-token p50", "p99"),
             times,
             "Latency, seen by the clients",
         ),
@@ -298,7 +322,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--concurrency", default="1,4,16", help="clients, as in 1,4,16")
-    parser.add_argument("--threads", type=int, default=1, help="of the model, in both processes")
+    parser.add_argument("--threads", type=int, default=1, help="of the model, here and in servers")
+    parser.add_argument("--processes", choices=tuple(KINDS), default="two", help="of the server")
     parser.add_argument("--json", help="file to write the JSON object to")
     parser.add_argument("--markdown", help="file to write the tables to")
     args = parser.parse_args(arguments)
@@ -324,7 +349,7 @@ def main() -> None:
     cells = measure(args, work)
     found = tables(cells, work, args)
     report = Report("Serving")
-    report.add("Serving", *found, Text("Above 0.90 the server costs less than a tenth."))
+    report.add("Serving", *found, Text("Above 0.95 the server costs less than a twentieth."))
     print_report(report, Console(width=max(100, Console().width)))
     if args.markdown:
         Path(args.markdown).write_text("\n\n".join(map(as_table, found)) + "\n")

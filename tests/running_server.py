@@ -7,12 +7,21 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from paceline.server.app import create_app
-from paceline.server.security import Security
+from paceline.server.child import Link
+from paceline.server.client import Limits
+from paceline.server.desk import Desk
+from paceline.server.records import Facts
+from paceline.server.remote import RemoteEngine
+from paceline.server.security import RequestLimits, Security
 from paceline.server.service import Service
+
+if TYPE_CHECKING:
+    from paceline import LLM
 
 MODEL = "paceline/tiny"
 
@@ -26,12 +35,56 @@ class Running:
 
     @property
     def free_blocks(self) -> int:
-        return self.service.llm.engine.cache.pool.available
+        return self.service.loop.llm.engine.cache.pool.available
 
 
-def serve(service: Service, security: Security | None = None) -> Iterator[Running]:
-    """Run uvicorn on a free port until the caller goes on."""
-    listener = socket.create_server(("127.0.0.1", 0))
+class SocketEngine(RemoteEngine):
+    """What two processes say to each other, said by two threads of this one: a test can look into
+    the engine, and everything that handlers see has crossed the socket."""
+
+    def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
+        self.connection, theirs = socket.socketpair()
+        process: Any = self  # ``connection``, ``ended`` and ``end`` are below
+        super().__init__(process, Facts.of(llm), limits)
+        self.llm = llm
+        self.link = Link(theirs, theirs.close)
+        self.link.desk = self.desk = Desk(llm, self.limits.max_queue, self.link.send)
+        self._reader = threading.Thread(target=self.link.read, daemon=True)
+
+    async def start(self) -> None:
+        self._reader.start()
+        self.desk.start()
+        await super().start()
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and self.desk.loop.idle
+
+    def ended(self) -> str:
+        return "has ended"
+
+    def end(self) -> None:
+        self.desk.stop()
+        self.connection.close()
+        self._reader.join(10)
+
+
+def socket_service(
+    llm: LLM,
+    model: str,
+    limits: Limits | None = None,
+    asks: RequestLimits | None = None,
+    log_prompts: bool = False,
+) -> Service:
+    """Like ``local_service``, over a socket."""
+    return Service(SocketEngine(llm, limits), llm.tokenizer, model, asks, log_prompts)
+
+
+def serve(
+    service: Service, security: Security | None = None, listener: socket.socket | None = None
+) -> Iterator[Running]:
+    """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
+    listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(create_app(service, security), log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -19,7 +19,12 @@ START_SECONDS = 120  # a busy machine is slow to load torch; an idle one takes a
 class ServedProcess:
     """A started server on ``port``; ``errors`` collects what it writes to stderr."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+    ) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
             command,
@@ -27,6 +32,7 @@ class ServedProcess:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(env or {})},
+            start_new_session=start_new_session,
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self.errors: list[str] = []

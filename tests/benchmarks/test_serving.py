@@ -25,6 +25,25 @@ def test_ratios_are_medians_of_rounds() -> None:
     assert latency["inter_token_p50"] == latency["inter_token_p99"] == 0.01
 
 
+def test_both_kinds_of_servers_stand_beside_each_other() -> None:
+    cell = serving.Cell(16)
+    cell.rates = {
+        f"{kind} {way}": [rate]
+        for kind, rate in (("http", 95.0), ("single", 88.0), ("engine", 100.0))
+        for way in serving.WAYS
+    }
+    cell.latencies = {name: serving.Latencies([0.1], [0.01]) for name in ("off", "single off")}
+    assert cell.record()["server_by_engine"] == {
+        "auto": 0.95,
+        "off": 0.95,
+        "single auto": 0.88,
+        "single off": 0.88,
+    }
+    args = serving.parse(["--processes", "both"])
+    speed, times = serving.tables([cell], serving.Work(["a"], 4), args)
+    assert [row[1] for row in speed.rows] == [row[1] for row in times.rows] == ["two", "one"]
+
+
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--concurrency", "1,x"], ["--rounds", "-1"], ["--concurrency", "0"]):
         with pytest.raises(SystemExit):

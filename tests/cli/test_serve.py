@@ -20,6 +20,7 @@ from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
+from paceline.server.loading import load_llm
 from paceline.tuned import (
     VERSION,
     DraftChoice,
@@ -88,6 +89,7 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
 def test_keys_from_the_environment_and_a_second_signal() -> None:
     env = {"PACELINE_API_KEYS": "sk-a,sk-b"}
     arguments = ["--draft", "none", "--threads", "1", "--cors-origin", "https://chat.example"]
+    arguments += ["--single-process"]
     with ServedProcess(arguments, env) as server:
         assert "drafters: none" in server.announcement and "2 API keys" in server.announcement
         assert server.ask("GET", "/v1/models").status == 401
@@ -128,7 +130,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(settings: object) -> None:
         raise ModelLoadError("a model was loaded")
 
-    monkeypatch.setattr(serve, "_load", load)
+    monkeypatch.setattr(serve, "_open", load)
 
 
 @pytest.mark.usefixtures("no_models")
@@ -201,10 +203,10 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
         machine=Machine.of(target),
     ).write(path)
     said = {"profile": str(path), "dtype": "float32"}
-    tuned = serve._load(configure(said))
+    tuned = load_llm(configure(said))
     assert tuned.drafters == ("ngram",)
     assert tuned.engine.scheduler.config.max_batch_size == 5
-    own = serve._load(configure({**said, "draft": ["none"], "max_batch_size": 2}))
+    own = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
     assert own.drafters == ("none",)
     assert own.engine.scheduler.config.max_batch_size == 2
     assert_one_line(run("--profile", str(tmp_path / "no"), "--port", "0"), "profile", "cannot be")
@@ -246,7 +248,16 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--rule", "block", "--profile", "p.toml", "--served-model-name", "mine"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
     arguments += ["--max-batch-size", "2", "--kv-cache-memory", "64M", "--host", "::1"]
-    arguments += ["--port", "1", "--log-level", "debug", "--log-prompts", "--drain-seconds", "1.5"]
+    arguments += [
+        "--single-process",
+        "--port",
+        "1",
+        "--log-level",
+        "debug",
+        "--log-prompts",
+        "--drain-seconds",
+        "1.5",
+    ]
     arguments += ["--max-queue", "1", "--deadline", "5", "--max-request-bytes", "1K"]
     arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
     arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from paceline import LLM
-from paceline.server.loop import Limits
-from paceline.server.service import Service
-from running_server import MODEL, Running, serve
+from paceline.server.client import Limits
+from running_server import MODEL, Running, serve, socket_service
 
 
 @pytest.fixture(scope="session")
@@ -22,4 +21,4 @@ def target() -> LLM:
 def server(target: LLM) -> Iterator[Running]:
     """Two drafters, so that requests can choose; eight sequences at a time."""
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=8)
-    yield from serve(Service(llm, MODEL, Limits(max_queue=64)))
+    yield from serve(socket_service(llm, MODEL, Limits(max_queue=64)))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from test_page import Page, start_browser, webdriver
 
 from paceline import LLM
-from paceline.server.service import Service
+from paceline.server.local import local_service
 from running_server import MODEL, serve
 
 DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
@@ -23,7 +23,7 @@ DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
 
 def main(path: str) -> None:
     browser = start_browser()
-    with closing(serve(Service(LLM(MODEL, draft=DRAFTS), MODEL))) as servers:
+    with closing(serve(local_service(LLM(MODEL, draft=DRAFTS), MODEL))) as servers:
         browser.set_window_size(1120, 1230)
         page = Page(browser, next(iter(servers)).url)
         page.fill("tokens", "90")

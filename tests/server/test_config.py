@@ -30,6 +30,7 @@ host = "0.0.0.0"
 port = 9000
 log_level = "debug"
 log_prompts = true
+single_process = true
 drain_seconds = 2.5
 [limits]
 max_queue = 7

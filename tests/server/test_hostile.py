@@ -11,8 +11,8 @@ import pytest
 
 from paceline import LLM
 from paceline.server import protocol
-from paceline.server.loop import Limits
-from paceline.server.service import Service
+from paceline.server.client import Limits
+from paceline.server.local import local_service
 from running_server import MODEL, Running, serve
 
 LONG = "9" * 5000  # more digits than Python reads
@@ -67,7 +67,7 @@ FIELDS = [(path, name) for path, (kind, _) in BODIES.items() for name in kind.mo
 @pytest.fixture(scope="module")
 def server(target: LLM) -> Iterator[Running]:
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=2, max_batch_size=8)
-    service = Service(llm, MODEL, Limits(deadline=20.0), log_prompts=True)
+    service = local_service(llm, MODEL, Limits(deadline=20.0), log_prompts=True)
     yield from serve(service)
 
 
@@ -154,7 +154,7 @@ def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> Non
     memory = width * blocks // per_token.num_blocks
     llm = target.beside(kv_cache_memory=memory, max_batch_size=2)
     assert llm.max_model_len == 16 * blocks < llm.target.max_positions
-    for running in serve(Service(llm, MODEL, Limits(deadline=60.0))):
+    for running in serve(local_service(llm, MODEL, Limits(deadline=60.0))):
         ask = MESSAGE % (MODEL, '{"role":"user","content":"Hi"}', ',"ignore_eos":true')
         ask = ask.replace('"max_tokens":2,', "")
         status, body = post(running, "/v1/chat/completions", ask)
@@ -171,6 +171,6 @@ def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> Non
 
 def test_the_server_is_as_well_as_before(server: Running) -> None:
     """Runs last: nothing is left of all that."""
-    loop, pool = server.service.loop, server.service.llm.engine.cache.pool
+    loop, pool = server.service.loop, server.service.loop.llm.engine.cache.pool
     assert loop.alive and loop.idle
     assert pool.available == pool.total

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.server.loop import Limits
-from paceline.server.service import Service
-from running_server import MODEL, Running, serve
+from paceline.server.client import Limits
+from running_server import MODEL, Running, serve, socket_service
 
 SECONDS = float(os.environ.get("PACELINE_LOAD_SECONDS", "12"))
 STREAMS = 32
@@ -35,7 +34,7 @@ PROMPTS = (
 def busy(target: LLM) -> Iterator[Running]:
     drafts = ["paceline/tiny-draft", "ngram", "suffix"]
     llm = target.beside(drafts, draft_length=4, max_batch_size=12, kv_cache_memory=24 * 2**20)
-    yield from serve(Service(llm, MODEL, Limits(max_queue=STREAMS)))
+    yield from serve(socket_service(llm, MODEL, Limits(max_queue=STREAMS)))
 
 
 async def post(server: Running, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
@@ -143,7 +142,7 @@ async def storm(server: Running) -> Tally:
 def settle(server: Running) -> None:
     """Wait until the engine has nothing left to do."""
     end = time.monotonic() + 30
-    while not (server.service.loop.idle and not server.service.llm.engine.has_work):
+    while not (server.service.loop.idle and not server.service.loop.llm.engine.has_work):
         assert time.monotonic() < end, "requests were left behind"
         time.sleep(0.02)
 
@@ -153,11 +152,11 @@ def test_storm(busy: Running, target: LLM) -> None:
     assert tally.failed == []
     assert tally.whole > 20 and tally.cut > 5
     settle(busy)
-    pool = busy.service.llm.engine.cache.pool
+    pool = busy.service.loop.llm.engine.cache.pool
     assert pool.available == pool.total, "blocks were lost"
     assert busy.service.loop.alive
-    assert not busy.service.llm._requests
-    assert not busy.service.loop._tickets
+    assert not busy.service.loop.llm._requests
+    assert not busy.service.loop._tickets and busy.service.loop.desk.loop.idle
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:
@@ -186,14 +185,14 @@ def test_a_client_that_hangs_up_before_the_answer_is_cancelled(busy: Running) ->
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
         end = time.monotonic() + 10
-        while not busy.service.llm.engine.scheduler.running and time.monotonic() < end:
+        while not busy.service.loop.llm.engine.scheduler.running and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        assert busy.service.llm.engine.scheduler.running
+        assert busy.service.loop.llm.engine.scheduler.running
         writer.close()
 
-    steps = busy.service.llm.engine.steps
+    steps = busy.service.loop.llm.engine.steps
     asyncio.run(hang_up())
     settle(busy)
-    assert busy.service.llm.engine.steps - steps < 800
-    pool = busy.service.llm.engine.cache.pool
+    assert busy.service.loop.llm.engine.steps - steps < 800
+    pool = busy.service.loop.llm.engine.cache.pool
     assert pool.available == pool.total

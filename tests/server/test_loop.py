@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.server.loop import Limits
-from paceline.server.service import Service
+from paceline.server.client import Limits
+from paceline.server.local import local_service
 from running_server import MODEL, Running, serve
 
 
@@ -22,7 +22,7 @@ from running_server import MODEL, Running, serve
 def small(target: LLM) -> Iterator[Running]:
     """One sequence at a time, one that may wait."""
     llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=1)
-    yield from serve(Service(llm, MODEL, Limits(max_queue=1)))
+    yield from serve(local_service(llm, MODEL, Limits(max_queue=1)))
 
 
 def ask(server: Running, **fields: Any) -> tuple[int, Any, Any]:
@@ -59,7 +59,7 @@ class Gate:
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        engine = server.service.llm.engine
+        engine = server.service.loop.llm.engine
         step = engine.step
 
         def held() -> Any:
@@ -73,11 +73,11 @@ def test_a_full_queue_says_when_to_come_again(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(small, monkeypatch)
-    scheduler = small.service.llm.engine.scheduler
+    scheduler = small.service.loop.llm.engine.scheduler
     threads = [in_background(small, max_tokens=8)]
-    wait_until(lambda: small.service.loop.waiting + len(scheduler.running) == 1)
+    wait_until(lambda: small.service.loop.desk.loop.waiting + len(scheduler.running) == 1)
     threads.append(in_background(small, max_tokens=8))
-    wait_until(lambda: small.service.loop.waiting + len(scheduler.running) == 2)
+    wait_until(lambda: small.service.loop.desk.loop.waiting + len(scheduler.running) == 2)
     status, headers, body = ask(small, max_tokens=8)
     assert status == 429
     assert int(headers["Retry-After"]) >= 1
@@ -90,7 +90,7 @@ def test_a_full_queue_says_when_to_come_again(
 
 
 def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = small.service.llm.engine
+    engine = small.service.loop.llm.engine
     step = engine.step
 
     def slow() -> Any:
@@ -116,7 +116,7 @@ def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_fails_takes_only_its_own_requests(
     small: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = small.service.llm.engine
+    engine = small.service.loop.llm.engine
     whole = engine.step
     failures = [RuntimeError("a secret of /the/machine")]
 
@@ -189,7 +189,7 @@ def test_characters_are_never_cut(server: Running, text: str) -> None:
 
 
 def test_usage_counts(server: Running) -> None:
-    tokenizer = server.service.llm.tokenizer
+    tokenizer = server.service.loop.llm.tokenizer
     prompts = ["Once upon a time", "The dog"]
     lengths = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     for stream in (False, True):

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import LLM
-from paceline.server.service import Service
+from paceline.server.local import local_service
 from running_server import MODEL, Running, serve
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "monitoring"
@@ -26,7 +26,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def fresh(target: LLM) -> Iterator[Running]:
     """Nobody else's requests are in its metrics."""
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=4)
-    yield from serve(Service(llm, MODEL))
+    yield from serve(local_service(llm, MODEL))
 
 
 def scrape(server: Running) -> Samples:

@@ -19,7 +19,10 @@ import uvicorn
 from paceline import LLM
 from paceline.server import run
 from paceline.server.app import create_app
+from paceline.server.client import Limits
 from paceline.server.config import ServeConfig
+from paceline.server.local import local_service
+from paceline.server.records import Facts
 from paceline.server.security import Keys
 from paceline.server.service import Service
 
@@ -80,25 +83,24 @@ def test_somebody_was_quicker(target: LLM) -> None:
         theirs.listen()
         config = ServeConfig(port=ours.getsockname()[1])
         with pytest.raises(run.AddressError, match="is taken"):
-            run.run(target.beside(), config, Keys(), ours)
+            run.run(local_service(target.beside(), MODEL), config, Keys(), ours)
 
 
 def test_the_line_of_the_start(target: LLM) -> None:
     llm = target.beside(["ngram", "suffix"], draft_length=2)
     config = ServeConfig(served_model_name="mine")
-    said = run.describe(llm, config, Keys(), "http://127.0.0.1:1")
+    said = run.describe(Facts.of(llm), config, Keys(), "http://127.0.0.1:1")
     assert said == (
         "serving mine at http://127.0.0.1:1 (drafters: ngram, suffix; float32 on cpu; no API key)"
     )
-    assert "drafters: none; " in run.describe(target, config, Keys(), "")
-    assert "2 API keys" in run.describe(target, config, Keys.of(["a", "b"]), "")
+    assert "drafters: none; " in run.describe(Facts.of(target), config, Keys(), "")
+    assert "2 API keys" in run.describe(Facts.of(target), config, Keys.of(["a", "b"]), "")
 
 
-def test_what_the_configuration_means_for_the_service(target: LLM) -> None:
-    config = ServeConfig(max_queue=3, deadline=0, max_n=2, served_model_name="mine")
-    service = run.service_of(target, config)
-    assert (service.model, service.loop.limits.max_queue) == ("mine", 3)
-    assert service.loop.limits.deadline is None
+def test_what_the_configuration_means_for_the_service() -> None:
+    config = ServeConfig(max_queue=3, deadline=0, max_n=2)
+    assert run.limits_of(config) == Limits(3, None)
+    assert run.asks_of(config).max_n == 2
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ class Ending:
 
 
 def ending(target: LLM, drain_seconds: float) -> Iterator[Ending]:
-    service = Service(target.beside(max_batch_size=2), MODEL)
+    service = local_service(target.beside(max_batch_size=2), MODEL)
     listener = run.bind("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]

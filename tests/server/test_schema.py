@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from paceline import LLM
-from paceline.server.loop import Limits
-from paceline.server.service import Service
-from running_server import MODEL, Running, serve
+from paceline.server.client import Limits
+from running_server import MODEL, Running, serve, socket_service
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -34,7 +33,7 @@ PATHS = (
 @pytest.fixture(scope="module")
 def fuzzed(target: LLM) -> Iterator[Running]:
     llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=8)
-    yield from serve(Service(llm, MODEL, Limits(deadline=20.0)))
+    yield from serve(socket_service(llm, MODEL, Limits(deadline=20.0)))
 
 
 @pytest.fixture(scope="module")
@@ -93,5 +92,5 @@ def test_every_path_is_covered(api: Any) -> None:
 def test_the_server_is_as_well_as_before(fuzzed: Running) -> None:
     """Runs last: nothing is left of all that."""
     assert fuzzed.service.loop.alive and fuzzed.service.loop.idle
-    pool = fuzzed.service.llm.engine.cache.pool
+    pool = fuzzed.service.loop.llm.engine.cache.pool
     assert pool.available == pool.total

@@ -16,6 +16,7 @@ import pytest
 
 from paceline import LLM
 from paceline.errors import ConfigError
+from paceline.server.local import local_service
 from paceline.server.security import (
     OPEN_PATHS,
     Keys,
@@ -25,7 +26,6 @@ from paceline.server.security import (
     is_loopback,
     key_file_warning,
 )
-from paceline.server.service import Service
 from running_server import MODEL, Running, serve
 
 KEY, OTHER_KEY = "sk-first", "sk-second"
@@ -37,7 +37,7 @@ SECRET = "xylophone"
 @pytest.fixture(scope="module")
 def guarded(target: LLM) -> Iterator[Running]:
     """Two keys, one origin, small requests, and prompts in the log."""
-    service = Service(
+    service = local_service(
         target.beside("ngram", draft_length=2), MODEL, None, RequestLimits(2, 3, 4), True
     )
     security = Security(Keys.of([KEY, OTHER_KEY]), LIMIT, (ORIGIN,))
@@ -253,7 +253,7 @@ def test_pages_elsewhere_cannot_post_without_a_preflight(server: Running) -> Non
 
 @pytest.fixture(scope="module")
 def local(target: LLM) -> Iterator[Running]:
-    yield from serve(Service(target.beside(), MODEL), Security(local=True))
+    yield from serve(local_service(target.beside(), MODEL), Security(local=True))
 
 
 def test_local_servers_answer_to_local_names(local: Running) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import quiet_libraries, set_threads
+from paceline.errors import PacelineError
 from paceline.server.config import Key, ServeConfig, configure, default_of, keys, to_toml
 
 if TYPE_CHECKING:
-    from paceline import LLM
+    from transformers import PreTrainedTokenizerFast
+
     from paceline.server.security import Keys
+    from paceline.server.service import Service
 
 _TYPES: dict[str, Any] = {
     "text": str,
@@ -113,27 +116,43 @@ def _run(settings: ServeConfig, api_keys: Keys) -> None:
             notes.append(key_file_warning(settings.api_key_file))
         for note in filter(None, notes):
             print(f"warning: {note}", file=sys.stderr)
-        llm = _load(settings)
-        set_up_logging(settings.log_level)
-        run(llm, settings, api_keys, listener)
+        with _open(settings) as service:
+            for note in service.loop.facts.notes:
+                print(f"note: {note}", file=sys.stderr)
+            set_up_logging(settings.log_level)
+            run(service, settings, api_keys, listener)
 
 
-def _load(settings: ServeConfig) -> LLM:
-    quiet_libraries()
-    set_threads(settings.threads)
-    from paceline import LLM
+@contextmanager
+def _open(settings: ServeConfig) -> Iterator[Service]:
+    """The loaded model, in this process or in one of its own."""
+    from paceline.server.run import asks_of, limits_of
 
-    llm = LLM(
-        settings.model,
-        draft=settings.drafts,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_batch_size=settings.max_batch_size,
-        kv_cache_memory=settings.kv_cache_memory,
-        draft_length=settings.draft_length,
-        rule=settings.rule,
-        profile=settings.profile,
-    )
-    for note in llm.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return llm
+    limits, asks = limits_of(settings), asks_of(settings)
+    if settings.single_process:
+        from paceline.server.loading import load_llm
+        from paceline.server.local import local_service
+
+        llm = load_llm(settings)
+        yield local_service(llm, settings.name, limits, asks, settings.log_prompts)
+        return
+    from paceline.server.process import EngineProcess
+    from paceline.server.remote import RemoteEngine
+    from paceline.server.service import Service
+
+    with EngineProcess(settings) as process:
+        tokenizer = _tokenizer(settings)  # while the other process loads
+        engine = RemoteEngine(process, process.hello(), limits)
+        if isinstance(tokenizer, PacelineError):
+            raise tokenizer
+        yield Service(engine, tokenizer, settings.name, asks, settings.log_prompts)
+
+
+def _tokenizer(settings: ServeConfig) -> PreTrainedTokenizerFast | PacelineError:
+    """Or why there is none; what the engine says of the model comes first."""
+    from paceline.server.loading import load_tokenizer_alone
+
+    try:
+        return load_tokenizer_alone(settings)
+    except PacelineError as error:
+        return error

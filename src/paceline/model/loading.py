@@ -8,16 +8,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.names import resolve
 from paceline.model.tensorfile import read_table, verify
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import first_line
+from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 _DTYPES = {
     "float32": torch.float32,
@@ -58,24 +57,6 @@ def load_module(
         check_architecture(config)
         module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
-    except Exception as error:  # the tokenizers library raises nothing more precise
-        raise ModelLoadError(
-            f"no tokenizer in {name}: {_line(error)}; put tokenizer.json beside the weights"
-        ) from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(
-            f"the tokenizer of {name} is not a fast one (tokenizer.json); "
-            "convert it with transformers' convert_slow_tokenizer and save it there"
-        )
-    return tokenizer
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -152,7 +133,7 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
         options = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(
-            f"{config} is not valid JSON ({_line(error)}); copy the file again"
+            f"{config} is not valid JSON ({first_line(error)}); copy the file again"
         ) from None
     if not isinstance(options, dict):
         raise ModelLoadError(f"{config} holds no JSON object; copy the file again")
@@ -196,7 +177,7 @@ def read_config(name: str, path: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if is_path(path):
             raise ModelLoadError(
-                f"the config.json of {name} cannot be used: {_line(error)}; "
+                f"the config.json of {name} cannot be used: {first_line(error)}; "
                 "a newer transformers may know this model type"
             ) from None
         raise ModelLoadError(hub_message(name, error)) from None
@@ -249,11 +230,13 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
         )
     except SafetensorError as error:
         raise ModelLoadError(
-            f"a weights file of {name} is damaged ({_line(error)}); download or copy it again"
+            f"a weights file of {name} is damaged ({first_line(error)}); download or copy it again"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if is_path(path):
-            raise ModelLoadError(f"the weights of {name} cannot be read: {_line(error)}") from None
+            raise ModelLoadError(
+                f"the weights of {name} cannot be read: {first_line(error)}"
+            ) from None
         raise ModelLoadError(hub_message(name, error)) from None
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
         bad = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key])
@@ -268,7 +251,7 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
 
 def hub_message(name: str, error: Exception) -> str:
     """One line for a name that is no folder and could not be had from the hub."""
-    reason = _line(error)
+    reason = first_line(error)
     offline = any(word in reason.lower() for word in ("offline", "connect", "internet", "reach"))
     if offline or "cached files" in reason:
         return (
@@ -279,12 +262,6 @@ def hub_message(name: str, error: Exception) -> str:
         f"{name} is neither a local folder nor a model on the hub that can be read ({reason}); "
         "check the spelling"
     )
-
-
-def _line(error: BaseException) -> str:
-    """The first line of a message, without the full stop."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 @contextmanager

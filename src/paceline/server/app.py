@@ -1,15 +1,18 @@
-"""The application: routes, errors, and a life that begins and ends with the engine's thread."""
+"""The application: routes, errors, and a life that begins and ends with the engine's."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
@@ -31,9 +34,9 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        service.loop.start()
+        await service.loop.start()
         yield
-        service.loop.stop()
+        await service.loop.stop()
 
     # The documentation pages load scripts from elsewhere; /openapi.json is enough.
     app = FastAPI(
@@ -49,7 +52,6 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.include_router(_models(service))
     app.include_router(_tokens(service))
     app.include_router(_state(service))
-    app.include_router(service.metrics.router())
     app.include_router(page.router())
     app.add_exception_handler(PacelineError, on_error)
     app.add_exception_handler(RecursionError, on_error)
@@ -86,8 +88,8 @@ def _models(service: Service) -> APIRouter:
             "object": "model",
             "created": service.created,
             "owned_by": "paceline",
-            "max_model_len": service.llm.max_model_len,
-            "drafters": list(service.llm.drafters),
+            "max_model_len": service.max_model_len,
+            "drafters": list(service.drafters),
         }
 
     @routes.get("/v1/models")
@@ -105,39 +107,51 @@ def _models(service: Service) -> APIRouter:
 def _tokens(service: Service) -> APIRouter:
     routes = APIRouter()
 
+    # Beside the event loop, down to the answer's bytes: a long text takes seconds.
+
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        tokenizer = service.llm.tokenizer
+    async def tokenize(body: TokenizeRequest) -> Response:
         if body.model is not None:
             service.check_model(body.model)
-        if body.messages is not None:
-            ids = render(tokenizer, body.messages)
-        else:
-            check_text(body.prompt or "", "prompt")
-            ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
-        answer: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": service.llm.max_model_len,
-            "tokens": ids,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-        return answer
+        return await asyncio.to_thread(_tokens_of, service, body)
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        tokenizer = service.llm.tokenizer
+    async def detokenize(body: DetokenizeRequest) -> Response:
         if body.model is not None:
             service.check_model(body.model)
-        wrong = [token for token in body.tokens if not 0 <= token < len(tokenizer)]
-        if wrong:
-            raise APIError(
-                f"token {wrong[0]} is not in the vocabulary (0 to {len(tokenizer) - 1})",
-                param="tokens",
-            )
-        return {"prompt": str(tokenizer.decode(body.tokens))}
+        return await asyncio.to_thread(_text_of, service, body.tokens)
 
     return routes
+
+
+def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
+    tokenizer = service.tokenizer
+    if body.messages is not None:
+        ids = render(tokenizer, body.messages)
+    else:
+        check_text(body.prompt or "", "prompt")
+        ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.max_model_len,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+    return _json(answer)
+
+
+def _text_of(service: Service, tokens: list[int]) -> Response:
+    tokenizer = service.tokenizer
+    count = len(tokenizer)
+    wrong = next((token for token in tokens if not 0 <= token < count), None)
+    if wrong is not None:
+        raise APIError(f"token {wrong} is not in the vocabulary (0 to {count - 1})", param="tokens")
+    return _json({"prompt": str(tokenizer.decode(tokens))})
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _state(service: Service) -> APIRouter:
@@ -151,6 +165,16 @@ def _state(service: Service) -> APIRouter:
     @routes.get("/health/ready")
     async def ready() -> Response:
         return _status(service.loop.ready, "ready", "not ready: starting or shutting down")
+
+    @routes.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        try:
+            text = await service.loop.scrape()
+        except asyncio.TimeoutError:
+            raise APIError(
+                "the engine did not answer in time", 503, "server_error", code="engine_slow"
+            ) from None
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

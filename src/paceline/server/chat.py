@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
@@ -14,16 +14,16 @@ from fastapi.responses import JSONResponse, Response
 from paceline.server.chat_format import render
 from paceline.server.choices import (
     Origins,
-    drafter_of,
     speculation_stats,
     token_record,
     usage,
 )
-from paceline.server.loop import Ticket
+from paceline.server.client import Ticket
 from paceline.server.params import sampling_params
 from paceline.server.protocol import ChatRequest, Speculation
-from paceline.server.service import Service, events_of, gather
-from paceline.server.sse import event_stream
+from paceline.server.records import Completion, Event, TokenLogprob
+from paceline.server.service import Service, gather
+from paceline.server.sse import Chunk, EventStream
 from paceline.server.tool_calls import forced_grammar
 from paceline.server.tool_stream import (
     AnswerStream,
@@ -33,10 +33,6 @@ from paceline.server.tool_stream import (
     message_of,
 )
 
-if TYPE_CHECKING:
-    from paceline.completion import Completion
-    from paceline.core.batch import TokenLogprob
-
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
@@ -45,18 +41,18 @@ def router(service: Service) -> APIRouter:
     async def answer(body: ChatRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
         tools = body.tools if body.tools and body.tool_choice != "none" else []
-        prompt = await asyncio.to_thread(render, service.llm.tokenizer, body.messages, tools)
+        prompt = await asyncio.to_thread(render, service.tokenizer, body.messages, tools)
         room = service.room(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or room
         wish = body.speculation or Speculation()
         logprobs = (body.top_logprobs or 0) if body.logprobs or wish.tokens else None
         params = sampling_params(
-            body, limit, logprobs, service.llm.drafters, forced_grammar(body), visible=bool(tools)
+            body, limit, logprobs, service.drafters, forced_grammar(body), visible=bool(tools)
         )
-        ticket = await service.submit([prompt], params, body.deadline)
+        ticket = await service.submit([prompt], params, body.deadline, body.stream)
         shown = _Answer(service, body, ticket, prompt)
         if body.stream:
-            return event_stream(shown.chunks(), ticket)
+            return EventStream(shown, ticket)
         return JSONResponse(shown.whole(await gather(ticket, http)))
 
     return routes
@@ -70,12 +66,17 @@ class _Answer:
     ) -> None:
         self._service, self._body, self._ticket = service, body, ticket
         self._prompt, self._prompt_tokens = prompt, len(prompt)
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = service.tokenizer
         self._wish = body.speculation or Speculation()
         self._may_call = bool(body.tools) and body.tool_choice != "none"
         self._forced = self._may_call and body.tool_choice not in (None, "auto")
         self._parallel = body.parallel_tool_calls is not False
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", service.now()
+        # of a stream
+        count = ticket.count if body.stream else 0
+        self._streams = [self._stream() for _ in range(count)]
+        self._sources = [self._origins() for _ in range(count if self._wish.tokens else 0)]
+        self._done: dict[int, Completion] = {}
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -130,50 +131,46 @@ class _Answer:
         return {"content": [token_record(self._tokenizer, e) for e in entries], "refusal": None}
 
     def _stats(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        drafters = self._service.llm.drafters
-        return [
-            speculation_stats(completion, drafter_of(request, drafters))
-            for completion, request in zip(completions, self._ticket.requests, strict=True)
-        ]
+        return [speculation_stats(found, self._ticket.drafter) for found in completions]
 
     # -- streaming -----------------------------------------------------------------------------
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        count = len(self._ticket.requests)
-        origins = [self._origins() for _ in range(count)]
-        streams = [self._stream() for _ in range(count)]
-        done: dict[int, Completion] = {}
-        for index in range(count):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-        async for event in events_of(self._ticket):
-            index, reason = event.index, None
-            deltas = streams[index].feed(event.text)
-            if event.completion is not None:
-                done[index] = event.completion
-                rest, reason = streams[index].finish(event.completion.finish_reason)
-                deltas = [*deltas, *rest]
-            logprobs = self._logprobs(event.logprobs)
-            chunks = [self._chunk(index, delta) for delta in deltas]
-            if not chunks and (logprobs or self._wish.tokens):
-                chunks.append(self._chunk(index, {}))
-            if chunks and logprobs:
-                chunks[-1]["choices"][0]["logprobs"] = logprobs
-            if chunks and self._wish.tokens:
-                chunks[-1]["choices"][0]["tokens"] = origins[index].records(
-                    event.token_ids,
-                    event.from_draft,
-                    event.logprobs,
-                    None if event.completion is None else event.completion.finish_reason,
-                )
-            if reason is not None:
-                chunks.append(self._chunk(index, {}, reason))
-            for chunk in chunks:
-                yield chunk
-        completions = [done[index] for index in sorted(done)]
+    def opening(self) -> list[Chunk]:
+        roles = range(self._ticket.count)
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in roles]
+
+    def feed(self, event: Event) -> list[Chunk]:
+        index, reason = event.index, None
+        deltas = self._streams[index].feed(event.text)
+        if event.completion is not None:
+            self._done[index] = event.completion
+            rest, reason = self._streams[index].finish(event.completion.finish_reason)
+            deltas = [*deltas, *rest]
+        logprobs = self._logprobs(event.logprobs)
+        chunks = [self._chunk(index, delta) for delta in deltas]
+        if not chunks and (logprobs or self._wish.tokens):
+            chunks.append(self._chunk(index, {}))
+        if chunks and logprobs:
+            chunks[-1]["choices"][0]["logprobs"] = logprobs
+        if chunks and self._wish.tokens:
+            chunks[-1]["choices"][0]["tokens"] = self._sources[index].records(
+                event.token_ids,
+                event.from_draft,
+                event.logprobs,
+                None if event.completion is None else event.completion.finish_reason,
+            )
+        if reason is not None:
+            chunks.append(self._chunk(index, {}, reason))
+        return chunks
+
+    def closing(self) -> list[Chunk]:
+        completions = [self._done[index] for index in sorted(self._done)]
+        chunks: list[Chunk] = []
         if self._wish.stats:
-            yield self._tail(speculation=self._stats(completions))
+            chunks.append(self._tail(speculation=self._stats(completions)))
         if self._counts:
-            yield self._tail(usage=usage(self._prompt_tokens, completions))
+            chunks.append(self._tail(usage=usage(self._prompt_tokens, completions)))
+        return chunks
 
     @property
     def _counts(self) -> bool:

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.batch import TokenLogprob
 from paceline.engine.detokenise import Detokeniser, Spelling
+from paceline.server.records import Completion, TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from paceline.completion import Completion
-    from paceline.request import Request
 
 
 def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
@@ -39,11 +36,6 @@ def speculation_stats(completion: Completion, drafter: str) -> dict[str, Any]:
         "target_steps": stats.target_steps,
         "lossy": completion.lossy,
     }
-
-
-def drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
-    """The name of the drafter that a request uses."""
-    return request.seq.params.drafter or (drafters[0] if drafters else "none")
 
 
 def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:

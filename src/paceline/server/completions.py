@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
@@ -13,20 +13,16 @@ from fastapi.responses import JSONResponse, Response
 from paceline.server.choices import (
     LogprobColumns,
     Origins,
-    drafter_of,
     speculation_stats,
     usage,
 )
+from paceline.server.client import Ticket
 from paceline.server.errors import APIError
-from paceline.server.loop import Ticket
 from paceline.server.params import sampling_params
 from paceline.server.protocol import CompletionRequest, Speculation
-from paceline.server.service import Service, events_of, gather
-from paceline.server.sse import event_stream
-
-if TYPE_CHECKING:
-    from paceline.completion import Completion
-    from paceline.llm import Prompt
+from paceline.server.records import Completion, Event
+from paceline.server.service import Service, gather
+from paceline.server.sse import Chunk, EventStream
 
 MAX_PROMPTS = 64
 
@@ -42,17 +38,17 @@ def router(service: Service) -> APIRouter:
         wish = body.speculation or Speculation()
         logprobs = 0 if body.logprobs is None and wish.tokens else body.logprobs
         limit = room if body.max_tokens is None else body.max_tokens
-        params = sampling_params(body, limit, logprobs, service.llm.drafters)
-        ticket = await service.submit(prompts, params, body.deadline)
+        params = sampling_params(body, limit, logprobs, service.drafters)
+        ticket = await service.submit(prompts, params, body.deadline, body.stream)
         answer = _Answer(service, body, ticket, prompts)
         if body.stream:
-            return event_stream(answer.chunks(), ticket)
+            return EventStream(answer, ticket)
         return JSONResponse(answer.whole(await gather(ticket, http)))
 
     return routes
 
 
-def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
     """One prompt or several, as text or token ids. Raises APIError."""
     prompts: list[Any] = list(given) if isinstance(given, list) else [given]
     if prompts and isinstance(prompts[0], int):
@@ -75,7 +71,7 @@ class _Answer:
         self._service, self._body, self._ticket = service, body, ticket
         self._prompt_tokens = sum(map(len, prompts))
         self._prompts = [prompt for prompt in prompts for _ in range(body.n)]  # of every choice
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = service.tokenizer
         self._wish = body.speculation or Speculation()
         self._frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -83,6 +79,12 @@ class _Answer:
             "created": service.now(),
             "model": service.model,
         }
+        # of a stream that wants them
+        shown = self._prompts if body.stream and body.logprobs is not None else []
+        traced = self._prompts if body.stream and self._wish.tokens else []
+        self._columns = [LogprobColumns(self._tokenizer, prompt) for prompt in shown]
+        self._origins = [Origins(self._tokenizer, prompt) for prompt in traced]
+        self._done: dict[int, Completion] = {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
@@ -112,39 +114,44 @@ class _Answer:
         return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _stats(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        drafters = self._service.llm.drafters
-        return [
-            speculation_stats(completion, drafter_of(request, drafters))
-            for completion, request in zip(completions, self._ticket.requests, strict=True)
-        ]
+        return [speculation_stats(found, self._ticket.drafter) for found in completions]
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        columns = [LogprobColumns(self._tokenizer, prompt) for prompt in self._prompts]
-        origins = [Origins(self._tokenizer, prompt) for prompt in self._prompts]
-        done: dict[int, Completion] = {}
-        options = self._body.stream_options
-        counted = options is not None and options.include_usage
-        async for event in events_of(self._ticket):
-            place = event.request * self._body.n + event.index
-            logprobs = None
-            if self._body.logprobs is not None and event.logprobs is not None:
-                logprobs = columns[place].columns(event.logprobs)
-            reason = None
-            if event.completion is not None:
-                done[place] = event.completion
-                reason = event.completion.finish_reason
-            choice = self._choice(place, event.text, reason, logprobs)
-            if self._wish.tokens:
-                choice["tokens"] = origins[place].records(
-                    event.token_ids, event.from_draft, event.logprobs, reason
-                )
-            if event.text or reason or logprobs or self._wish.tokens:
-                chunk = {**self._frame, "choices": [choice]}
-                yield {**chunk, "usage": None} if counted else chunk
-        completions = [done[place] for place in sorted(done)]
+    # -- streaming -----------------------------------------------------------------------------
+
+    def opening(self) -> list[Chunk]:
+        return []
+
+    def feed(self, event: Event) -> list[Chunk]:
+        place = event.request * self._body.n + event.index
+        logprobs = None
+        if self._body.logprobs is not None and event.logprobs is not None:
+            logprobs = self._columns[place].columns(event.logprobs)
+        reason = None
+        if event.completion is not None:
+            self._done[place] = event.completion
+            reason = event.completion.finish_reason
+        choice = self._choice(place, event.text, reason, logprobs)
+        if self._wish.tokens:
+            choice["tokens"] = self._origins[place].records(
+                event.token_ids, event.from_draft, event.logprobs, reason
+            )
+        if not (event.text or reason or logprobs or self._wish.tokens):
+            return []
+        chunk = {**self._frame, "choices": [choice]}
+        return [{**chunk, "usage": None} if self._counts else chunk]
+
+    def closing(self) -> list[Chunk]:
+        completions = [self._done[place] for place in sorted(self._done)]
+        chunks: list[Chunk] = []
         if self._wish.stats:
             stats = self._stats(completions)
-            yield {**self._frame, "choices": [], "speculation": stats}
-        if counted:
+            chunks.append({**self._frame, "choices": [], "speculation": stats})
+        if self._counts:
             totals = usage(self._prompt_tokens, completions)
-            yield {**self._frame, "choices": [], "usage": totals}
+            chunks.append({**self._frame, "choices": [], "usage": totals})
+        return chunks
+
+    @property
+    def _counts(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and options.include_usage

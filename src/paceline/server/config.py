@@ -198,6 +198,10 @@ class ServeConfig:
         30.0, "server", "seconds", "On SIGTERM, running requests may take so long.", low=0
     )
 
+    single_process: bool = _key(
+        False, "server", "switch", "HTTP and the engine in one process: slower, easier to debug."
+    )
+
     max_queue: int = _key(64, "limits", "count", "Requests that may wait; then 429.", low=0)
     deadline: float = _key(
         600.0, "limits", "seconds", "Seconds a request may take; 0: any time.", low=0

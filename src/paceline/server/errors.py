@@ -11,7 +11,16 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from paceline.errors import CacheMemoryError, GrammarError, PacelineError
-from paceline.server.loop import BusyError, DeadlineError, DrainingError, EngineError
+from paceline.server.failures import (
+    BusyError,
+    ClientGoneError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    GoneError,
+    RequestFailedError,
+    SlowReaderError,
+)
 
 
 class ErrorDetails(BaseModel):
@@ -63,6 +72,14 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(message, status, kind, code="deadline_exceeded")
     if isinstance(error, CacheMemoryError):
         return APIError(message, 400, code="context_length_exceeded")
+    if isinstance(error, GoneError):
+        return APIError(message, 503, "server_error", code="engine_lost")
+    if isinstance(error, ClientGoneError):
+        return APIError("the client has gone", 499, "server_error", code="cancelled")
+    if isinstance(error, SlowReaderError):
+        return APIError(message, 408, code="slow_reader")
+    if isinstance(error, RequestFailedError):
+        return APIError(message, 500, "server_error", code="request_failed")
     if isinstance(error, EngineError):
         return APIError(message, 500, "server_error")
     if isinstance(error, GrammarError):
@@ -90,7 +107,7 @@ def respond(error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, BusyError):
         headers["Retry-After"] = str(error.retry_after)
-    if isinstance(error, DrainingError):
+    if isinstance(error, (DrainingError, GoneError)):
         # Another server, or this one started again, will answer on another connection.
         headers |= {"Retry-After": "5", "Connection": "close"}
     if shown.status == 401:

@@ -1,329 +1,327 @@
-"""The thread that owns the engine, and the tickets by which HTTP handlers follow their requests.
+"""The thread that owns the engine, and the jobs that it works on.
 
-    handler (asyncio)                      engine thread
-    submit(prompt, params) --- inbox ----> enqueue, step, step, ...
-    async for events in ticket <---------- one delivery a step and ticket
+    desk.py (other threads)                engine thread
+    reserve, put(job) -------- inbox ----> enqueue, step, step, ...
+    post(Step(events)) <------------------ one message a step, for all jobs
 
-Nothing but this thread touches the engine. A ticket that nobody reads any more (its client has
-gone) is cancelled at the next step, and its cache blocks are free again.
+Nothing but this thread touches the engine. A job that is cancelled leaves before the next step, and
+its cache blocks are free again. However this thread ends, every job is told.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from paceline.completion import StreamEvent
-from paceline.core.batch import Commit
 from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
+from paceline.server.failures import (
+    BusyError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    GoneError,
+    RequestFailedError,
+)
+from paceline.server.observer import Guarded, Observer, SilentObserver
+from paceline.server.records import Event, completion_of, event_of
+from paceline.server.wire import Ended, Fault, Lost, Message, Step
 
 if TYPE_CHECKING:
-    from paceline.core.params import SamplingParams
-    from paceline.llm import LLM, Prompt
+    from paceline.llm import LLM
     from paceline.request import Request
 
 log = logging.getLogger("paceline.server")
 
-
-class BusyError(PacelineError):
-    """The queue is full. ``retry_after`` is in seconds."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+# Steps that may fail one after the other before the engine counts as lost.
+MAX_FAILURES = 3
 
 
-class DrainingError(PacelineError):
-    """The server is shutting down and takes no new requests."""
-
-
-class DeadlineError(PacelineError):
-    """A request was not done in time and has been cancelled.
-
-    ``own``: the deadline was the request's, not the server's.
-    """
-
-    def __init__(self, own: bool) -> None:
-        whose = "its own deadline" if own else "the server's deadline"
-        super().__init__(f"the request was not done by {whose}; ask for fewer tokens")
-        self.own = own
-
-
-class EngineError(PacelineError):
-    """The engine failed on a step; the message is for the log, not for clients."""
-
-
-class Observer(Protocol):
-    """Sees what happens on the engine thread; see metrics.py."""
-
-    def queued(self, requests: Sequence[Request]) -> None: ...
-
-    def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None: ...
-
-    def finished(self, request: Request, outcome: str) -> None:
-        """``outcome``: "stop", "length", "cancelled", "deadline" or "error"."""
-        ...
-
-
-class SilentObserver:
-    def queued(self, requests: Sequence[Request]) -> None:
-        pass
-
-    def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
-        pass
-
-    def finished(self, request: Request, outcome: str) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Limits:
-    """``max_queue``: requests that may wait beside those that run; ``deadline`` seconds a request
-    may take from its arrival, None for no limit."""
-
-    max_queue: int = 64
-    deadline: float | None = 600.0
-
-
-_Delivery = list[StreamEvent] | BaseException
-
-
-class Ticket:
-    """What a handler holds of its submitted requests. Iterate over it once; ``cancel`` is free."""
+class Job:
+    """The engine's side of a ticket."""
 
     def __init__(
-        self, requests: list[Request], own_deadline: float | None, deadline: float | None
+        self, ticket: int, requests: list[Request], seconds: float | None, own: bool, arrived: float
     ) -> None:
-        """Deadlines in seconds from now: the request's own, and the server's."""
-        self.requests = requests
-        limits = [seconds for seconds in (own_deadline, deadline) if seconds is not None]
-        self.deadline = time.perf_counter() + min(limits) if limits else None
-        self.own_deadline = bool(limits) and own_deadline == min(limits)
-        self.cancelled = False
-        self._loop = asyncio.get_running_loop()
-        self._deliveries: asyncio.Queue[_Delivery] = asyncio.Queue()
-
-    def cancel(self) -> None:
-        """Its sequences leave at the next step; unknown or finished ones are ignored."""
-        self.cancelled = True
-
-    async def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:
-        """What each step added, until all its requests are complete.
-
-        Raises DeadlineError, CacheMemoryError or EngineError. Leaving early cancels.
-        """
-        open_requests = len(self.requests)
-        try:
-            while open_requests:
-                delivery = await self._deliveries.get()
-                if isinstance(delivery, BaseException):
-                    raise delivery
-                open_requests -= sum(event.completion is not None for event in delivery)
-                yield delivery
-        finally:
-            self.cancel()
-
-    # -- called on the engine thread -----------------------------------------------------------
-
-    def deliver(self, delivery: _Delivery) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._deliveries.put_nowait, delivery)
-        except RuntimeError:  # the event loop has been closed: nobody listens any more
-            self.cancelled = True
-
-    @property
-    def open(self) -> list[Request]:
-        return [request for request in self.requests if request.completion is None]
+        """``arrived`` by time.perf_counter; ``seconds`` may be taken from then on."""
+        self.ticket, self.requests, self.own, self.arrived = ticket, requests, own, arrived
+        self.deadline = None if seconds is None else arrived + seconds
+        self.open = list(requests)
+        for request in requests:  # those that never run have waited since then, too
+            request.seq.queued = arrived
 
 
 class EngineLoop:
-    """Runs an ``LLM`` on a thread of its own. Thread-safe; start it once."""
+    """Runs an ``LLM`` on a thread of its own. Thread-safe; start it once.
+
+    ``post`` sends a message to those who asked; it is called on the engine thread.
+    """
 
     def __init__(
-        self, llm: LLM, limits: Limits | None = None, observer: Observer | None = None
+        self,
+        llm: LLM,
+        max_queue: int,
+        post: Callable[[Message], None],
+        observer: Observer | None = None,
     ) -> None:
         self.llm = llm
-        self.limits = limits or Limits()
-        self._observer: Observer = observer or SilentObserver()
-        self._inbox: deque[Ticket] = deque()
-        self._tickets: list[Ticket] = []
+        self.lost: str | None = None  # why the thread has ended, if that was not asked for
+        self._max_queue, self._post = max_queue, post
+        self._observer = Guarded(observer or SilentObserver())
+        self._reserved: dict[int, int] = {}  # sequences that are being prepared, by ticket
+        self._inbox: deque[Job] = deque()
+        self._jobs: list[Job] = []
+        self._cancelled: set[int] = set()
         self._wake = threading.Condition()
-        self._preparing = threading.Lock()  # one tokeniser, not made for several threads
-        self._draining = self._stopping = False
+        self._stopping = self._closed = False
+        self._failures = 0
         self._request_seconds = 1.0  # moving average, for Retry-After
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
-    # -- for the event loop's thread ------------------------------------------------------------
+    # -- for other threads ----------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
     @property
-    def ready(self) -> bool:
-        """Takes new requests."""
-        return self.alive and not self._draining
-
-    @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._closed
 
     @property
     def waiting(self) -> int:
         """Sequences that have been accepted but do not run yet."""
-        return len(self.llm.engine.scheduler.waiting) + sum(
-            len(ticket.requests) for ticket in list(self._inbox)
-        )
+        inbox = sum(len(job.requests) for job in list(self._inbox))
+        return len(self.llm.engine.scheduler.waiting) + inbox + sum(list(self._reserved.values()))
 
-    async def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        deadline: float | None = None,
-    ) -> Ticket:
-        """Queue ``n`` requests for each prompt.
+    @property
+    def idle(self) -> bool:
+        return not (self._reserved or self._inbox or self._jobs)
 
-        ``deadline`` in seconds shortens the server's own. Raises BusyError, DrainingError,
-        PromptError, ConfigError; what fails later is raised by the ticket.
-        """
-        self._check_room(len(prompts) * params.n)
-        requests = await asyncio.to_thread(self._prepare, prompts, params)
-        ticket = Ticket(requests, deadline, self.limits.deadline)
+    def reserve(self, ticket: int, count: int) -> None:
+        """A place for so many sequences, while they are prepared. Raises BusyError, GoneError."""
         with self._wake:
-            self._check_room(len(requests))
-            self._inbox.append(ticket)
-            self._wake.notify()
-        return ticket
+            self._check_room(count)
+            self._reserved[ticket] = count
 
-    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-        with self._preparing:
-            return [
-                request
-                for number, prompt in enumerate(prompts)
-                for request in self.llm.prepare(prompt, params, number)
-            ]
+    def withdraw(self, ticket: int) -> None:
+        """Nothing comes of a reservation."""
+        with self._wake:
+            self._reserved.pop(ticket, None)
+            self._cancelled.discard(ticket)
+
+    def put(self, job: Job) -> None:
+        """The job of a reservation. Raises GoneError."""
+        with self._wake:
+            self._reserved.pop(job.ticket, None)
+            if self._closed:
+                raise GoneError
+            self._inbox.append(job)
+            self._wake.notify()
+
+    def cancel(self, ticket: int) -> None:
+        """It leaves before the next step; unknown or finished ones are ignored."""
+        with self._wake:
+            jobs = [*self._inbox, *self._jobs]
+            if ticket in self._reserved or any(job.ticket == ticket for job in jobs):
+                self._cancelled.add(ticket)
 
     def _check_room(self, count: int) -> None:
-        if not self.alive:
-            raise EngineError("the engine has stopped; restart the server")
-        if self._draining:
-            raise DrainingError("the server is shutting down; send the request elsewhere")
-        running = len(self.llm.engine.scheduler.running)
-        free = self.llm.engine.scheduler.config.max_batch_size - running
+        if self._closed or self._stopping:
+            raise GoneError
+        scheduler = self.llm.engine.scheduler
+        running = len(scheduler.running)
+        free = max(0, scheduler.config.max_batch_size - running)
         waiting = self.waiting
-        if waiting + count > self.limits.max_queue + max(0, free):
+        if waiting + count > self._max_queue + free:
             seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
             raise BusyError(
-                f"the queue is full ({waiting} requests wait, {self.limits.max_queue} may); "
+                f"the queue is full ({waiting} requests wait, {self._max_queue} may); "
                 f"try again in {seconds} s",
                 seconds,
             )
 
-    def drain(self) -> None:
-        """Take no new requests; those accepted are finished."""
-        self._draining = True
-
-    @property
-    def idle(self) -> bool:
-        return not self._inbox and not self._tickets
-
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; what is unfinished is cancelled."""
         with self._wake:
-            self._stopping = self._draining = True
+            self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._work()
+        except BaseException as caught:
+            # Whatever it was: without this thread nobody would ever get an answer.
+            error = caught
+        self._close(error)
+
+    def _work(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._tickets or self._stopping):
+                while not (self._inbox or self._jobs or self._stopping):
                     self._wake.wait()
-            if self._stopping:
-                break
+                if self._stopping:
+                    return
             self._admit()
-            self._expire()
+            self._leave()
             if self.llm.engine.has_work:
                 self._step()
-        for ticket in [*self._inbox, *self._tickets]:
-            self._drop(ticket, "cancelled", DrainingError("the server has shut down"))
 
     def _admit(self) -> None:
         while self._inbox:
-            ticket = self._inbox.popleft()
-            self._tickets.append(ticket)
-            self._observer.queued(ticket.requests)
-            if ticket.cancelled:
-                self._drop(ticket, "cancelled")
+            with self._wake:  # in one of the two lists whenever another thread looks
+                job = self._inbox.popleft()
+                self._jobs.append(job)
+            self._observer.queued(job.requests)
+            if job.ticket in self._cancelled:
                 continue
             try:
-                self.llm.enqueue(ticket.requests)
-            except CacheMemoryError as error:
-                self._drop(ticket, "error", error)
+                self.llm.enqueue(job.requests)
+            except PacelineError as error:
+                self._drop(job, "error", error)
+            for request in job.requests:
+                request.seq.queued = job.arrived
 
-    def _expire(self) -> None:
+    def _leave(self) -> None:
+        """Those whose time is over, or who are not wanted any more."""
         now = time.perf_counter()
-        for ticket in list(self._tickets):
-            if ticket.cancelled:
-                self._drop(ticket, "cancelled")
-            elif ticket.deadline is not None and now > ticket.deadline:
-                self._drop(ticket, "deadline", DeadlineError(ticket.own_deadline))
+        for job in list(self._jobs):
+            if job.deadline is not None and now > job.deadline:
+                self._drop(job, "deadline", DeadlineError(job.own))
+            elif job.ticket in self._cancelled:
+                self._drop(job, "cancelled", EngineError("cancelled"))
 
     def _step(self) -> None:
         try:
             advanced = self.llm.step()
+        except EngineLostError:
+            raise
         except Exception as error:
             self._recover(error)
             return
+        self._failures = 0
         self._observer.stepped(self.llm, advanced)
-        for ticket in list(self._tickets):
-            self._publish(ticket)
+        self._publish()
 
-    def _publish(self, ticket: Ticket) -> None:
-        events = []
-        for request in ticket.requests:
-            while request.events:
-                events.append(request.events.popleft())
-        if not events:
-            return
-        done = {id(event.completion) for event in events if event.completion is not None}
-        for request in ticket.requests:
+    def _publish(self) -> None:
+        events: list[Event] = []
+        failed: list[tuple[Job, str]] = []
+        for job in list(self._jobs):
+            reason = self._collect(job, events)
+            if reason is not None:
+                failed.append((job, reason))
+            elif not job.open:
+                self._forget(job)
+        if events:
+            self._post(Step(events))
+        for job, reason in failed:
+            self._drop(job, "error", RequestFailedError(reason))
+
+    def _collect(self, job: Job, events: list[Event]) -> str | None:
+        """What is new of a job; why it failed, if it did."""
+        for request in list(job.open):
             completion = request.completion
-            if completion is not None and id(completion) in done:
-                self._observer.finished(request, completion.finish_reason)
-                seconds = completion.stats.decode_seconds
-                self._request_seconds += 0.1 * (seconds - self._request_seconds)
-        ticket.deliver(events)
-        if not ticket.open:
-            self._tickets.remove(ticket)
-            self.llm.release(ticket.requests)
+            if completion is not None and completion.finish_reason == "error":
+                return str(getattr(completion, "error", None) or "the engine failed on it")
+            told = False
+            while request.events:
+                event = request.events.popleft()
+                told = told or event.completion is not None
+                events.append(event_of(job.ticket, event))
+            if completion is None:
+                continue
+            if not told:
+                record = completion_of(completion)
+                events.append(Event(job.ticket, request.number, request.index, completion=record))
+            job.open.remove(request)
+            self._observer.finished(request, completion.finish_reason)
+            seconds = completion.stats.decode_seconds
+            self._request_seconds += 0.1 * (seconds - self._request_seconds)
+        return None
 
-    def _drop(self, ticket: Ticket, outcome: str, error: Exception | None = None) -> None:
-        """A ticket ends before its requests do."""
-        for request in ticket.open:
+    def _drop(self, job: Job, outcome: str, error: Exception) -> None:
+        """A job ends before its requests do."""
+        for request in job.open:
             self._observer.finished(request, outcome)
-        self.llm.release(ticket.requests)
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
-        ticket.deliver(error or EngineError("cancelled"))
+        self._forget(job)
+        self._post(Ended(job.ticket, Fault.of(error)))
+
+    def _forget(self, job: Job) -> None:
+        self.llm.release(job.requests)
+        with self._wake:
+            self._cancelled.discard(job.ticket)
+            if job in self._jobs:
+                self._jobs.remove(job)
 
     def _recover(self, error: Exception) -> None:
-        """A step failed. Whoever ran is told; the cache is whole again and others go on."""
+        """A step failed. Whoever ran is told; the cache is whole again and others go on.
+
+        Raises EngineLostError once step after step fails.
+        """
         running = {seq.seq_id for seq in self.llm.engine.scheduler.running}
-        lost = isinstance(error, EngineLostError)  # the engine has dropped everybody
         if isinstance(error, CacheMemoryError):
             shown: Exception = error
         else:
+            self._failures += 1
             log.exception("a step of the engine failed", exc_info=error)
             shown = EngineError("the engine failed on this request; see the server's log")
-        for ticket in list(self._tickets):
-            if lost or any(request.seq.seq_id in running for request in ticket.open):
-                self._drop(ticket, "error", shown)
+        for job in list(self._jobs):
+            if any(request.seq.seq_id in running for request in job.open):
+                self._drop(job, "error", shown)
+        if self._failures >= MAX_FAILURES:
+            kind = type(error).__name__
+            raise EngineLostError(f"{MAX_FAILURES} steps failed one after the other ({kind})")
+
+    # -- the end of the thread ------------------------------------------------------------------
+
+    def _close(self, error: BaseException | None) -> None:
+        """Tell everybody. Nothing here may stop the rest: the engine may be beyond all help."""
+        with self._wake:
+            self._closed = True
+            jobs = [*self._jobs, *self._inbox]
+            self._jobs.clear()
+            self._inbox.clear()
+            reserved = list(self._reserved)
+            self._reserved.clear()
+        ending: Exception = DrainingError("the server has shut down")
+        if error is not None:
+            self.lost = _line(error)
+            ending = GoneError()
+            planned = isinstance(error, EngineLostError)
+            log.critical(
+                "the engine's thread has ended: %s", self.lost, exc_info=None if planned else error
+            )
+        for job in jobs:
+            for request in job.open:
+                self._observer.finished(request, "cancelled" if error is None else "error")
+            _quietly(self.llm.release, job.requests)
+        if self.lost is not None:  # first, so that nobody who is told finds the server alive
+            _quietly(self._post, Lost(self.lost))
+        for ticket in [*(job.ticket for job in jobs), *reserved]:
+            _quietly(self._post, Ended(ticket, Fault.of(ending)))
+
+
+def _quietly(action: Callable[[Any], None], argument: Any) -> None:
+    try:
+        action(argument)
+    except Exception as error:
+        log.debug("while the engine's thread ended: %s", error)
+
+
+def _line(error: BaseException) -> str:
+    """An exception in one line."""
+    words = " ".join(str(error).split())
+    if isinstance(error, EngineLostError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -11,14 +11,10 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
-from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from paceline.core.batch import Commit
 from paceline.engine.clock import PHASES
-from paceline.server.choices import drafter_of
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -134,7 +130,7 @@ class Metrics:
         sequences: Tally[str] = Tally()
         levels: Tally[str] = Tally()
         for request, commit in advanced:
-            drafter = drafter_of(request, llm.drafters)
+            drafter = _drafter_of(request, llm.drafters)
             sequences[drafter] += 1
             levels[drafter] += commit.levels
             self._started(request)
@@ -203,14 +199,14 @@ class Metrics:
         self.waiting.set_function(lambda: loop.waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
 
-    def router(self) -> APIRouter:
-        routes = APIRouter()
+    def render(self) -> str:
+        """All of them as Prometheus reads them."""
+        return generate_latest(self.registry).decode()
 
-        @routes.get("/metrics", response_class=Response)
-        async def metrics() -> Response:
-            return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
-        return routes
+def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
+    """The name of the drafter that a request uses."""
+    return request.seq.params.drafter or (drafters[0] if drafters else "none")
 
 
 class _Recent:

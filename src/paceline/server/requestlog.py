@@ -15,22 +15,22 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from paceline.request import Request
+    from paceline.server.client import Ticket
 
 log = logging.getLogger("paceline.server")
 
-# The engine's requests that the HTTP request in this context has led to.
-_account: ContextVar[list[Request] | None] = ContextVar("paceline_account", default=None)
+# The tickets that the HTTP request in this context has led to.
+_account: ContextVar[list[Ticket] | None] = ContextVar("paceline_account", default=None)
 _LONGEST_PATH = 200
 # Asked every few seconds by machines; a line each would bury the rest.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready"})
 
 
-def charge(requests: Sequence[Request]) -> None:
-    """Count the tokens of these to the HTTP request that is being answered, if it is logged."""
+def charge(ticket: Ticket) -> None:
+    """Count its tokens to the HTTP request that is being answered, if it is logged."""
     account = _account.get()
     if account is not None:
-        account.extend(requests)
+        account.append(ticket)
 
 
 class RequestLog:
@@ -51,7 +51,7 @@ class RequestLog:
                 status = message["status"]
             await send(message)
 
-        account: list[Request] = []
+        account: list[Ticket] = []
         token = _account.set(account)
         start = time.perf_counter()
         try:
@@ -65,10 +65,10 @@ class RequestLog:
             _write(scope, status or 499, time.perf_counter() - start, account)
 
 
-def _write(scope: Scope, status: int, seconds: float, account: Sequence[Request]) -> None:
+def _write(scope: Scope, status: int, seconds: float, account: Sequence[Ticket]) -> None:
     # Quoted again, for a path could otherwise break the line; without the query.
     path = quote(scope["path"])[:_LONGEST_PATH]
-    tokens = sum(len(r.seq.tokens) - r.seq.prompt_length for r in account)
+    tokens = sum(ticket.written for ticket in account)
     counted = f" {tokens} tokens" if account else ""
     polled = scope["path"] in _POLLED and status == 200
     level = logging.DEBUG if polled else logging.INFO

@@ -3,34 +3,36 @@
 first SIGTERM or SIGINT   unready, new requests get 503, running ones finish, exit 0
 drain_seconds later       what still runs is ended with an error, exit 0
 a second signal           the process ends at once, exit 128 + signal
+the engine is lost        whoever waits is told, one line, exit 1: a supervisor starts another
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from paceline.errors import PacelineError
+from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
-from paceline.server.loop import EngineLoop, Limits
+from paceline.server.client import EngineClient, Limits
+from paceline.server.records import Facts
 from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.service import Service
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
     from paceline.server.config import ServeConfig
 
 log = logging.getLogger("paceline.server")
 
+STALL_SECONDS = 60
 _CLOSING_SECONDS = 5  # for answers that are complete but not yet read by their clients
 
 
@@ -53,6 +55,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A client that reads nothing for so long is cut off, and its request cancelled; the
+            # connections that are accepted inherit it.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -85,17 +91,22 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("paceline").setLevel(level.upper())
 
 
-def service_of(llm: LLM, config: ServeConfig) -> Service:
-    limits = Limits(max_queue=config.max_queue, deadline=config.deadline or None)
-    asks = RequestLimits(config.max_n, config.max_logprobs, config.max_prompts)
-    return Service(llm, config.name, limits, asks, config.log_prompts)
+def limits_of(config: ServeConfig) -> Limits:
+    return Limits(max_queue=config.max_queue, deadline=config.deadline or None)
 
 
-def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> None:
-    """Serve until a signal ends it; returns when everything is done. Raises AddressError."""
-    service = service_of(llm, config)
+def asks_of(config: ServeConfig) -> RequestLimits:
+    return RequestLimits(config.max_n, config.max_logprobs, config.max_prompts)
+
+
+def run(service: Service, config: ServeConfig, keys: Keys, listener: socket.socket) -> None:
+    """Serve until a signal ends it; returns when everything is done.
+
+    Raises AddressError, and EngineLostError if the engine could not go on.
+    """
     local = not keys and is_loopback(config.host)
     security = Security(keys, config.max_request_bytes, config.cors_origin, local)
+    _raise_file_limit()
     try:
         listener.listen(2048)
     except OSError as error:  # somebody else was quicker while the model was loading
@@ -110,26 +121,41 @@ def run(llm: LLM, config: ServeConfig, keys: Keys, listener: socket.socket) -> N
         lifespan="on",
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
-    announcement = describe(llm, config, keys, url_of(listener, config.host))
-    DrainingServer(uvicorn_config, service.loop, config.drain_seconds, announcement).run([listener])
+    announcement = describe(service.loop.facts, config, keys, url_of(listener, config.host))
+    server = DrainingServer(uvicorn_config, service.loop, config.drain_seconds, announcement)
+    server.run([listener])
+    if service.loop.failure is not None:
+        raise EngineLostError(
+            f"the engine cannot go on: {service.loop.failure}; the server has ended, start it again"
+        )
 
 
-def describe(llm: LLM, config: ServeConfig, keys: Keys, url: str) -> str:
+def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
     """The one line of the start."""
-    drafters = ", ".join(llm.drafters) or "none"
-    dtype = str(llm.target.dtype).removeprefix("torch.")
+    drafters = ", ".join(facts.drafters) or "none"
     guard = f"{len(keys)} API keys" if keys else "no API key"
     return (
-        f"serving {config.name} at {url} (drafters: {drafters}; {dtype} on {llm.target.device}; "
+        f"serving {config.name} at {url} (drafters: {drafters}; {facts.dtype} on {facts.device}; "
         f"{guard})"
     )
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system lets us have; often the default is a thousand."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class DrainingServer(uvicorn.Server):
     """Goes on listening while it drains, so that whoever asks is told that it is not ready."""
 
     def __init__(
-        self, config: uvicorn.Config, loop: EngineLoop, drain_seconds: float, announcement: str
+        self, config: uvicorn.Config, loop: EngineClient, drain_seconds: float, announcement: str
     ) -> None:
         super().__init__(config)
         self._loop, self._drain_seconds = loop, drain_seconds
@@ -152,10 +178,13 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
+        if self._loop.failure is not None and not self.should_exit:
+            # Everybody has been told. Whoever supervises this process can start another.
+            self.should_exit = True
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() > self._drain_until
             if late and not self._loop.idle:
                 log.warning("drain_seconds are over: what still runs is ended")
-                await asyncio.to_thread(self._loop.stop)
+                await self._loop.stop()
             self.should_exit = late or self._loop.idle
         return await super().on_tick(counter)

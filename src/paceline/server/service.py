@@ -1,4 +1,4 @@
-"""What all handlers share: the engine's loop, the served model, and what may be asked of it."""
+"""What all handlers share: the engine, the served model's name, and what may be asked of it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastapi import Request as HTTPRequest
-
-from paceline.completion import Completion, StreamEvent
 from paceline.server.chat_format import check_text
 from paceline.server.errors import APIError
-from paceline.server.loop import EngineLoop, Limits, Ticket
-from paceline.server.metrics import Metrics
+from paceline.server.failures import ClientGoneError
 from paceline.server.requestlog import charge
 from paceline.server.security import RequestLimits
 
 if TYPE_CHECKING:
+    from fastapi import Request as HTTPRequest
+    from starlette.types import Receive
+    from transformers import PreTrainedTokenizerFast
+
     from paceline.core.params import SamplingParams
-    from paceline.llm import LLM, Prompt
+    from paceline.server.client import EngineClient, Ticket
+    from paceline.server.records import Completion
 
 log = logging.getLogger("paceline.server")
 
 
 class Service:
-    """A model under the name by which it is served, its loop and its metrics.
+    """An engine under the name by which its model is served, and the tokenizer of that model.
 
     ``created`` is seconds since the epoch. ``asks`` is what one request may ask for.
     ``log_prompts`` writes the prompts to the log, which otherwise holds no content.
@@ -36,18 +36,24 @@ class Service:
 
     def __init__(
         self,
-        llm: LLM,
+        loop: EngineClient,
+        tokenizer: PreTrainedTokenizerFast,
         model: str,
-        limits: Limits | None = None,
         asks: RequestLimits | None = None,
         log_prompts: bool = False,
     ) -> None:
-        self.llm, self.model = llm, model
+        self.loop, self.tokenizer, self.model = loop, tokenizer, model
         self._asks, self._log_prompts = asks or RequestLimits(), log_prompts
         self.created = self.now()
-        self.metrics = Metrics()
-        self.loop = EngineLoop(llm, limits, self.metrics)
-        self.metrics.watch(self.loop)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.loop.facts.drafters
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.loop.facts.room.limit
 
     def check_model(self, name: str) -> None:
         """Raises APIError 404 for another model."""
@@ -61,17 +67,17 @@ class Service:
 
     def room(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        refused = self.llm.room.refusal(prompt_tokens)
+        refused = self.loop.facts.room.refusal(prompt_tokens)
         if refused is not None:
             raise APIError(refused, param=param, code="context_length_exceeded")
-        return self.llm.max_model_len - prompt_tokens
+        return self.max_model_len - prompt_tokens
 
-    async def encode(self, prompt: Prompt) -> list[int]:
+    async def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
         if not isinstance(prompt, str):
             return prompt
         check_text(prompt, "prompt")
-        ids = await asyncio.to_thread(self.llm.tokenizer.encode, prompt)
+        ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
         if not ids:
             raise APIError("a prompt is empty; give at least one token of text", param="prompt")
         return list(ids)
@@ -81,44 +87,39 @@ class Service:
         return int(time.time())
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, deadline: float | None
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        deadline: float | None,
+        streams: bool,
     ) -> Ticket:
         self._asks.check(len(prompts), params)
-        ticket = await self.loop.submit(prompts, params, deadline)
-        charge(ticket.requests)
+        ticket = await self.loop.submit(prompts, params, deadline, streams)
+        charge(ticket)
         if self._log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:
-                text = prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt)
-                log.info("prompt %s", json.dumps(text))
+                log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket
+
+
+async def leave_with_client(receive: Receive, ticket: Ticket) -> None:
+    """Cancel a ticket as soon as its client closes the connection; the request has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.fail(ClientGoneError("the client has gone"))
+    ticket.cancel()
 
 
 async def gather(ticket: Ticket, http: HTTPRequest) -> list[Completion]:
     """All completions of a ticket, in order; cancels them if the client goes away meanwhile."""
-
-    async def collect() -> None:
-        async for _ in ticket:
-            pass
-
-    work = asyncio.create_task(collect())
+    watcher = asyncio.create_task(leave_with_client(http.receive, ticket))
+    found: dict[tuple[int, int], Completion] = {}
     try:
-        while not work.done():
-            await asyncio.wait({work}, timeout=0.25)
-            if not work.done() and await http.is_disconnected():
-                work.cancel()
-        await work
-    except asyncio.CancelledError:
-        raise APIError("the client has gone", 499, "server_error", code="cancelled") from None
+        while events := await ticket.next():
+            for event in events:
+                if event.completion is not None:
+                    found[event.request, event.index] = event.completion
     finally:
+        watcher.cancel()
         ticket.cancel()
-        work.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await work
-    return [r.completion for r in ticket.requests if r.completion is not None]
-
-
-async def events_of(ticket: Ticket) -> AsyncIterator[StreamEvent]:
-    """Every event of a ticket, as it comes."""
-    async for delivery in ticket:
-        for event in delivery:
-            yield event
+    return [found[place] for place in sorted(found)]

@@ -1,0 +1,47 @@
+"""From a configuration to a loaded model or, where no model is held, its tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.cli.options import quiet_libraries, set_threads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from paceline import LLM
+    from paceline.server.config import ServeConfig
+
+
+def load_llm(config: ServeConfig) -> LLM:
+    """Raises what ``LLM`` does."""
+    quiet_libraries()
+    set_threads(config.threads)
+    from paceline import LLM
+
+    return LLM(
+        config.model,
+        draft=config.drafts,
+        dtype=config.dtype,
+        device=config.device,
+        max_batch_size=config.max_batch_size,
+        kv_cache_memory=config.kv_cache_memory,
+        draft_length=config.draft_length,
+        rule=config.rule,
+        profile=config.profile,
+    )
+
+
+def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
+    """The same tokenizer as the model's, without torch: in a second, and in a tenth of the memory.
+
+    Raises ModelLoadError.
+    """
+    if "torch" not in sys.modules:
+        # transformers imports torch wherever it finds it, though its tokenizers have no use for it.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    quiet_libraries()
+    from paceline.model.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model)

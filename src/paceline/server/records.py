@@ -1,0 +1,128 @@
+"""What handlers know of an answer and of the engine: plain data that can cross a socket.
+
+The names are those of ``paceline.completion``, whose records these mirror, without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.door import Room
+
+if TYPE_CHECKING:
+    from paceline import completion as engine
+    from paceline.core.batch import TokenLogprob as EngineLogprob
+    from paceline.llm import LLM
+
+
+class Record(msgspec.Struct, array_like=True, gc=False):
+    """Encoded without its field names: both ends are of one version."""
+
+
+class TokenLogprob(Record):
+    """See ``paceline.core.batch.TokenLogprob``."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Stats(Record):
+    """See ``paceline.completion.CompletionStats``; what answers show of it."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    mean_accepted_length: float
+    acceptance_per_position: list[float]
+    target_steps: int
+
+
+class Completion(Record):
+    """See ``paceline.completion.Completion``."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str
+    draft_mask: list[bool]
+    stats: Stats
+    lossy: bool
+
+
+class Event(Record):
+    """What a step added to one text of a ticket; see ``paceline.completion.StreamEvent``.
+
+    An answer that is not streamed has one event a text, its completion.
+    """
+
+    ticket: int
+    request: int
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    from_draft: list[bool] = []
+    completion: Completion | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Facts(Record):
+    """What there is to know of an engine by those who do not hold it."""
+
+    room: Room
+    drafters: tuple[str, ...]
+    dtype: str
+    device: str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, llm: LLM) -> Facts:
+        return cls(
+            llm.room,
+            tuple(llm.drafters),
+            str(llm.target.dtype).removeprefix("torch."),
+            str(llm.target.device),
+            tuple(llm.notes),
+        )
+
+
+def logprobs_of(entries: list[EngineLogprob] | None) -> list[TokenLogprob] | None:
+    if entries is None:
+        return None
+    return [TokenLogprob(entry.token_id, entry.logprob, entry.top) for entry in entries]
+
+
+def completion_of(done: engine.Completion) -> Completion:
+    stats = done.stats
+    return Completion(
+        done.text,
+        done.token_ids,
+        logprobs_of(done.logprobs),
+        done.finish_reason,
+        done.draft_mask,
+        Stats(
+            stats.drafted_tokens,
+            stats.accepted_tokens,
+            stats.acceptance_rate,
+            stats.mean_accepted_length,
+            stats.acceptance_per_position,
+            stats.target_steps,
+        ),
+        done.lossy,
+    )
+
+
+def event_of(ticket: int, event: engine.StreamEvent) -> Event:
+    done = event.completion
+    return Event(
+        ticket,
+        event.request,
+        event.index,
+        event.text,
+        event.token_ids,
+        event.from_draft,
+        None if done is None else completion_of(done),
+        logprobs_of(event.logprobs),
+    )

@@ -1,0 +1,146 @@
+"""The messages between the two processes: whole, typed, and harmless if they are not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.params import Grammar, SamplingParams
+from paceline.errors import (
+    CacheMemoryError,
+    ConfigError,
+    EngineLostError,
+    GrammarError,
+    PacelineError,
+    PromptError,
+)
+from paceline.server.child import Link
+from paceline.server.config import ServeConfig
+from paceline.server.failures import (
+    BusyError,
+    DeadlineError,
+    DrainingError,
+    EngineError,
+    GoneError,
+    RequestFailedError,
+)
+from paceline.server.records import Completion, Event, Stats, TokenLogprob
+from paceline.server.wire import (
+    REPLIES,
+    REQUESTS,
+    Ended,
+    Fault,
+    Frames,
+    Load,
+    Step,
+    Submit,
+    packed,
+    read_message,
+)
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    logit_bias={5: -1.5, 7: 2},
+    stop=("a", "größer"),
+    stop_token_ids=(3,),
+    seed=2**63 - 1,
+    logprobs=3,
+    grammar=Grammar.json({"type": "object"}),
+    drafter="ngram",
+)
+
+
+def test_requests_arrive_as_they_were_sent() -> None:
+    for message in (
+        Submit(7, [[1, 2], [3]], PARAMS, True, 1.5, True),
+        Submit(8, [[0]], SamplingParams(), False, None, False),
+        Load(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
+    ):
+        assert REQUESTS.decode(packed(message)[4:]) == message
+
+
+def test_answers_arrive_as_they_were_sent() -> None:
+    logprobs = [TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf"))))]
+    done = Completion(
+        "å🙂", [1, 2], logprobs, "stop", [True, False], Stats(3, 1, 0.3, 2.0, [0.5], 2), False
+    )
+    step = Step([Event(1, 0, 2, "å🙂", [1], [True], done, logprobs), Event(2, 0, 0)])
+    assert REPLIES.decode(packed(step)[4:]) == step
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BusyError("full", 7),
+        DeadlineError(True),
+        DeadlineError(False),
+        DrainingError("over"),
+        GoneError(),
+        EngineError("x"),
+        RequestFailedError("not a law"),
+        PromptError("too long"),
+        ConfigError("wrong"),
+        GrammarError("no schema"),
+        CacheMemoryError("too small"),
+        EngineLostError("gone"),
+        PacelineError("plain"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_keep_their_class_and_message(error: PacelineError) -> None:
+    data = packed(Ended(1, Fault.of(error)))
+    found = REPLIES.decode(data[4:]).fault.error()
+    assert type(found) is type(error) and str(found) == str(error)
+    assert vars(found) == vars(error)
+
+
+def test_other_errors_keep_their_secrets() -> None:
+    for error in (ValueError("a secret"), KeyError("a secret")):
+        found = Fault.of(error).error()
+        assert type(found) is EngineError and "secret" not in str(found)
+    # Nothing but an error of ours is ever made from a name.
+    assert type(Fault("SystemExit", "x").error()) is PacelineError
+    assert type(Fault("annotations", "x").error()) is PacelineError
+    # A message may quote half a surrogate pair.
+    packed(Ended(1, Fault.of(ConfigError("'\ud800' is no text"))))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 300), max_size=8), st.data())
+def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
+    messages = [Ended(number, Fault("X", "x" * size)) for number, size in enumerate(sizes)]
+    stream = b"".join(map(packed, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    frames, found = Frames(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += [REPLIES.decode(body) for body in frames.feed(stream[start:end])]
+    assert found == messages
+
+
+def test_a_request_that_cannot_be_read_costs_nobody_else_anything() -> None:
+    ours, theirs = socket.socketpair()
+    handled: list[Any] = []
+    ended = threading.Event()
+    link = Link(theirs, ended.set)
+    link.desk = type("Desk", (), {"handle": staticmethod(handled.append)})()  # type: ignore[assignment]
+    reader = threading.Thread(target=link.read)
+    reader.start()
+    with ours, theirs:
+        good = Submit(2, [[1]], SamplingParams(), True, None, False)
+        fields = msgspec.msgpack.decode(packed(good)[4:])
+        fields[1], fields[3]["temperature"] = 1, -5.0
+        bad = msgspec.msgpack.encode(fields)
+        ours.sendall(len(bad).to_bytes(4, "little") + bad + packed(good))
+        refusal = REPLIES.decode(read_message(ours) or b"")
+        assert isinstance(refusal, Ended) and refusal.ticket == 1
+        assert isinstance(refusal.fault.error(), ConfigError)
+        assert "temperature" in refusal.fault.message
+        ours.shutdown(socket.SHUT_WR)
+        reader.join(10)
+    assert ended.is_set() and handled == [good]
