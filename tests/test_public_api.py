@@ -46,7 +46,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 def test_every_error_is_a_paceline_error() -> None:
     errors = [name for name in NAMES if name.endswith("Error")]
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all(issubclass(getattr(paceline, name), paceline.PacelineError) for name in errors)
 
 

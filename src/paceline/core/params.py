@@ -212,10 +212,10 @@ class SamplingParams:
         for token, bias in biases.items():
             if not is_whole(token):
                 raise ConfigError(f"logit_bias has {shown(token)}, which is no token id")
-            if not is_finite(bias):
+            if not is_finite(bias) or abs(bias) > MAX_LOGIT_BIAS:
                 raise ConfigError(
-                    f"logit_bias of token {shown(token)} is {shown(bias)}; "
-                    "it must be a finite number"
+                    f"logit_bias of token {shown(token)} is {shown(bias)}; it must be a number "
+                    f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
                 )
         # A copy: what the caller changes later would be changed for a request that runs.
         object.__setattr__(self, "logit_bias", dict(biases))
@@ -234,12 +234,6 @@ class SamplingParams:
             f"repetition_penalty is {self.repetition_penalty}; it must be from {least:g} to "
             f"{most:g} (1 is off)",
         )
-        for token, bias in self.logit_bias.items():
-            _require(
-                abs(bias) <= MAX_LOGIT_BIAS,
-                f"logit_bias of token {token} is {bias!r}; it must be a number from "
-                f"{-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
