@@ -38,18 +38,22 @@ class Truth:
     reads: bool = False  # whether the drafter reads prompts by itself: a row for each token
     handling: float = 0.005  # of a look-up, each sequence
     found: float = 1.0  # how often a look-up finds anything
+    wide: int = 1  # nodes of a level
+    one_pass: bool = False  # all levels come from one pass, as with heads
     noise: float = 0.04
     hiccups: float = 0.005  # share of steps that are disturbed
     drift: Callable[[int], float] = field(default=lambda step: 1.0)  # of the whole machine
 
-    def rest(self, nodes: Sequence[int]) -> float:
-        seconds = 1 + self.sequence * (len(nodes) - 1) + self.row * sum(nodes)
-        return seconds * (self.ragged if len(set(nodes)) > 1 else 1.0)
+    def rest(self, lengths: Sequence[int]) -> float:
+        rows = self.wide * sum(lengths)
+        seconds = 1 + self.sequence * (len(lengths) - 1) + self.row * rows
+        return seconds * (self.ragged if len(set(lengths)) > 1 else 1.0)
 
     def drafting(self, lengths: Sequence[int]) -> float:
         if not self.level:
             return self.handling * sum(length > 0 for length in lengths)
-        passes = [sum(n > level for n in lengths) for level in range(max(lengths, default=0))]
+        levels = 1 if self.one_pass else max(lengths, default=0)
+        passes = [sum(n > level for n in lengths) for level in range(levels) if any(lengths)]
         return sum(self.level + self.level_row * (count - 1) for count in passes)
 
 
@@ -57,7 +61,7 @@ def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -
     """Start-up's measurement; ``target`` and ``rows`` times what things really take."""
 
     def curve(sequences: int) -> CostCurve:
-        counts = (1, 2, 3, 5, 9, 17)
+        counts = (1, 2, 3, 5, 9, 17, 33)
         base = target * (1 + truth.sequence * (sequences - 1))
         each = target * rows * truth.row * sequences
         return CostCurve(counts, tuple(base + each * (count - 1) for count in counts))
@@ -73,9 +77,12 @@ def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> P
     full = truth.level + truth.level_row * (batch - 1)
     seconds = CostCurve((1, max(batch, 2)), (wrong * truth.level, wrong * full))
     passes = lengths if truth.level else (0,) * len(lengths)
+    if truth.one_pass:
+        passes = tuple(min(length, 1) for length in lengths)
+    nodes = tuple(truth.wide * length for length in lengths)
     if not truth.level:
         seconds = CostCurve((1,), (0.0,))
-    return Profile(lengths, passes, seconds, truth.reads)
+    return Profile(nodes, passes, seconds, truth.reads)
 
 
 @dataclass
@@ -155,7 +162,7 @@ class Batches:
                     seq.seq_id,
                     (1,) * (kept + 1),
                     tuple(range(kept)),
-                    drafted=length,
+                    drafted=length * truth.wide,
                     levels=length,
                     reached=min(kept + 1, length),
                     fed=1,

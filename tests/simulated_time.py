@@ -101,6 +101,7 @@ class Machine:
             self.controller = AdaptiveLength(steps, {"it": profile(drafter, mistaken)})
         self.seconds = 0.0
         self.tokens = 0
+        self._next = 1_000_000
 
     def decode(self, count: int, seq_id: int = 0) -> float:
         """Tokens a second over ``count`` tokens."""
@@ -116,12 +117,49 @@ class Machine:
         self.tokens += len(seq.tokens) - 1
         return (len(seq.tokens) - 1) / (self.seconds - before)
 
+    def together(self, count: int, sequences: int) -> float:
+        """So many requests at once, of ``count`` tokens each: plain decoding's time by theirs."""
+        text = list(range(1, count + 40))
+        for guesser in self.guessers:
+            guesser.text = text  # type: ignore[attr-defined]
+        params = SamplingParams(max_tokens=count)
+        open_ = [Request(self._next + n, text[:1], 1, params) for n in range(sequences)]
+        self._next += sequences
+        before = self.seconds
+        while open_:
+            self._advance(open_, text)
+            for seq in [seq for seq in open_ if seq.room <= 0]:
+                self.drafter.forget(seq.seq_id)
+                self.controller.forget(seq.seq_id)
+                open_.remove(seq)
+        plain = count * (STEP + TOKEN * (sequences - 1) + REST)
+        return plain / (self.seconds - before)
+
     def _step(self, seq: Request, text: Sequence[int]) -> None:
-        seq.cached = len(seq.tokens) - 1
-        (length,) = self.controller.lengths([seq])
+        self._advance([seq], text)
+
+    def _advance(self, seqs: Sequence[Request], text: Sequence[int]) -> None:
+        for seq in seqs:
+            seq.cached = len(seq.tokens) - 1
+        lengths = self.controller.lengths(seqs)
+        limited = [max(0, min(n, s.room - 1)) for n, s in zip(lengths, seqs, strict=True)]
         asked = [own.drafted for own in self.guessers]  # type: ignore[attr-defined]
-        (tree,) = self.drafter.propose(Plan((Slice(seq, 1, length),)))
-        levels = max(tree.depths, default=0)
+        slices = tuple(Slice(seq, 1, n) for seq, n in zip(seqs, limited, strict=True))
+        trees = self.drafter.propose(Plan(slices))
+        commits = [self._commit(seq, tree, text) for seq, tree in zip(seqs, trees, strict=True)]
+        self.drafter.observe(commits, ModelOutput(None))  # type: ignore[arg-type]
+        levels = max((max(tree.depths, default=0) for tree in trees), default=0)
+        passes = sum(
+            levels * own.pass_seconds  # type: ignore[attr-defined]
+            for own, before in zip(self.guessers, asked, strict=True)
+            if own.drafted > before  # type: ignore[attr-defined]
+        )
+        rows = len(seqs) - 1 + sum(map(len, trees))
+        seconds = STEP + TOKEN * rows + passes + REST
+        self.controller.observe(commits, seconds, passes if self.parts else None)
+        self.seconds += seconds
+
+    def _commit(self, seq: Request, tree: TokenTree, text: Sequence[int]) -> Commit:
         path: list[int] = []
         guesses, children = tree.tokens.tolist(), children_of(tree.parents)
         while True:
@@ -132,14 +170,8 @@ class Machine:
             path.append(below[0])
         new = text[len(seq.tokens) : len(seq.tokens) + len(path) + 1]
         seq.tokens.extend(new)
+        levels = max(tree.depths, default=0)
         reached = min(len(path) + 1, levels)
-        commit = Commit(seq.seq_id, tuple(new), tuple(path), len(tree), reached, fed=1)
-        self.drafter.observe([commit], ModelOutput(None))  # type: ignore[arg-type]
-        passes = sum(
-            levels * own.pass_seconds  # type: ignore[attr-defined]
-            for own, before in zip(self.guessers, asked, strict=True)
-            if own.drafted > before  # type: ignore[attr-defined]
+        return Commit(
+            seq.seq_id, tuple(new), tuple(path), len(tree), reached=reached, levels=levels, fed=1
         )
-        seconds = STEP + TOKEN * len(tree) + passes + REST
-        self.controller.observe([commit], seconds, passes if self.parts else None)
-        self.seconds += seconds

@@ -11,7 +11,9 @@ import statistics
 
 import pytest
 
+from paceline.draft.hybrid import Hybrid
 from simulated_batch import Batches, Rate, Truth, steady
+from simulated_time import Guesser, Machine, always
 
 TRUTHS = {
     "a head": Truth(),
@@ -20,6 +22,9 @@ TRUTHS = {
     "a look-up": Truth(level=0.0, row=0.05, found=0.6),
     "a look-up, rows are dear": Truth(level=0.0, row=0.15, found=0.5),
     "half the target": Truth(level=0.5, level_row=0.05, row=0.08),
+    "trees over a model": Truth(wide=3, level=0.2),
+    "heads that share a pass": Truth(wide=2, one_pass=True),
+    "wide look-ups": Truth(level=0.0, wide=4, row=0.02),
     "a machine that changes": Truth(drift=lambda step: 1.0 + 0.3 * (step // 100 % 2)),
 }
 
@@ -103,3 +108,26 @@ def test_no_request_is_slowed_down_for_another(truth: str) -> None:
         for machine in (Batches(TRUTHS[truth], few_are_good, 8, seed=seed) for seed in range(4))
     ]
     assert statistics.mean(slowest) > 0.95
+
+
+TEAMS = {
+    "useless": [(0.05, 0.0), (0.05, 0.2)],
+    "poor and dear": [(0.3, 0.0), (0.3, 0.5)],
+    "fair": [(0.5, 0.0), (0.6, 0.15)],
+    "one is good": [(0.05, 0.0), (0.85, 0.1)],
+}
+
+
+@pytest.mark.parametrize("mistaken", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("team", TEAMS)
+def test_a_hybrid_is_never_slower(team: str, batch: int, mistaken: float) -> None:
+    members = [
+        Guesser(str(number), always(chance), seconds, seed=number)
+        for number, (chance, seconds) in enumerate(TEAMS[team])
+    ]
+    machine = Machine(Hybrid(members, "cpu"), mistaken)
+    ratios = [machine.together(128, batch) for _ in range(3)]
+    assert ratios[0] > 0.95 and statistics.mean(ratios) > 0.96
+    if team == "one is good" and batch == 1:
+        assert ratios[-1] > 1.5
