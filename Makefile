@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 THREADS ?= 2
+WORKERS ?= 2
 SECONDS ?= 1800
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,8 +41,8 @@ install: $(VENV)/.installed  ## create .venv and install the pinned versions
 demo: $(VENV)/.installed  ## watch plain and speculative decoding of the embedded pair
 	@$(BIN)/paceline demo
 
-test: $(VENV)/.installed-test  ## run the whole test suite
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q $(ARGS)
+test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \

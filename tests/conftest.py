@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -22,3 +23,9 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
         draft=str(write_tiny_model(root / "draft", layers=1, seed=2)),
         foreign=str(write_tiny_model(root / "foreign", sentences=others, layers=1, seed=3)),
     )
+
+
+def pytest_configure() -> None:
+    """A suite in the background of a shell ignores Ctrl-C, and so would the commands it tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
