@@ -103,6 +103,9 @@ class _Draft:
 class EagleDrafter:
     """Drafts with an EAGLE head. ``embed`` maps the target's ids to embeddings ``[T, H]``."""
 
+    reads = True  # what came in while it did not draft
+    follows = True  # prompts, chunk by chunk
+
     def __init__(
         self,
         head: EagleHead | LeanEagle,

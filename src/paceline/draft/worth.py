@@ -188,13 +188,15 @@ class Profile:
     """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
-    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence.
+    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
+    ``follows``, it has seen the prompt.
     """
 
     nodes: tuple[int, ...]
     passes: tuple[int, ...]
     seconds: CostCurve
     reads: bool = False
+    follows: bool = False
 
     @classmethod
     def of(cls, drafter: Drafter, longest: int, seconds: CostCurve) -> Profile:
@@ -203,7 +205,8 @@ class Profile:
         lengths = range(longest + 1)
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
-        return cls(nodes, passes, seconds, getattr(drafter, "reads", False))
+        reads, follows = getattr(drafter, "reads", False), getattr(drafter, "follows", False)
+        return cls(nodes, passes, seconds, reads, follows)
 
     @property
     def longest(self) -> int:

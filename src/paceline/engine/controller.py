@@ -211,6 +211,7 @@ class AdaptiveLength:
         if seq.room < len(gains):  # what comes after the last token is no gain
             most = max(seq.room, 1)
             gains, safe = [min(g, most) for g in gains], [min(g, most) for g in safe]
+        self._risk.meet(seq, name)
         unread = self._risk.unread(seq.seq_id, len(seq.tokens))
         if unread <= 8 or not self._profiles[name].reads:
             return Candidate(name, gains, safe=safe)
@@ -286,8 +287,11 @@ class AdaptiveLength:
             foreseen += self._steps.drafting(batch, each, passes, name, even)
         reading = 0.0
         if not measure and len(held.drafting) == 1:
-            ((name, _),) = held.drafting
+            ((name, passes),) = held.drafting
             reading = min(unread * self._prices.reading(name), step.seconds)
+            if step.drafting is not None:  # all that it took beyond its passes
+                drafting = self._steps.drafting(batch, each, passes, name, even)
+                reading = max(step.drafting - drafting, 0.0)
             self._ledger.lend(name, reading)
         tokens = {commit.seq_id: len(commit.tokens) for commit in commits}
         seconds = step.seconds - reading

@@ -63,6 +63,11 @@ class Risk:
         """A drafter drafted in a step of so many sequences."""
         self._tried[name, group_of(batch)] += 1
 
+    def meet(self, seq: Request, name: str) -> None:
+        """A sequence is there; a drafter that follows prompts has read its."""
+        if seq.seq_id not in self._read:
+            self._read[seq.seq_id] = seq.prompt_length if self._profiles[name].follows else 0
+
     def has_read(self, seq_id: int, tokens: int) -> None:
         """A drafter has seen so many tokens of a sequence."""
         self._read[seq_id] = tokens
