@@ -140,6 +140,8 @@ class Hybrid:
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
+        if self._idle(plan):
+            return [self._empty] * len(plan.slices)
         shown = {
             index: member.propose(self._bounded(plan, index))
             for index, member in enumerate(self.members)
@@ -153,6 +155,19 @@ class Hybrid:
         for item, proposals, pick in zip(plan.slices, found, picks, strict=True):
             self._remember(item.seq.seq_id, proposals, pick)
         return self._draft(plan, found, picks)
+
+    def _idle(self, plan: Plan) -> bool:
+        """Nothing is asked for, no prompt is to be followed, and all members know everybody."""
+        if self._steps is None:
+            return False
+        known = all(item.seq.seq_id in self._states for item in plan.slices)
+        idle = known and all(item.decodes and not item.draft_length for item in plan.slices)
+        for item in plan.slices if not known else ():
+            self._state(item.seq.seq_id)
+        if idle:
+            for item in plan.slices:
+                self._state(item.seq.seq_id).picked = None
+        return idle
 
     def _bounded(self, plan: Plan, index: int) -> Plan:
         """The plan with the lengths that one member may draft."""

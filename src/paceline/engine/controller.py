@@ -13,7 +13,7 @@ from paceline.draft.prices import Candidate, Prices
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Acceptance, Profile, levels_tried
 from paceline.engine.ledger import Ledger
-from paceline.engine.risk import HOLD, Party, Risk, Ruling
+from paceline.engine.risk import HOLD, HOLD_PLAIN, Party, Risk, Ruling
 
 
 class Controller(Protocol):
@@ -154,8 +154,9 @@ class AdaptiveLength:
         batch = len(seqs)
         names = [seq.params.drafter or self._default for seq in seqs]
         given = [seq.params.draft_length for seq in seqs]
+        bounds = {name: self._bound(name, names, batch) for name in set(names) & set(self._bounds)}
         wishes = [
-            self._bound(name, names, batch) if length is None else length
+            bounds.get(name, 0) if length is None else length
             for name, length in zip(names, given, strict=True)
         ]
         own = [
@@ -167,6 +168,8 @@ class AdaptiveLength:
         before = self._settled
         same = before.drafts and ids == before.ids
         hold = min(2 * before.hold, HOLD) if same else 1
+        if bounds and not any(wishes) and not self._steps.wants_plain(batch):
+            hold = HOLD_PLAIN
         found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
         found.given = any(length is not None for length in given)
         if own:
@@ -174,11 +177,10 @@ class AdaptiveLength:
         return found
 
     def _bound(self, name: str, names: Sequence[str], batch: int) -> int:
-        """The longest length of a drafter that decides for itself; 0 if it is none."""
-        profile = self._bounds.get(name)
-        if profile is None or self._steps.wants_plain(batch):
+        """The longest length of a drafter that decides for itself."""
+        if self._steps.wants_plain(batch):
             return 0
-        return self._risk.bound(name, names.count(name), batch, profile.longest)
+        return self._risk.bound(name, names.count(name), batch, self._bounds[name].longest)
 
     def _choose(self, found: _Settled, seqs: Sequence[Request], places: Sequence[int]) -> None:
         """Decide on the sequences at these places."""

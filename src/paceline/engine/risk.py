@@ -18,7 +18,7 @@ from paceline.draft.worth import Profile
 from paceline.engine.ledger import KEPT, SHARE, Ledger
 
 HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
-HOLD_PLAIN = 16  # where nothing is drafted, so that nothing is learnt
+HOLD_PLAIN = 32  # where nothing is drafted, so that nothing is learnt
 _TRIALS = 4  # drafts after which a drafter's prices are believed where it cannot pay
 
 
@@ -85,12 +85,18 @@ class Risk:
         """The longest length that a drafter which decides for itself may risk for ``count``."""
         plain = self._prices.steps.rest(batch, 0)
         allowance = self._ledger.allowance(name, batch, plain)
-        for length in range(longest, 0, -1):
+
+        def covered(length: int) -> bool:
             seconds = self._prices.seconds(batch, [name] * count, [length] * count)
-            if seconds - plain <= allowance:
-                return length
+            return seconds - plain <= allowance
+
+        if allowance <= 0 or covered(longest):
+            return longest if allowance > 0 else 0
+        length = 1
+        while length + 1 < longest and covered(length + 1):
+            length += 1
         # Most of what it tries takes less than the dearest of its drafts: a level may be tried.
-        return int(allowance > 0)
+        return length
 
     def rule(self, party: Party) -> Ruling:
         """The best lengths whose risk is covered; else a probe; else none."""
