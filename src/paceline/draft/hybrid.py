@@ -25,10 +25,11 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import Sequence as Request
-from paceline.core.tree import Draw, TokenTree, children_of
+from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.prices import DEARER, HURT
 from paceline.draft.steptime import StepTime
+from paceline.draft.trial import Trial
 from paceline.draft.worth import Acceptance, Probe, Profile, best, levels_tried
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
@@ -59,51 +60,13 @@ class _Option(NamedTuple):
     nodes: int = 0
 
 
-class _Trial:
-    """A proposal followed along the text, whoever drafts: how far it would have been right.
-
-    So a free member is known without being used. The next trial starts when this one has ended,
-    as the next draft would.
-    """
-
-    def __init__(self, kind: tuple[int, int], tree: TokenTree) -> None:
-        self.kind = kind
-        self.accepted = 0
-        self.ended = False
-        self._tree = tree
-        self._levels = _levels(tree)
-        self._tokens: list[int] | None = None
-        self._node = -1
-
-    @property
-    def reached(self) -> int:
-        """Levels of which it is known whether they were right."""
-        return min(self.accepted + self.ended, self._levels)
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Go on with what was committed."""
-        if self._tokens is None:
-            self._tokens = self._tree.tokens.tolist()
-        children = children_of(self._tree.parents)
-        for token in tokens:
-            below = [c for c in children[self._node + 1] if self._tokens[c] == token]
-            if not below:
-                break
-            self._node = below[0]
-            self.accepted += 1
-        else:
-            self.ended = not children[self._node + 1]
-            return
-        self.ended = True
-
-
 @dataclass
 class _State:
     """What is remembered of a sequence: this step's pick, probes and trials by member."""
 
     picked: _Pick | None = None
     probes: dict[int, Probe] = field(default_factory=dict)
-    trials: dict[int, _Trial] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)
 
 
 class Hybrid:
@@ -348,7 +311,7 @@ class Hybrid:
         state.picked = pick
         for index, tree in found.items():
             if index not in state.trials or (pick and pick.member == index):
-                state.trials[index] = _Trial(self._kind(index, seq_id), tree)
+                state.trials[index] = Trial(self._kind(index, seq_id), tree)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
