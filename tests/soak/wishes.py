@@ -208,7 +208,8 @@ def extreme(chooser: random.Random, server: Server) -> tuple[str, dict[str, Any]
     )
     if "response_format" in body:
         body["temperature"] = 1
-        for name in ("min_tokens", "tools", "tool_choice", "stop", "logit_bias"):
+        # What may end or bend a text before its grammar does.
+        for name in ("min_tokens", "tools", "tool_choice", "stop", "stop_token_ids", "logit_bias"):
             body.pop(name, None)
     return path, body
 
