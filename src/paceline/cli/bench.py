@@ -13,9 +13,9 @@ from paceline.cli.measuring import (
     ReportOptions,
     finish,
     partial_results,
-    progress_bar,
 )
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
+from paceline.cli.progress import progress_bar
 from paceline.cli.values import parse_bytes, parse_draft_length
 from paceline.errors import ConfigError, PromptError
 

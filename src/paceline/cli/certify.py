@@ -13,9 +13,9 @@ from paceline.cli.measuring import (
     ReportOptions,
     finish,
     partial_results,
-    progress_bar,
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
+from paceline.cli.progress import progress_bar
 from paceline.cli.sampling import LawOptions
 from paceline.errors import ConfigError
 

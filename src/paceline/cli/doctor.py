@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.measuring import ReportOptions, finish, partial_results, progress_bar
+from paceline.cli.measuring import ReportOptions, finish, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
+from paceline.cli.progress import progress_bar
 from paceline.cli.values import parse_bytes
 
 if TYPE_CHECKING:

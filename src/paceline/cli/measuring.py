@@ -1,4 +1,4 @@
-"""Options and manners that the measuring commands share: prompts, reports, progress, Ctrl-C."""
+"""Options and manners that the measuring commands share: prompts, reports, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.cli.output import print_json
 
@@ -86,30 +85,6 @@ class ReportOptions:
         if self.report is not None:
             written = report.write(self.report)
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
-
-
-class Advance(Protocol):
-    """``advance(1, "chat: ngram")``: so many steps are done, and what comes next."""
-
-    def __call__(self, steps: int = 1, description: str | None = None) -> None: ...
-
-
-@contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr (stdout carries the result); gone when the work is done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-
-        def advance(steps: int = 1, description: str | None = None) -> None:
-            bar.update(task, advance=steps, description=description)
-
-        yield advance
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from paceline.cli.measuring import (
     ReportOptions,
     finish,
     partial_results,
-    progress_bar,
 )
 from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
+from paceline.cli.progress import progress_bar
 from paceline.cli.values import parse_bytes
 
 if TYPE_CHECKING:

@@ -1,0 +1,156 @@
+"""Prompts for a chat model to answer: chat, code, mathematics, summaries and stories.
+
+    python recipes/smollm2_prompts.py DATA_FOLDER OUT.jsonl [COUNT]
+
+Reads ``*.train.jsonl.gz`` of the corpus and writes ``{"messages", "task", "source", "license"}``,
+one question each; what corpora answer is left out, because the target shall answer itself. Records
+under share-alike licences are skipped. The same input gives the same output.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# What is asked about a text that has no question of its own.
+ABOUT_TEXT = (
+    "Summarize: {}",
+    "Summarize: {}",
+    "Summarize: {}",
+    "Summarize the following text in a few sentences.\n\n{}",
+    "{}\n\nWhat is the main point of this text?",
+    "Write a short summary of this passage.\n\n{}",
+    "Read this and list the key points.\n\n{}",
+    "What is this text about?\n\n{}",
+)
+ON_A_STORY = (
+    "Continue this story.\n\n{}",
+    "Write a short story that begins like this:\n\n{}",
+    "Tell me a story. Start with: {}",
+    "Write a blog post inspired by this scene: {}",
+    "Rewrite this passage in modern English.\n\n{}",
+)
+ON_A_FUNCTION = (
+    "{}",
+    "{}",
+    "{}",
+    "Complete this Python function.\n\n{}",
+    "Write the body of the following function:\n\n```python\n{}```",
+    "Explain what this function does and implement it.\n\n{}",
+)
+_TURN = re.compile(r"(?:\A|\n\n)(User|Assistant): ")
+_STUB = re.compile(r'^def \w+\([^\n]*\):\n    """.+?"""\n', re.S | re.M)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a corpus file, in its own order, without share-alike licences."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if not any(mark in record["license"] for mark in ("-SA", "CDLA")):
+                yield record
+
+
+def first_question(text: str) -> str | None:
+    """The user's first turn of a conversation; None for other text."""
+    pieces = _TURN.split(text)
+    return pieces[2].strip() if len(pieces) > 4 and pieces[1] == "User" else None
+
+
+def passage(text: str, rng: random.Random, words: tuple[int, int]) -> str:
+    """A random run of paragraphs with about so many words."""
+    paragraphs = [p.strip() for p in text.split("\n\n") if p.strip()]
+    wanted, start = rng.randint(*words), rng.randrange(len(paragraphs))
+    taken: list[str] = []
+    for paragraph in paragraphs[start:]:
+        taken.append(paragraph)
+        if sum(len(p.split()) for p in taken) >= wanted:
+            break
+    return " ".join("\n\n".join(taken).split(" ")[: words[1]])
+
+
+def asked(record: dict[str, Any], rng: random.Random) -> str | None:
+    return first_question(record["text"])
+
+
+def summary(record: dict[str, Any], rng: random.Random) -> str | None:
+    text = passage(record["text"], rng, (80, 380))
+    return rng.choice(ABOUT_TEXT).format(text) if len(text.split()) > 40 else None
+
+
+def story(record: dict[str, Any], rng: random.Random) -> str:
+    return rng.choice(ON_A_STORY).format(passage(record["text"], rng, (10, 70)))
+
+
+def function(record: dict[str, Any], rng: random.Random) -> str | None:
+    stubs = [stub for stub in _STUB.findall(record["text"]) if 80 < len(stub) < 1500]
+    return rng.choice(ON_A_FUNCTION).format(rng.choice(stubs)) if stubs else None
+
+
+Asker = Callable[[dict[str, Any], random.Random], str | None]
+
+# Task, corpus file, what to ask, share; where one file has several sources, the sources taken.
+PLAN: tuple[tuple[str, str, Asker, float, tuple[str, ...]], ...] = (
+    ("chat", "chat", asked, 19, ("GPTeacher", "self-instruct")),
+    ("questions", "chat", asked, 6, ("FairytaleQA", "tldr-pages")),
+    ("dialogue", "chat", asked, 2, ("Taskmaster",)),
+    ("code", "code", asked, 9, ("GPTeacher", "google-research")),
+    ("functions", "code", function, 12, ("cpython",)),
+    ("math", "math", asked, 22, ("grade-school",)),
+    ("math", "math", asked, 3, ("TAL",)),
+    ("summaries", "summ", asked, 6, ("",)),
+    ("summaries", "books", summary, 8, ("",)),
+    ("summaries", "docs", summary, 6, ("peps", "rust", "EIPs")),
+    ("stories", "books", story, 4, ("",)),
+    ("stories", "stories", story, 3, ("",)),
+)
+
+
+def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
+    """``count`` prompts by the shares of the plan, shuffled."""
+    rng = random.Random(0)
+    whole = sum(share for *_, share, _ in PLAN)
+    found: list[dict[str, Any]] = []
+    for task, name, ask, share, sources in PLAN:
+        every = [
+            record
+            for record in records(folder / f"{name}.train.jsonl.gz")
+            if any(source in record["source"] for source in sources)
+        ]
+        wanted, taken, rounds = round(count * share / whole), 0, 0
+        seen: set[str] = set()
+        # Texts may be asked about more than once, in different words and places.
+        while taken < wanted and rounds < 4:
+            rng.shuffle(every)
+            for record in every:
+                question = ask(record, rng)
+                if taken == wanted:
+                    break
+                if not question or question in seen or not 8 <= len(question) <= 2600:
+                    continue
+                seen.add(question)
+                taken += 1
+                found.append(
+                    {
+                        "messages": [{"role": "user", "content": question}],
+                        "task": task,
+                        "source": record["source"],
+                        "license": record["license"],
+                    }
+                )
+            rounds += 1
+    rng.shuffle(found)
+    return found
+
+
+if __name__ == "__main__":
+    data, out = Path(sys.argv[1]), Path(sys.argv[2])
+    made = prompts(data, int(sys.argv[3]) if len(sys.argv) > 3 else 20000)
+    out.write_text("".join(json.dumps(item) + "\n" for item in made), encoding="utf-8")
+    print(f"{len(made)} prompts in {out}")

@@ -1,0 +1,207 @@
+"""Stages on stderr: bars on a terminal, a line at least every 20 seconds in a pipe or a log.
+
+A minute without a word looks like a program that hangs; a log full of bars cannot be read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from paceline.stages import Stage, listening
+from paceline.stages import stage as begin_stage
+
+HEARTBEAT_SECONDS = 20.0
+
+
+@contextmanager
+def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) -> Iterator[None]:
+    """Show the stages of this block on stderr, or on ``console``."""
+    console = Console(stderr=True) if console is None else console
+    if console.is_terminal:
+        with _Bars(console) as bars, listening(bars):
+            yield
+        return
+    with _Lines(console, seconds) as lines, listening(lines):
+        yield
+
+
+class _Stage:
+    """Counts; ``changed`` is told when something is to be shown anew."""
+
+    def __init__(
+        self, what: str, total: float | None, unit: str, changed: Callable[[_Stage], None]
+    ) -> None:
+        self.what, self.total, self.unit, self.note = what, total, unit, ""
+        self.done = 0.0
+        self.start = time.monotonic()
+        self.bar: TaskID | None = None
+        self._changed = changed
+
+    def advance(self, steps: float = 1, note: str | None = None) -> None:
+        self.done += steps
+        self.note = self.note if note is None else note
+        self._changed(self)
+
+    def resize(self, total: float) -> None:
+        self.total = total
+        self._changed(self)
+
+    @property
+    def counts(self) -> str:
+        """``120 of 2,000 records``, ``31 of 93 MB``, or what is known of it."""
+        total = self.total
+        if not self.done and total is None:
+            return ""
+        if self.unit == "B":
+            size, name = _byte_unit(max(self.done, total or 0))
+            done, unit = f"{self.done / size:.0f}", name
+            whole = "" if total is None else f"{total / size:.0f}"
+        else:
+            done, whole = f"{self.done:,.0f}", "" if total is None else f"{total:,.0f}"
+            unit = self.unit
+        of = f" of {whole}" if whole else ""
+        return f"{done}{of} {unit}".rstrip()
+
+    def line(self) -> str:
+        parts = [part for part in (self.counts, self.note) if part]
+        elapsed = time.monotonic() - self.start
+        if elapsed >= 1:
+            parts.append(f"{duration(elapsed)} so far")
+        if self.total and 0 < self.done < self.total and elapsed >= 5:
+            left = elapsed * (self.total - self.done) / self.done
+            parts.append(f"about {duration(left)} left")
+        return self.what + (": " + ", ".join(parts) if parts else " ...")
+
+
+def _byte_unit(size: float) -> tuple[float, str]:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 10 * unit:
+            return unit, name
+    return 1.0, "B"
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+class _Bars:
+    """A Rich bar for every open stage; gone when the stage ends."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[counts]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def begin(self, what: str, total: float | None, unit: str) -> Stage:
+        begun = _Stage(what, total, unit, self._update)
+        begun.bar = self._progress.add_task(what, total=total, counts=begun.counts)
+        return begun
+
+    def end(self, stage: Stage) -> None:
+        if isinstance(stage, _Stage) and stage.bar is not None:
+            self._progress.remove_task(stage.bar)
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, soft_wrap=True)
+
+    def _update(self, stage: _Stage) -> None:
+        if stage.bar is not None:
+            description = f"{stage.what}: {stage.note}" if stage.note else stage.what
+            self._progress.update(
+                stage.bar,
+                description=description,
+                completed=stage.done,
+                total=stage.total,
+                counts=stage.counts,
+            )
+
+
+class _Lines:
+    """A line when a stage has lasted a second, then one every ``seconds``, from a thread.
+
+    From a thread, because what takes long is often one call of a library.
+    """
+
+    def __init__(self, console: Console, seconds: float) -> None:
+        self._console, self._seconds = console, seconds
+        self._open: list[_Stage] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._next = time.monotonic() + min(1.0, seconds)
+        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+
+    def __enter__(self) -> _Lines:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begin(self, what: str, total: float | None, unit: str) -> Stage:
+        begun = _Stage(what, total, unit, lambda stage: None)
+        with self._lock:
+            self._open.append(begun)
+            # Something new is said soon, but not each of many short stages.
+            self._next = min(self._next, time.monotonic() + min(1.0, self._seconds))
+        return begun
+
+    def end(self, stage: Stage) -> None:
+        with self._lock:
+            self._open = [other for other in self._open if other is not stage]
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            self._print(line)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(min(0.25, self._seconds / 4)):
+            with self._lock:
+                if self._open and time.monotonic() >= self._next:
+                    self._print(self._open[-1].line())
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._next = time.monotonic() + self._seconds
+
+
+class Advance:
+    """``advance(1, "chat: ngram")``: so many steps are done, and what comes next."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __call__(self, steps: int = 1, description: str | None = None) -> None:
+        self._stage.advance(steps, description)
+
+
+@contextmanager
+def progress_bar(description: str, total: int) -> Iterator[Advance]:
+    """One stage, shown on stderr (stdout carries the result)."""
+    with showing(), begin_stage(description, total) as begun:
+        yield Advance(begun)
