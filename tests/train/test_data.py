@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
+from paceline.stages import listening
 from paceline.train.data import Mixture, Source, encode, read_records, render
 from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
 
+TOKENIZER = train_tokenizer(["one two three four"], 262)
 RECORDS = [
     {"text": "one", "license": "MIT"},
     {"text": "two", "license": "CC-BY-SA-4.0"},
@@ -23,6 +27,39 @@ RECORDS = [
     {"text": "", "license": "MIT"},
     {"text": "four"},
 ]
+
+
+class Told:
+    """A listener that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.stages: list[str] = []
+        self.notes: list[str] = []
+
+    def begin(self, what: str, total: float | None, unit: str) -> Told:
+        self.stages.append(what)
+        return self
+
+    def end(self, stage: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def advance(self, steps: float = 1, note: str | None = None) -> None:
+        if note is not None:
+            self.notes.append(note)
+
+    def resize(self, total: float) -> None:
+        pass
+
+
+@contextmanager
+def heard() -> Iterator[Told]:
+    told = Told()
+    with listening(told):
+        yield told
 
 
 def write(path: Path, lines: list[str]) -> Path:
@@ -44,22 +81,40 @@ def test_licences_are_left_out(corpus: Path) -> None:
 
 
 def test_excluded_records_are_not_encoded(corpus: Path) -> None:
-    tokenizer = train_tokenizer(["one two three four"], 262)
+    tokenizer = TOKENIZER
     text = tokenizer.decode(encode(corpus, tokenizer, ("CC-BY-SA",)))
     assert text == "<|endoftext|>one<|endoftext|>three<|endoftext|>four"
 
 
 def test_a_file_with_nothing_left_is_an_error(corpus: Path) -> None:
-    tokenizer = train_tokenizer(["one two three four"], 262)
+    tokenizer = TOKENIZER
     with pytest.raises(DataError, match="no usable records"):
         encode(corpus, tokenizer, ("",))
 
 
-@pytest.mark.parametrize("line", ["{", "[1, 2]", '{"body": "x"}', "3", "null"])
-def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
-    path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), line])
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2"):
-        list(read_records(path))
+@pytest.mark.parametrize("line", ["{", "[1, 2]", '{"body": "x"}', "3", "null", '{"text": 3}'])
+def test_bad_lines_are_named_and_left_out(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), line, json.dumps(RECORDS[2])])
+    with heard() as told:
+        stream = encode(path, TOKENIZER)
+    assert TOKENIZER.decode(stream) == "<|endoftext|>one<|endoftext|>three"
+    (said,) = told.lines
+    assert "bad.jsonl: 1 line left out, 2 used (line 2: " in said
+
+
+def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", ["{"] * 9 + [json.dumps(RECORDS[0])])
+    with heard() as told:
+        encode(path, TOKENIZER)
+    (said,) = told.lines
+    assert "9 lines left out, 1 used (line 1: it is not JSON; line 2: " in said
+    assert said.endswith("line 3: it is not JSON; and 6 more)")
+
+
+def test_a_file_of_bad_lines_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", ["{", "3"])
+    with pytest.raises(DataError, match=r"no usable records.*line 1: it is not JSON; line 2: "):
+        encode(path, TOKENIZER)
 
 
 def test_a_file_that_is_no_gzip(tmp_path: Path) -> None:
@@ -69,11 +124,18 @@ def test_a_file_that_is_no_gzip(tmp_path: Path) -> None:
         list(read_records(path))
 
 
+def test_a_gzip_that_was_cut(tmp_path: Path) -> None:
+    path = write(tmp_path / "cut.jsonl.gz", [json.dumps({"text": str(n) * 50}) for n in range(999)])
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(DataError, match="cannot read"):
+        list(read_records(path))
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="cannot read"):
-        list(read_records(path))
+    with pytest.raises(DataError, match="line 1: it is not UTF-8 text"):
+        encode(path, TOKENIZER)
 
 
 def test_source_specs(corpus: Path) -> None:

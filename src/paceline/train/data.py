@@ -1,123 +1,79 @@
-"""Reading JSONL(.gz) corpora into packed token streams, one stream a file.
+"""Data files as streams of token ids, one a file, with a mask of what is to be learnt.
 
-A record is ``{"text": ..., "license": ...}``; turns that start with ``User: `` or
-``Assistant: `` and are parted by a blank line are put into the tokenizer's chat format.
+A record holds ``messages``, ``conversations`` or ``turns``, which the target's chat template
+writes; ``text``, where turns that start with ``User: `` or ``Assistant: `` and are parted by a
+blank line are a conversation, too; or ``ids``, as ``paceline train sample`` writes them, of which
+the first ``prompt`` were given.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
-from paceline.errors import DataError
-from paceline.train.tokenizer import END_OF_TEXT, END_OF_TURN, ROLE_TOKENS
+from paceline.core.params import is_unicode
+from paceline.errors import ConfigError, DataError
+from paceline.stages import Stage, say, stage
+from paceline.train.chat import ChatWriter, conversation_of, has_our_roles, in_our_format
+from paceline.train.chat import turns_of as turns_of
+from paceline.train.records import FORMS, Refusals, RefusedError, numbered_records
+from paceline.train.records import Source as Source
+from paceline.train.records import read_records as read_records
+from paceline.train.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_TURN = re.compile(r"(?:\A|\n\n)(User|Assistant): ")
+LOSS_ON = ("assistant", "all")
+_CHUNK = 256  # records that are tokenised at once
 
 
 @dataclass(frozen=True)
-class Source:
-    """One corpus file and its share of the training tokens."""
+class Stream:
+    """All documents of a file, one after the other, each begun by the separator.
 
-    path: Path
-    weight: float
+    ``ids`` uint16 or uint32 [n]; ``mask`` bool [n], True where a token is to be learnt (predicted),
+    None if all are; ``starts`` int64, where the documents begin.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray | None
+    starts: np.ndarray
 
     @property
-    def name(self) -> str:
-        return self.path.name.split(".")[0]
-
-    @classmethod
-    def parse(cls, spec: str) -> Source:
-        """``FILE`` or ``FILE=WEIGHT``; the weight is relative, 1 when left out."""
-        path, _, weight = spec.partition("=")
-        try:
-            value = float(weight) if weight else 1.0
-        except ValueError:
-            raise DataError(
-                f"--data {spec!r}: {weight!r} is not a number; use FILE=WEIGHT"
-            ) from None
-        if not Path(path).is_file():
-            raise DataError(f"data file {path} does not exist; give JSONL or JSONL.gz files")
-        if not value > 0:
-            raise DataError(f"--data {spec!r}: the weight must be above 0")
-        return cls(Path(path), value)
+    def learnt(self) -> int:
+        """How many tokens are to be learnt."""
+        return len(self.ids) if self.mask is None else int(self.mask.sum())
 
 
-def read_records(path: Path, exclude_licenses: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Records of a JSONL(.gz) file, without those whose licence contains an excluded string."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    record = json.loads(line)
-                    text = record["text"]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    raise DataError(
-                        f"{path}, line {number}: not a JSON object with a 'text' field"
-                    ) from None
-                licence = str(record.get("license", ""))
-                if text and not any(word in licence for word in exclude_licenses):
-                    yield record
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+@dataclass(frozen=True)
+class _Document:
+    """Text with the characters to be learnt (None: all of it), or ids after a prompt."""
+
+    text: str = ""
+    spans: list[tuple[int, int]] | None = None
+    ids: np.ndarray | None = None
+    prompt: int = 0
 
 
 def render(text: str) -> str:
-    """A document as the model sees it, without the leading separator.
+    """A document as our own models see it, without the leading separator.
 
     Conversations become ``<|user|>question<|end|><|assistant|>answer<|end|>``.
     """
-    if not text.startswith(("User: ", "Assistant: ")):
-        return text
-    pieces = _TURN.split(text)  # ['', role, content, role, content, ...]
-    turns = zip(pieces[1::2], pieces[2::2], strict=True)
-    return "".join(f"{ROLE_TOKENS[role.lower()]}{content}{END_OF_TURN}" for role, content in turns)
-
-
-def turns_of(text: str) -> list[dict[str, str]]:
-    """The messages of a conversation, as chat templates take them; [] for other text."""
-    if not text.startswith(("User: ", "Assistant: ")):
-        return []
-    pieces = _TURN.split(text)
-    turns = zip(pieces[1::2], pieces[2::2], strict=True)
-    return [{"role": role.lower(), "content": content} for role, content in turns]
-
-
-def has_our_roles(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether conversations are written with the tokens of ``render``."""
-    return set(ROLE_TOKENS.values()) <= set(tokenizer.get_vocab())
-
-
-def render_for(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """``render`` for any model: in its own chat format, plain where it has none."""
-    if has_our_roles(tokenizer):
-        return render(text)
     turns = turns_of(text)
-    if not turns or not tokenizer.chat_template:
-        return text
-    try:
-        written = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except TemplateError:  # a template may refuse, say, an opening by the assistant
-        return text
-    return written.removeprefix(tokenizer.bos_token or "")
+    return in_our_format(turns)[0] if turns else text
 
 
 def separator_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The id that stands before every document: the end-of-text token of our tokenizers, else
     the model's first token; None if it has neither that nor an end token."""
-    own = tokenizer.get_vocab().get(END_OF_TEXT) if has_our_roles(tokenizer) else None
+    own = tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) if has_our_roles(tokenizer) else None
     for candidate in (own, tokenizer.bos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)
@@ -128,42 +84,221 @@ def encode(
     path: Path, tokenizer: PreTrainedTokenizerFast, exclude_licenses: Sequence[str] = ()
 ) -> np.ndarray:
     """All documents of a file as one stream of ids [n], each preceded by the separator."""
-    separator = separator_of(tokenizer)
-    before = [] if separator is None else [separator]
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    backend = tokenizer.backend_tokenizer
-    parts: list[np.ndarray] = []
-    records = read_records(path, exclude_licenses)
-    texts = [render_for(record["text"], tokenizer) for record in records]
-    for start in range(0, len(texts), 512):
-        batch = backend.encode_batch(texts[start : start + 512], add_special_tokens=False)
-        parts.extend(np.array([*before, *item.ids], dtype=dtype) for item in batch)
+    return encode_stream(path, tokenizer, exclude_licenses, "all").ids
+
+
+def encode_stream(
+    path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    exclude_licenses: Sequence[str] = (),
+    loss_on: str = "assistant",
+) -> Stream:
+    """All documents of a file, and which of their tokens are to be learnt.
+
+    With ``loss_on`` "assistant" these are, of a conversation, the assistant's with the end token
+    of each answer; of ids those after the prompt; of other text all. Lines that cannot be used are
+    named in one line. Raises DataError if none can.
+    """
+    if loss_on not in LOSS_ON:
+        raise ConfigError(f"--loss-on is {loss_on!r}; use one of {', '.join(LOSS_ON)}")
+    packer = _Packer(tokenizer)
+    refused = Refusals(path)
+    parts: list[Stream] = []
+    tokens = documents = 0
+    with stage(f"tokenising {path.name}", total=_size(path), unit="B") as doing:
+        found = _documents(path, packer, exclude_licenses, loss_on, refused, doing)
+        while chunk := list(islice(found, _CHUNK)):
+            parts.append(packer.pack(chunk, tokens))
+            tokens += len(parts[-1].ids)
+            documents += len(chunk)
+            doing.advance(0, f"{documents:,} records, {tokens:,} tokens")
     if not parts:
+        why = f": {refused.named}" if refused.count else ""
         raise DataError(
-            f"{path} has no usable records (after leaving out {list(exclude_licenses)})"
+            f"{path} has no usable records (after leaving out {list(exclude_licenses)}){why}"
         )
-    return np.concatenate(parts)
+    refused.tell(documents)
+    if packer.writer.searched:
+        say(
+            f"{path}: the chat template rewrites earlier turns; {packer.writer.searched:,} answers "
+            "were found by their words"
+        )
+    return _joined(parts)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _documents(
+    path: Path,
+    packer: _Packer,
+    exclude_licenses: Sequence[str],
+    loss_on: str,
+    refused: Refusals,
+    doing: Stage,
+) -> Iterator[_Document]:
+    for line, record in numbered_records(path, exclude_licenses, refused, doing.advance):
+        try:
+            yield packer.document(record, loss_on)
+        except RefusedError as why:
+            refused.add(line, str(why))
+
+
+def _joined(parts: list[Stream]) -> Stream:
+    mask = np.concatenate([part.mask for part in parts if part.mask is not None])
+    return Stream(
+        np.concatenate([part.ids for part in parts]),
+        None if mask.all() else mask,
+        np.concatenate([part.starts for part in parts]),
+    )
+
+
+class _Packer:
+    """Turns records into documents, and these into token ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.writer = ChatWriter(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        # A tokenizer's file may ask for cutting and padding, which are no part of a corpus.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._separator = separator_of(tokenizer)
+        self._vocab_size = len(tokenizer)
+        self._dtype = np.uint16 if self._vocab_size <= 1 << 16 else np.uint32
+        self._after_plain = True  # a separator ends the plain text before it: it is learnt as well
+        self._compared = False
+
+    def document(self, record: dict[str, Any], loss_on: str) -> _Document:
+        """Raises RefusedError; DataError if ids are those of another tokenizer."""
+        whole = loss_on == "all"
+        if record.get("ids") is not None:
+            return self._given(record, whole)
+        talk = conversation_of(record)
+        if talk is None:
+            return _checked(_Document(record["text"]))
+        try:
+            text, spans = self.writer.write(talk)
+        except RefusedError:
+            if any(record.get(name) is not None for name in FORMS[1:-1]):
+                raise
+            return _checked(_Document(record["text"]))  # as text it can still be learnt
+        if not whole and not any(start < end for start, end in spans):
+            raise RefusedError("its assistant says nothing (--loss-on all learns the rest)")
+        return _checked(_Document(text, None if whole else spans))
+
+    def _given(self, record: dict[str, Any], whole: bool) -> _Document:
+        try:
+            ids = np.asarray(record["ids"])
+        except (ValueError, OverflowError):
+            ids = np.zeros(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RefusedError("its ids are not a list of whole numbers")
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise RefusedError(f"it has ids outside the vocabulary (0 to {self._vocab_size - 1})")
+        prompt = record.get("prompt", 0)
+        if not isinstance(prompt, int) or not 0 <= prompt < len(ids):
+            raise RefusedError(f"its prompt is {prompt!r}, but it must be fewer tokens than ids")
+        if not self._compared and isinstance(record.get("text"), str):
+            self._compared = True
+            if self._tokenizer.decode(ids.tolist()) != record["text"]:
+                raise DataError(
+                    "the ids of a data file are not this model's: its tokenizer reads another text "
+                    "from them; let this model write its own (paceline train sample)"
+                )
+        return _Document(ids=ids, prompt=0 if whole else prompt)
+
+    def pack(self, documents: Sequence[_Document], before: int) -> Stream:
+        """Documents as a stream that begins ``before`` tokens after the file's first."""
+        texts = [item.text for item in documents if item.ids is None]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        rows, masks, starts = [], [], []
+        for item in documents:
+            if item.ids is not None:
+                ids = item.ids.astype(self._dtype)
+                mask = np.arange(len(ids)) >= item.prompt
+            else:
+                encoding = next(encodings)
+                ids = np.array(encoding.ids, dtype=self._dtype)
+                mask = _learnt(encoding.offsets if item.spans is not None else [], item.spans, ids)
+            if self._separator is not None:
+                if not len(ids) or ids[0] != self._separator:
+                    ids = np.concatenate([np.array([self._separator], self._dtype), ids])
+                    mask = np.concatenate([[True], mask])
+                mask[0] = self._after_plain
+            self._after_plain = item.spans is None and not item.prompt
+            starts.append(before)
+            before += len(ids)
+            rows.append(ids)
+            masks.append(mask)
+        return Stream(np.concatenate(rows), np.concatenate(masks), np.array(starts))
+
+
+def _checked(document: _Document) -> _Document:
+    if not isinstance(document.text, str):
+        raise RefusedError("its text is no text")
+    if not is_unicode(document.text):
+        raise RefusedError("it has half a surrogate pair, which is no character")
+    return document
+
+
+def _learnt(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None, ids: np.ndarray
+) -> np.ndarray:
+    """Which tokens hold a character of the spans; all if there are none given."""
+    if spans is None:
+        return np.ones(len(ids), dtype=np.bool_)
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    if len(ids):
+        first, last = np.array(offsets).T
+        last = np.maximum(last, first + 1)  # of no width: the blank that a tokenizer puts in front
+        for start, end in spans:
+            mask |= (first < end) & (last > start)
+    return mask
 
 
 class Mixture:
     """Random windows from weighted token streams; batch n depends only on (seed, n)."""
 
-    def __init__(self, streams: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> None:
-        self.streams = list(streams)
+    def __init__(
+        self, streams: Sequence[np.ndarray | Stream], weights: Sequence[float], seed: int
+    ) -> None:
+        self.streams = [item.ids if isinstance(item, Stream) else item for item in streams]
+        self.masks = [item.mask if isinstance(item, Stream) else None for item in streams]
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
         self.seed = seed
 
     def batch(self, step: int, batch_size: int, seq_len: int) -> np.ndarray:
         """int64 [batch_size, seq_len + 1]: inputs and, shifted by one, their targets."""
+        rows = [
+            self.streams[index][start : start + seq_len + 1]
+            for index, start in self._places(step, batch_size, seq_len)
+        ]
+        return np.stack(rows).astype(np.int64)
+
+    def mask(self, step: int, batch_size: int, seq_len: int) -> np.ndarray | None:
+        """bool [batch_size, seq_len + 1]: which tokens of ``batch`` are to be learnt; None if
+        all tokens of all streams are."""
+        if all(mask is None for mask in self.masks):
+            return None
+        rows = []
+        for index, start in self._places(step, batch_size, seq_len):
+            mask = self.masks[index]
+            whole = np.ones(seq_len + 1, dtype=np.bool_)
+            rows.append(whole if mask is None else mask[start : start + seq_len + 1])
+        return np.stack(rows)
+
+    def _places(self, step: int, batch_size: int, seq_len: int) -> list[tuple[int, int]]:
+        """Stream and first token of each window."""
         for stream in self.streams:
             if len(stream) <= seq_len + 1:
                 raise DataError(f"a data file has only {len(stream)} tokens; needed {seq_len + 2}")
         rng = np.random.default_rng((self.seed, step))
         choice = rng.choice(len(self.streams), size=batch_size, p=self.weights)
-        rows = []
-        for index in choice:
-            stream = self.streams[index]
-            start = int(rng.integers(0, len(stream) - seq_len - 1))
-            rows.append(stream[start : start + seq_len + 1])
-        return np.stack(rows).astype(np.int64)
+        lengths = [len(stream) - seq_len - 1 for stream in self.streams]
+        return [(int(index), int(rng.integers(0, lengths[index]))) for index in choice]

@@ -18,7 +18,8 @@ from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer, resolve_device
 from paceline.train.acceptance import Acceptance
-from paceline.train.data import Mixture, Source, encode, read_records, render
+from paceline.train.chat import own_text
+from paceline.train.data import Mixture, Source, encode, read_records
 from paceline.train.losses import distillation_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import (
@@ -151,7 +152,7 @@ class LMTrainer:
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(str(folder))
         texts = (
-            render(record["text"])
+            own_text(record)
             for item in self.sources
             for record in read_records(item.path, self.config.exclude_licenses)
         )
