@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
 from paceline.draft.eagle_head import EagleHead
 from paceline.train.acceptance import total
-from paceline.train.eagle import EagleTrainConfig, EagleTrainer, UnrolledAttention
+from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.observed import Observed
+from paceline.train.unrolled import Places, UnrolledAttention
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
 DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
@@ -108,65 +110,41 @@ def weights(trainer: EagleTrainer) -> dict[str, torch.Tensor]:
 # -- the unrolled forward --------------------------------------------------------------------
 
 
-def chain_by_hand(head: EagleHead, embeds: torch.Tensor, fused: torch.Tensor, t: int) -> list[int]:
-    """Greedy drafts from position t: rows 0 to t, then one drafted row after the other."""
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scaling: float
-    ) -> torch.Tensor:
-        fresh = not keys
-        keys.append(key)
-        values.append(value)
-        out = F.scaled_dot_product_attention(
-            query,
-            torch.cat(keys, 2),
-            torch.cat(values, 2),
-            is_causal=fresh,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2)
-
-    hidden = head(embeds[1 : t + 2], fused[: t + 1], torch.arange(t + 1), attend)[-1:]
-    tokens = [int(head.to_target_ids(head.logits(hidden).argmax(-1)))]
-    for j in range(1, 3):
-        row = embeds[t + 1 + j : t + 2 + j]
-        hidden = head(row, hidden, torch.tensor([t + j]), attend)
-        tokens.append(int(head.to_target_ids(head.logits(hidden).argmax(-1))))
-    return tokens
+def chain_by_hand(head: EagleHead, seen: Observed, t: int) -> list[int]:
+    """Greedy drafts from place t, one row after the other."""
+    return [int(head.to_target_ids(logits.argmax(-1))) for logits in chain_logits(head, seen, t)]
 
 
 def test_drafts_of_all_positions_at_once_equal_drafting_from_each(finished: EagleTrainer) -> None:
-    stream = finished.mixture.streams[0]
+    stream = finished.documents.streams[0].ids
     ids = torch.from_numpy(stream[:20].astype("int64"))[None]
     with torch.inference_mode():
         seen = finished.observe(ids)
         drafts = finished.drafts(seen, 3)
-        fused = finished.head.fuse(seen.features[0])
         for t in (0, 5, 16):
-            assert drafts[t].tolist() == chain_by_hand(finished.head, seen.embeds[0], fused, t)
+            expected = chain_by_hand(finished.head, seen, t)
+            assert drafts[t, : len(expected)].tolist() == expected
 
 
 def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> None:
-    stream = torch.from_numpy(finished.mixture.streams[0].astype("int64"))
+    stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     windows = stream[:120].view(3, 40)
     with torch.no_grad():
-        whole = float(finished.loss(finished.observe(windows)))
+        whole = float(finished.loss(finished.observe(windows)))  # as many places in each
         alone = [float(finished.loss(finished.observe(row[None]))) for row in windows]
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 
 def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
-    attend = UnrolledAttention(1)
-    zero, length = torch.zeros(1, 1, 4, 16), 4
-    for step in range(3):
-        rows = torch.eye(16)[step * length : (step + 1) * length][None, None]
-        out = attend(zero, zero, rows, layer=0, scaling=1.0)[0, :, 0]
+    attend = UnrolledAttention(Places.of(torch.ones(1, 6, dtype=torch.bool)))  # from 4 places
+    start = 0
+    for rows in (6, 4, 4):
+        zero, names = torch.zeros(1, 1, rows, 16), torch.eye(16)[start : start + rows]
+        out = attend(zero, zero, names[None, None], layer=0, scaling=1.0)[0, :, 0]
+        start += rows
     seen = [sorted(row.nonzero().flatten().tolist()) for row in out]
-    assert seen == [[0, 4, 8], [0, 1, 5, 9], [0, 1, 2, 6, 10], [0, 1, 2, 3, 7, 11]]
+    assert seen == [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
     torch.testing.assert_close(out[3].max(), torch.tensor(1 / 6))
 
 
@@ -199,7 +177,7 @@ def test_version_1_predicts_features_and_tokens(
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens(finished: EagleTrainer) -> None:
-    stream = torch.from_numpy(finished.mixture.streams[0].astype("int64"))
+    stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     counts = torch.bincount(stream, minlength=320)
     chosen = finished.head.t2d
     assert int(chosen.sum()) == 150
@@ -210,11 +188,11 @@ class Cut(Exception):
     """Stands for a power cut between two steps."""
 
 
-@pytest.mark.parametrize("pool", [0, 5])
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_resumed_run_ends_with_the_same_weights(
-    config: EagleTrainConfig, tmp_path: Path, pool: int
+    config: EagleTrainConfig, tmp_path: Path, cached: bool
 ) -> None:
-    short = replace(config, steps=12, cache_windows=pool)
+    short = replace(config, steps=12, cache_features=cached)
 
     def cut(progress: HeadProgress) -> None:
         if progress.step == 5:
@@ -235,18 +213,108 @@ def test_a_resumed_run_ends_with_the_same_weights(
 
 
 def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_path: Path) -> None:
-    trainer = EagleTrainer(replace(config, cache_windows=4, steps=3), tmp_path, device="cpu")
+    own = replace(config, cache_features=True, steps=3, long_every=0)
+    trainer = EagleTrainer(own, tmp_path, device="cpu")
     cache = trainer._cache
     assert cache is not None
-    windows, numbers = trainer._batch(0)
-    assert numbers is not None and set(numbers) <= set(range(4))
-    first, again = cache.look(windows, numbers), cache.look(windows, numbers)
-    streamed = trainer.observe(windows)
-    for name in ("ids", "embeds", "features", "logits", "final"):
-        torch.testing.assert_close(getattr(first, name), getattr(streamed, name))
-        assert torch.equal(getattr(first, name), getattr(again, name))
+    for windows in trainer._batch(0):
+        first, again = cache.look(windows), cache.look(windows)
+        streamed = trainer.look_at(windows)
+        real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
+        for name in ("ids", "learn", "embeds", "features", "final"):
+            expected = getattr(streamed, name)[real]
+            torch.testing.assert_close(getattr(first, name)[real], expected)
+            torch.testing.assert_close(getattr(again, name)[real], expected)
+        torch.testing.assert_close(trainer.loss(again), trainer.loss(streamed))
     trainer.run()
-    assert len(list((tmp_path / "features").iterdir())) <= 4
+    files = list((tmp_path / "features").rglob("*.safetensors"))
+    assert 0 < len(files) <= len(trainer.documents.pieces)
+    files[0].write_bytes(b"damaged")  # found out, and made again
+    whole = EagleTrainer(own, tmp_path / "again", device="cpu")
+    whole.run()
+    resumed = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
+    resumed.run()
+
+
+def test_only_what_is_to_be_learnt_counts(finished: EagleTrainer) -> None:
+    """What stands before is read, what does not count changes nothing."""
+    ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
+    learn = torch.zeros_like(ids, dtype=torch.bool)
+    learn[0, 12:20] = True
+    other = ids.clone()
+    other[0, 25:] = other[0, 25:].flip(0)
+    with torch.no_grad():
+        loss = float(finished.loss(finished.observe(ids, learn)))
+        assert float(finished.loss(finished.observe(other, learn))) == pytest.approx(loss)
+        assert float(finished.loss(finished.observe(ids))) != pytest.approx(loss)
+        before = ids.clone()
+        before[0, 3] = (before[0, 3] + 1) % 300
+        assert float(finished.loss(finished.observe(before, learn))) != pytest.approx(loss)
+
+
+def test_padding_at_the_end_changes_nothing(finished: EagleTrainer) -> None:
+    ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
+    padded, learn = F.pad(ids, (0, 9)), F.pad(torch.ones_like(ids, dtype=torch.bool), (0, 9))
+    with torch.no_grad():
+        expected = float(finished.loss(finished.observe(ids)))
+        assert float(finished.loss(finished.observe(padded, learn))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_loss_is_that_of_single_drafts(
+    config: EagleTrainConfig, tmp_path: Path, version: int
+) -> None:
+    """The unrolled loss against cross-entropies of one draft after the other, written out."""
+    own = replace(config, argmax_weight=0.0, step_decay=0.5, feature_weight=0.0, token_weight=1.0)
+    if version == 1:
+        own = replace(own, version=1, feature_layers=(), draft_vocab_size=0)
+    trainer = EagleTrainer(own, tmp_path, device="cpu")
+    head = trainer.head
+    ids = torch.from_numpy(trainer.documents.streams[0].ids[:14].astype("int64"))[None]
+    learn = torch.ones_like(ids, dtype=torch.bool)
+    learn[0, :5] = False
+    everything = torch.arange(head.config.draft_vocab_size)
+    with torch.no_grad():
+        seen = trainer.observe(ids, learn)
+        found = float(trainer.loss(seen))
+        out = trainer.target(input_ids=ids)
+        laws = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
+        total_loss = 0.0
+        for t in range(3, 12):
+            for j, logits in enumerate(chain_logits(head, seen, t)):
+                known = version == 1 or (t + 2 + j < 14 and bool(head.t2d[ids[0, t + 2 + j]]))
+                if t + 2 + j < 14 and known:
+                    nats = -(laws[t + 1 + j] * logits.log_softmax(-1)).sum()
+                    total_loss += 0.5**j / 1.75 * float(nats)
+    assert found == pytest.approx(total_loss / 9, rel=1e-4)
+
+
+def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
+    """Logits of three steps from place t, the text's own tokens standing in for drafted ones."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scaling: float
+    ) -> torch.Tensor:
+        fresh = not keys
+        keys.append(key)
+        values.append(value)
+        k, v = torch.cat(keys, 2), torch.cat(values, 2)
+        out = F.scaled_dot_product_attention(
+            query, k, v, is_causal=fresh, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    embeds, fused = seen.embeds[0], head.fuse(seen.features[0])
+    hidden = head(embeds[1 : t + 2], fused[: t + 1], torch.arange(t + 1), attend)[-1:]
+    found = [head.logits(hidden)[0]]
+    for j in (1, 2):
+        if t + 1 + j >= len(embeds):
+            break
+        hidden = head(embeds[t + 1 + j : t + 2 + j], hidden, torch.tensor([t + j]), attend)
+        found.append(head.logits(hidden)[0])
+    return found
 
 
 # -- what comes out --------------------------------------------------------------------------
@@ -287,7 +355,6 @@ def test_held_out_acceptance_is_what_the_engine_measures(
         ({"version": 1, "feature_layers": (1, 2)}, ConfigError, "one target layer"),
         ({"data": ("no.jsonl",)}, DataError, "no.jsonl does not exist"),
         ({"target": "./no-model"}, ModelLoadError, "no tokenizer in ./no-model|does not exist"),
-        ({"seq_len": 127}, ConfigError, "exceed the target's context of 128"),
         ({"argmax_weight": 1.5}, ConfigError, "argmax_weight is a share"),
         ({"ttt_steps": 0}, ConfigError, "--ttt-steps"),
     ],
@@ -310,7 +377,7 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
     ("lines", "message"),
     [
         (['{"text": ""}'], "no usable records"),
-        (['{"text": "hello"}'], "only .* tokens of text"),
+        (['{"text": "h"}'], "no document of 4 tokens or more"),
         (['{"story": "hello"}'], "line 1: not a JSON object"),
     ],
 )

@@ -17,6 +17,7 @@ from paceline.draft.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.unrolled import Places
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
@@ -116,22 +117,24 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 def test_head_k_is_taught_the_law_two_and_k_further_on(config: MedusaTrainConfig, tmp_path: Path):
     """The loss is lowest where head k says what the target says k + 1 rows later."""
     trainer = MedusaTrainer(replace(config, argmax_weight=0.0, head_decay=0.5), tmp_path, "cpu")
-    ids = torch.from_numpy(trainer.mixture.batch(0, 2, 42))
-    seen = trainer.observe(ids)
-    length = ids.shape[1] - trainer.lookahead
+    stream = trainer.documents.streams[0].ids[:84].astype("int64")
+    seen = trainer.observe(torch.from_numpy(stream).view(2, 42))
+    logits = trainer.target(input_ids=seen.ids).logits.detach()
+    places = Places.of(seen.learn)
+    assert len(places.flat) == 2 * 40
     asked = []
 
     def perfect(k, features, lm_head):
         asked.append((k, features.shape[0]))
-        return seen.logits[:, 1 + k : 1 + k + length].flatten(0, 1)
+        return logits.flatten(0, 1)[places.ahead(1 + k)]
 
     trainer.head.logits = perfect  # type: ignore[method-assign]
     best = float(trainer.loss(seen))
-    entropies = torch.distributions.Categorical(logits=seen.logits).entropy()
-    parts = [entropies[:, 1 + k : 1 + k + length].mean() for k in range(3)]
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    parts = [entropies[:, 1 + k : 41].sum() / 80 for k in range(3)]
     wanted = sum(0.5**k * float(part) for k, part in enumerate(parts)) / 1.75
     assert best == pytest.approx(wanted, rel=1e-4)
-    assert asked == [(k, 2 * length) for k in range(3)]
+    assert asked == [(k, 80) for k in range(3)]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -257,7 +260,7 @@ def test_a_tree_is_right_as_far_as_it_holds_the_path() -> None:
     [
         ({"heads": 0}, "heads is 0"),
         ({"layers": 0}, "have no weights"),
-        ({"joint": True, "cache_windows": 4}, "features cannot be kept"),
+        ({"joint": True, "cache_features": True}, "features cannot be kept"),
     ],
 )
 def test_options_that_cannot_work_leave_nothing(

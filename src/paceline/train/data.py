@@ -261,6 +261,40 @@ def _learnt(
     return mask
 
 
+@dataclass(frozen=True)
+class Stream:
+    """All documents of one file, one after the other."""
+
+    name: str  # of the file
+    ids: np.ndarray  # uint16 or uint32 [n]
+    learn: np.ndarray  # bool [n]: what a draft shall learn to say
+    starts: np.ndarray  # int64 [documents]
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether this can be what was saved: ids of the vocabulary, documents in order."""
+        starts = self.starts
+        return bool(
+            self.ids.ndim == 1
+            and self.ids.dtype.kind == "u"
+            and self.ids.shape == self.learn.shape
+            and len(starts)
+            and int(self.ids.max()) < vocab_size
+            and int(starts[0]) == 0
+            and (np.diff(starts) > 0).all()
+            and int(starts[-1]) < len(self.ids)
+        )
+
+
+def encode_stream(path, tokenizer, exclude_licenses=(), loss_on="assistant"):
+    ids, learn, starts = [], [], [0]
+    for line in open(path):
+        r = json.loads(line)
+        ids += r["ids"]
+        learn += [loss_on == "all" or i >= r["prompt"] for i in range(len(r["ids"]))]
+        starts.append(len(ids))
+    return Stream(path.name, np.array(ids, dtype=np.uint16), np.array(learn), np.array(starts[:-1]))
+
+
 class Mixture:
     """Random windows from weighted token streams; batch n depends only on (seed, n)."""
 

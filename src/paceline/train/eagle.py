@@ -20,6 +20,7 @@ from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_la
 from paceline.errors import ConfigError
 from paceline.train.heads import HeadConfig, HeadTrainer
 from paceline.train.observed import Observed
+from paceline.train.unrolled import Places, UnrolledAttention, law_loss
 
 
 @dataclass(frozen=True)
@@ -32,67 +33,11 @@ class EagleTrainConfig(HeadConfig):
     feature_weight: float = 1.0  # EAGLE-1: weight of the feature loss
     token_weight: float = 0.1  # EAGLE-1: weight of the token loss
     feature_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 32000  # most frequent tokens of the data; 0 is all
+    draft_vocab_size: int = 16000  # most frequent tokens of what is learnt; 0 is all
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     ffn_size: int = 0
-
-
-class UnrolledAttention:
-    """Attention of a head unrolled over a whole window at once.
-
-    Row t of step j stands for the drafted token j of a draft that started at t. It attends to
-    the keys of step 0 up to t (the committed tokens) and to row t of the steps 1 to j (the
-    draft's own tokens), as it would with a cache.
-    """
-
-    def __init__(self, windows: int) -> None:
-        self.windows = windows
-        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        layer: int,
-        scaling: float,
-    ) -> torch.Tensor:
-        """As ``paceline.model.lean.Attend``; T rows are the windows one after the other."""
-        heads, rows, width = query.shape[1:]
-        kv_heads, windows = key.shape[1], self.windows
-        length = rows // windows
-        # [1, heads, T, d] to [windows, heads, length, d]
-        q, k, v = (
-            each[0].reshape(-1, windows, length, width).transpose(0, 1)
-            for each in (query, key, value)
-        )
-        self.steps.append((k, v))
-        if len(self.steps) == 1:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
-            )
-        else:
-            out = self._later(q.reshape(windows, kv_heads, -1, length, width) * scaling).flatten(
-                1, 2
-            )
-        return out.transpose(1, 2).reshape(1, rows, heads, width)
-
-    def _later(self, q: torch.Tensor) -> torch.Tensor:
-        """Scaled ``[windows, kv_heads, group, length, d]`` over all steps so far."""
-        (k0, v0), *later = self.steps
-        length = q.shape[3]
-        scores = (q @ k0[:, :, None].transpose(-1, -2)).float()
-        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        own = [(q * k[:, :, None]).float().sum(-1, keepdim=True) for k, _ in later]
-        weights = torch.cat((scores, *own), -1).softmax(-1).to(q.dtype)
-        out = weights[..., :length] @ v0[:, :, None]
-        for index, (_, v) in enumerate(later, length):
-            out = out + weights[..., index, None] * v[:, :, None]
-        return out
 
 
 class EagleTrainer(HeadTrainer):
@@ -152,11 +97,14 @@ class EagleTrainer(HeadTrainer):
         return head
 
     def frequent_tokens(self, count: int) -> list[int]:
-        """The ``count`` most frequent ids of the weighted training data, ascending."""
+        """The ``count`` most frequent ids of what is to be learnt, by the files' shares,
+        ascending. What stands around it, a thousandth as important, fills the rest."""
         vocab = self.vocab_size
         shares = np.zeros(vocab)
-        for stream, weight in zip(self.mixture.streams, self.mixture.weights, strict=True):
-            shares += weight * np.bincount(stream, minlength=vocab)[:vocab] / len(stream)
+        for stream, weight in zip(self.documents.streams, self.documents.weights, strict=True):
+            for part, importance in ((stream.ids[stream.learn], 1.0), (stream.ids, 1e-3)):
+                counts = np.bincount(part, minlength=vocab)[:vocab]
+                shares += importance * weight * counts / max(1, len(part))
         best = np.argsort(-shares, kind="stable")[:count]
         return sorted(int(index) for index in best)
 
@@ -164,63 +112,66 @@ class EagleTrainer(HeadTrainer):
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config, head = self.config, self.head
-        windows, size = seen.ids.shape
-        length = size - self.lookahead
+        windows, width = seen.ids.shape
+        places = Places.of(seen.learn)
         with torch.no_grad():
-            laws, known = self._target_laws(seen.logits[:, 1:])
-        attend = UnrolledAttention(windows)
-        hidden = head.fuse(seen.features[:, :length].flatten(0, 1))
-        positions = torch.arange(length, device=seen.ids.device).repeat(windows)
+            laws, row_of = self._laws(seen)
+        attend = UnrolledAttention(places)
+        learn, features = self._learnable(seen), seen.features.flatten(0, 1)
+        embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
+        positions = torch.arange(width, device=seen.ids.device).repeat(windows)
+        hidden = head(embeds, head.fuse(features), positions, attend)[places.flat]
         result = hidden.new_zeros((), dtype=torch.float32)
         weights = [config.step_decay**j for j in range(config.ttt_steps)]
         for j, weight in enumerate(weights):
-            embeds = seen.embeds[:, 1 + j : 1 + j + length].flatten(0, 1)
-            hidden = head(embeds, hidden, positions + j, attend)
-            law = laws[:, j : j + length].flatten(0, 1)
-            logits = head.logits(hidden).float()
-            # Cross-entropy against a law: log-sum-exp minus the expected logit.
-            losses = logits.logsumexp(-1) - (logits * law).sum(-1)
-            step = (losses * known[:, j : j + length].flatten()).mean()
+            if j:
+                hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
+            wanted = places.inside(2 + j) & learn[places.ahead(2 + j)]
+            shares = wanted.float() / len(wanted)
+            ahead = places.ahead(1 + j)  # where the target says what token t + 2 + j is
+            step = law_loss(head.logits(hidden), laws, row_of[ahead], shares)
             if config.version == 1:
-                feature = seen.features[:, 1 + j : 1 + j + length].flatten(0, 1)
-                distance = F.smooth_l1_loss(hidden.float(), feature.float())
-                step = config.token_weight * step + config.feature_weight * distance
+                distance = F.smooth_l1_loss(
+                    hidden.float(), features[ahead].float(), reduction="none"
+                ).mean(-1)
+                step = config.token_weight * step + config.feature_weight * (
+                    (distance * places.inside(1 + j)).mean()
+                )
             result = result + weight / sum(weights) * step
         return result
 
-    def _target_laws(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft should say at every position: laws ``[B, W, draft_vocab]`` and, as 0 or
-        1 ``[B, W]``, whether the target's likeliest token is in the draft vocabulary at all."""
-        best = logits.argmax(-1)
-        known = torch.ones_like(best, dtype=torch.float32)
-        head, share = self.head, self.config.argmax_weight
-        restricted = head.config.draft_vocab_size < head.config.vocab_size
-        if restricted:
-            known = head.t2d[best].float()
-            ids = head.to_target_ids(torch.arange(len(head.d2t), device=best.device))
-            logits = logits[..., ids]
-            best = logits.argmax(-1)
-        laws = logits.float().softmax(-1) * (1 - share)
-        if share:
-            spike = torch.arange(laws.shape[-1], device=best.device) == best[..., None]
-            laws = laws + share * spike
-        return laws.to(logits.dtype), known
+    def _learnable(self, seen: Observed) -> torch.Tensor:
+        """bool ``[B * W]``: tokens to be learnt that the head can draft at all."""
+        learn = seen.learn
+        if self.head.config.draft_vocab_size < self.head.config.vocab_size:
+            learn = learn & self.head.t2d[seen.ids]
+        return learn.flatten()
+
+    def _laws(self, seen: Observed) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the draft should say: laws ``[M, draft_vocab]`` of the M places whose next token
+        is to be learnt, and int64 ``[B * W]``, which of them a place has (0 where none)."""
+        head, ids = self.head, None
+        if head.config.draft_vocab_size < head.config.vocab_size:
+            ids = head.to_target_ids(torch.arange(len(head.d2t), device=seen.ids.device))
+        return self.target_laws(seen, ids)
 
     # -- drafts --------------------------------------------------------------------------------
 
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        head = self.head
-        rows = seen.ids.shape[1]
-        # Tokens beyond the end are drafted from nothing and never compared.
-        embeds = F.pad(seen.embeds[0], (0, 0, 0, length))
-        attend = UnrolledAttention(1)
-        hidden = head.fuse(seen.features[0])
+        head, rows = self.head, seen.ids.shape[1]
+        places = Places.of(torch.ones_like(seen.learn))
+        attend = UnrolledAttention(places)
+        embeds = F.pad(seen.embeds[0, 1:], (0, 0, 0, 1))
         positions = torch.arange(rows, device=seen.ids.device)
+        hidden = head(embeds, head.fuse(seen.features[0]), positions, attend)[places.flat]
         found = []
         for j in range(length):
-            hidden = head(embeds[1 + j : 1 + j + rows], hidden, positions + j, attend)
+            if j:  # what a draft says beyond the text's end is never compared
+                hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
             found.append(head.to_target_ids(head.logits(hidden).argmax(-1)))
-        return torch.stack(found, 1)
+        drafted = torch.full((rows, length), -1, dtype=torch.long, device=seen.ids.device)
+        drafted[places.flat] = torch.stack(found, 1)
+        return drafted
 
     def write_head(self, folder: Path) -> None:
         save_eagle(self.head, folder)

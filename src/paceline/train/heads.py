@@ -15,14 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError, DataError
 from paceline.model.loading import load_module, load_tokenizer, resolve_device, resolve_dtype
 from paceline.train.acceptance import Acceptance, match_matrix, total, walk
-from paceline.train.data import Mixture, Source, encode
+from paceline.train.data import Source, Stream, encode_stream
+from paceline.train.documents import Documents, Windows
 from paceline.train.feature_cache import FeatureCache
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import learning_rate_scale
@@ -35,6 +36,7 @@ from paceline.train.saved_run import (
     token_stream,
     write_state,
 )
+from paceline.train.unrolled import mixed_laws
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -48,9 +50,9 @@ class HeadConfig:
     data: tuple[str, ...]  # FILE or FILE=WEIGHT
     valid: tuple[str, ...] = ()
     exclude_licenses: tuple[str, ...] = ("CC-BY-SA",)
-    seq_len: int = 256
-    long_every: int = 10  # every n-th batch has windows of max_positions; 0 is never
-    max_positions: int = 1024  # or as long as the target and the shortest data file allow
+    seq_len: int = 1024  # longest piece of a document
+    long_every: int = 10  # every n-th batch joins documents to max_positions; 0 is never
+    max_positions: int = 1024  # or as long as the target allows
     batch_tokens: int = 4096
     micro_tokens: int = 2048
     steps: int = 1000
@@ -63,7 +65,8 @@ class HeadConfig:
     draft_length: int = 4  # held-out acceptance is measured for drafts of this length
     held_out: int = 8  # openings of each validation file
     held_out_tokens: int = 96
-    cache_windows: int = 0  # draw from so many windows, whose features are kept on disk
+    cache_features: bool = False  # keep what the target says about each piece on disk
+    loss_on: str = "assistant"  # tokens to be learnt: an assistant's, or all
     dtype: str = "bfloat16"  # of target and head; the optimizer's own weights are float32
 
 
@@ -115,33 +118,27 @@ class HeadTrainer(ABC):
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
         streams = [self._stream(source) for source in self.sources]
-        self.rows, self.long_rows = self._window_rows(streams)
+        self.rows, self.long_rows = self._window_rows()
         self._keep(streams)
         weights = [source.weight for source in self.sources]
-        self.mixture = Mixture(streams, weights, config.seed)
+        self.documents = Documents(streams, weights, config.seed, self.rows)
         torch.manual_seed(config.seed)
         self.head = self.new_head().to(self.device, dtype)
         self._target_forward: Callable[..., Any] = self.target
-        self._loss: Callable[[Observed], torch.Tensor] = self.loss
         if compiled:
-            # Two shapes (short and long windows), each compiled once; CPU needs a C++ compiler.
-            self._target_forward = torch.compile(self.target, dynamic=False)
-            self._loss = torch.compile(self.loss, dynamic=False)
+            # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
+            self._target_forward = torch.compile(self.target, dynamic=True)
         self.optimizer = self.new_optimizer()
         self.step = 0
         self.history: list[dict[str, Any]] = []
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.history = saved["step"], saved["history"]
+        self._product: bool | None = None
         self._held_out: list[tuple[WrittenText, Observed]] | None = None
         self._cache = self._feature_cache()
 
     # -- what a kind of head says --------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def lookahead(self) -> int:
-        """Tokens after a window's last row that the loss needs."""
 
     @property
     @abstractmethod
@@ -154,7 +151,7 @@ class HeadTrainer(ABC):
 
     @abstractmethod
     def loss(self, seen: Observed) -> torch.Tensor:
-        """Mean loss over the windows' rows; the last ``lookahead`` tokens have no row."""
+        """Mean loss over the places that drafts start from."""
 
     @abstractmethod
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
@@ -202,52 +199,39 @@ class HeadTrainer(ABC):
     def _stream_file(self, source: Source) -> Path:
         # Files of one name may lie in different folders.
         place = zlib.crc32(str(source.path.resolve()).encode())
-        return self.out / "tokens" / f"{source.path.name}.{place:08x}.npy"
+        return self.out / "tokens" / f"{source.path.name}.{place:08x}.npz"
 
-    def _stream(self, source: Source) -> np.ndarray:
+    def _stream(self, source: Source) -> Stream:
         file = self._stream_file(source)
 
-        def encoded() -> np.ndarray:
+        def encoded() -> Stream:
             file.unlink(missing_ok=True)  # damaged, if there is one: ``_keep`` writes it again
-            return encode(source.path, self.tokenizer, self.config.exclude_licenses)
+            config = self.config
+            return encode_stream(
+                source.path, self.tokenizer, config.exclude_licenses, config.loss_on
+            )
 
         return token_stream(file, len(self.tokenizer), encoded)
 
-    def _keep(self, streams: list[np.ndarray]) -> None:
+    def _keep(self, streams: list[Stream]) -> None:
         """Save the token streams for a resumed run: the first thing that is written."""
         for source, stream in zip(self.sources, streams, strict=True):
             file = self._stream_file(source)
             if not file.is_file():
                 keep_stream(file, stream)
 
-    def _window_rows(self, streams: list[np.ndarray]) -> tuple[int, int]:
-        """Rows of short and of long windows. Raises if the text or the target is too short."""
-        config, ahead = self.config, self.lookahead
+    def _window_rows(self) -> tuple[int, int]:
+        """Tokens of the longest piece of a document, and of joined ones."""
+        config = self.config
         context = int(getattr(self.shape, "max_position_embeddings", config.max_positions))
-        if config.seq_len + ahead > context:
-            raise ConfigError(
-                f"windows of {config.seq_len} + {ahead} tokens exceed the target's context of "
-                f"{context}; use a shorter --seq-len"
-            )
-        shortest = min(len(stream) for stream in streams)
-        for source, stream in zip(self.sources, streams, strict=True):
-            if len(stream) < config.seq_len + ahead + 1:
-                raise DataError(
-                    f"{source.path} has only {len(stream)} tokens of text, but a window takes "
-                    f"{config.seq_len + ahead + 1}; give more text or a shorter --seq-len"
-                )
-        longest = min(config.max_positions, context, shortest - 1) - ahead
-        return config.seq_len, max(config.seq_len, longest)
+        short = min(config.seq_len, context)
+        return short, max(short, min(config.max_positions, context))
 
     def _feature_cache(self) -> FeatureCache | None:
-        if not self.config.cache_windows:
+        if not self.config.cache_features:
             return None
-
-        def observe(ids: torch.Tensor) -> Observed:
-            return self.observe(ids, eager=True)
-
-        embedding, head = self.target.get_input_embeddings(), self.target.get_output_embeddings()
-        return FeatureCache(self.out / "features", observe, embedding, head)
+        embedding = self.target.get_input_embeddings()
+        return FeatureCache(self.out / "features", self.look_at, embedding)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -280,43 +264,92 @@ class HeadTrainer(ABC):
 
     # -- the loop ------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def observe(self, ids: torch.Tensor, eager: bool = False) -> Observed:
-        """Look at windows ``[B, W]`` through the target."""
-        forward = self.target if eager else self._target_forward
-        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-        features = torch.cat([out.hidden_states[layer] for layer in self.feature_layers], -1)
-        embeds = self.target.get_input_embeddings()(ids)
-        return Observed(ids, embeds, features, out.logits, out.hidden_states[-1])
+    def look_at(self, windows: Windows) -> Observed:
+        """What the target says about the windows."""
+        learn = windows.learn.to(self.device)
+        return self.observe(windows.ids.to(self.device), learn)
 
-    def _batch(self, step: int) -> tuple[torch.Tensor, list[int] | None]:
-        """Windows ``[B, rows + lookahead]`` and, if they come from the pool, their numbers."""
+    @torch.no_grad()
+    def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
+        """Look at windows ``[B, W]`` through the target; ``learn`` as in Observed, None is all.
+
+        Windows padded at the end need no mask: no token sees what comes after it.
+        """
+        product = self._head_is_product()
+        kept = {"logits_to_keep": 1} if product else {}
+        forward = self._target_forward
+        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True, **kept)
+        final = out.hidden_states[-1]
+        chosen = [out.hidden_states[layer] for layer in self.feature_layers]
+        features = final if len(chosen) == 1 and chosen[0] is final else torch.cat(chosen, -1)
+        learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
+        embeds = self.target.get_input_embeddings()(ids)
+        return Observed(ids, learn, embeds, features, final, None if product else out.logits)
+
+    @torch.no_grad()
+    def _head_is_product(self) -> bool:
+        """Whether the target's logits are its head's product with the last hidden states and
+        nothing more (no cap, no scale), so that they can be made for single rows and tokens."""
+        if self._product is None:
+            ids = torch.arange(8, device=self.device)[None] % self.vocab_size
+            try:
+                out = self.target(
+                    input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1
+                )
+            except TypeError:  # a target that always makes all of them
+                self._product = False
+                return False
+            again = self.target.get_output_embeddings()(out.hidden_states[-1][:, -1:]).float()
+            wanted = out.logits.float()
+            scale = float(wanted.abs().max())
+            same = again.shape == wanted.shape
+            self._product = same and torch.allclose(again, wanted, rtol=0.02, atol=0.02 * scale)
+        return self._product
+
+    def target_laws(
+        self, seen: Observed, ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the target says where the next token is to be learnt, over the tokens ``ids`` or
+        all of them, ``argmax_weight`` of it moved to the likeliest one.
+
+        Laws ``[M, len(ids)]`` of these M places, and int64 ``[B * W]``, which of them a place of
+        the windows has (0 where none).
+        """
+        flat = F.pad(seen.learn[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
+        row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)
+        row_of[flat] = torch.arange(len(flat), device=flat.device)
+        head = self.target.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        source = seen.final if seen.logits is None else seen.logits.detach()
+
+        def logits_of(rows: slice) -> torch.Tensor:
+            part = source.flatten(0, 1)[flat[rows]]
+            if seen.logits is None:
+                return F.linear(part, weight, bias)
+            return part if ids is None else part[:, ids]
+
+        return mixed_laws(len(flat), logits_of, self.config.argmax_weight), row_of
+
+    def _batch(self, step: int) -> list[Windows]:
+        """The windows of a step, in parts that one forward takes."""
         config = self.config
+        numbers = self.documents.batch(step, config.batch_tokens)
         long = config.long_every > 0 and step % config.long_every == config.long_every - 1
-        rows = self.long_rows if long else self.rows
-        count = max(1, config.batch_tokens // rows)
-        width = rows + self.lookahead - 1  # a batch holds one token more than it is asked for
-        if not config.cache_windows or rows > self.rows:
-            return torch.from_numpy(self.mixture.batch(step, count, width)), None
-        rng = np.random.default_rng((config.seed, step))
-        numbers = [int(n) for n in rng.integers(0, config.cache_windows, count)]
-        windows = [self.mixture.batch(number, 1, width) for number in numbers]
-        return torch.from_numpy(np.concatenate(windows)), numbers
+        if long and self.long_rows > self.rows:
+            return self.documents.joined(numbers, self.long_rows)
+        return self.documents.windows(numbers, config.micro_tokens)
 
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss."""
-        windows, numbers = self._batch(self.step)
-        windows = windows.to(self.device)
-        rows = windows.shape[1] - self.lookahead
-        size = max(1, self.config.micro_tokens // rows)
+        parts = self._batch(self.step)
+        drafts = sum(part.drafts for part in parts)
         loss_sum = 0.0
-        for start in range(0, len(windows), size):
-            part = windows[start : start + size]
-            if self._cache is None or numbers is None:
-                seen = self.observe(part)
-            else:
-                seen = self._cache.look(part, numbers[start : start + size])
-            loss = self._loss(seen) * (len(part) / len(windows))
+        for part in parts:
+            numbered = min(part.numbers) >= 0
+            seen = self._cache.look(part) if self._cache and numbered else self.look_at(part)
+            loss = self.loss(seen) * (part.drafts / drafts)
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
         self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
@@ -353,9 +386,8 @@ class HeadTrainer(ABC):
         seen = []
         for text in texts:
             ids = torch.tensor([text.token_ids], device=self.device)
-            whole = self.observe(ids, eager=True)
             # Only the loss needs logits: without them, held-out texts stay small.
-            seen.append((text, replace(whole, logits=whole.logits[:, :0])))
+            seen.append((text, replace(self.observe(ids), logits=None)))
         return seen
 
     def run(

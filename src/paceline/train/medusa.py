@@ -26,6 +26,7 @@ from paceline.train.acceptance import Acceptance, total, walk
 from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
+from paceline.train.unrolled import Places, law_loss
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
@@ -80,10 +81,6 @@ class MedusaTrainer(HeadTrainer):
     head: MedusaHeads
 
     @property
-    def lookahead(self) -> int:
-        return self.config.heads
-
-    @property
     def feature_layers(self) -> tuple[int, ...]:
         return (self.num_layers,)
 
@@ -103,10 +100,10 @@ class MedusaTrainer(HeadTrainer):
             raise ConfigError(f"heads is {config.heads}; train at least one")
         if config.layers < 1 and config.shared_head:
             raise ConfigError("heads without a block that share the target's head have no weights")
-        if config.joint and config.cache_windows:
+        if config.joint and config.cache_features:
             raise ConfigError(
                 "Medusa-2 changes the target, so its features cannot be kept on disk; "
-                "leave --cache-windows out"
+                "leave --cache-features out"
             )
 
     @property
@@ -145,40 +142,34 @@ class MedusaTrainer(HeadTrainer):
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def observe(self, ids: torch.Tensor, eager: bool = False) -> Observed:
+    def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
         if not self.joint or not torch.is_grad_enabled():
-            return super().observe(ids, eager)
+            return super().observe(ids, learn)
         out = self._target_forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-        features = out.hidden_states[self.feature_layers[0]]
-        return Observed(ids, features[..., :0], features, out.logits, features)
+        final = out.hidden_states[-1]
+        learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
+        return Observed(ids, learn, final[..., :0], final, final, out.logits)
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config = self.config
-        length = seen.ids.shape[1] - self.lookahead
-        features = seen.features[:, :length].flatten(0, 1)
-        laws = self._laws(seen.logits[:, 1:].detach())
+        places, learn = Places.of(seen.learn), seen.learn.flatten()
+        with torch.no_grad():
+            laws, row_of = self.target_laws(seen)
+        features = seen.features.flatten(0, 1)[places.flat]
         weights = [config.head_decay**k for k in range(config.heads)]
         result = features.new_zeros((), dtype=torch.float32)
         for k, weight in enumerate(weights):
-            logits = self.head.logits(k, features, self.lm_head).float()
-            law = laws[:, k : k + length].flatten(0, 1)
-            # Cross-entropy against a law: log-sum-exp minus the expected logit.
-            losses = logits.logsumexp(-1) - (logits * law).sum(-1)
-            result = result + weight / sum(weights) * losses.mean()
+            logits = self.head.logits(k, features, self.lm_head)
+            wanted = places.inside(2 + k) & learn[places.ahead(2 + k)]
+            shares = wanted.float() / len(wanted)
+            step = law_loss(logits, laws, row_of[places.ahead(1 + k)], shares)
+            result = result + weight / sum(weights) * step
         if not features.requires_grad:
             return result
-        own = seen.logits[:, :length].flatten(0, 1).float()
-        text = F.cross_entropy(own, seen.ids[:, 1 : 1 + length].flatten())
+        assert seen.logits is not None
+        wanted = seen.learn[:, 1:]
+        text = F.cross_entropy(seen.logits[:, :-1][wanted].float(), seen.ids[:, 1:][wanted])
         return text + config.joint_weight * result
-
-    def _laws(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the heads should say: the target's laws, with a share for its likeliest token."""
-        share = self.config.argmax_weight
-        laws = logits.float().softmax(-1) * (1 - share)
-        if share:
-            best = logits.argmax(-1, keepdim=True)
-            laws = laws + share * (torch.arange(laws.shape[-1], device=best.device) == best)
-        return laws.to(logits.dtype)
 
     # -- held-out acceptance -------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
 from paceline.model.loading import weight_files
 from paceline.model.tensorfile import digest, seal
+from paceline.train.data import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -115,21 +117,28 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
         seal(file)
 
 
-def token_stream(file: Path, vocab_size: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
-    """The token ids kept in ``file``; encoded anew if there is no such file or it is damaged."""
+def token_stream(file: Path, vocab_size: int, encode: Callable[[], Stream]) -> Stream:
+    """The token stream kept in ``file``; encoded anew if there is no such file or it is damaged."""
     try:
-        stream = np.asarray(np.load(file))
-        if stream.ndim == 1 and stream.dtype.kind == "u" and int(stream.max()) < vocab_size:
+        with np.load(file) as saved:
+            stream = Stream(str(saved["name"]), saved["ids"], saved["learn"], saved["starts"])
+        if stream.fits(vocab_size):
             return stream
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         pass
     return encode()
 
 
-def keep_stream(file: Path, stream: np.ndarray) -> None:
-    """Save token ids for a resumed run. Raises WriteError."""
+def keep_stream(file: Path, stream: Stream) -> None:
+    """Save a token stream for a resumed run. Raises WriteError."""
     what = "the token stream"
     with telling(what, file):
         file.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(file, what, durable=False) as sink:
-        np.save(sink, stream)
+        np.savez(
+            sink,
+            name=np.array(stream.name),
+            ids=stream.ids,
+            learn=stream.learn,
+            starts=stream.starts,
+        )

@@ -1,0 +1,145 @@
+"""Documents as heads are trained on them: whole, from their first token, in batches of like length.
+
+A window that begins in the middle of a text shows features that no decoding will ever meet: the
+target has not read what stands before. So a document is read as it will be, and only what is to
+be learnt of it (an assistant's tokens) is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.errors import DataError
+from paceline.train.data import Stream
+
+SHORTEST = 4  # tokens: with fewer there is no place to draft from
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of text side by side: ``ids`` int64 ``[B, W]``, shorter ones padded at the end, and
+    ``learn`` bool ``[B, W]``, the tokens that a head shall learn to draft."""
+
+    ids: torch.Tensor
+    learn: torch.Tensor
+    lengths: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the pieces; -1 for what is made up of several
+
+    @property
+    def drafts(self) -> int:
+        """Places that drafts start from: the token after the next one is to be learnt."""
+        return int(self.learn[:, 2:].sum())
+
+
+@dataclass(frozen=True)
+class _Piece:
+    stream: int
+    start: int
+    stop: int
+
+
+class Documents:
+    """Pieces of documents of several files, each a document's next ``longest`` tokens.
+
+    Files are drawn by weight, the pieces of a file in a new order every time through. Batch n
+    depends only on the seed and n.
+    """
+
+    def __init__(
+        self, streams: Sequence[Stream], weights: Sequence[float], seed: int, longest: int
+    ) -> None:
+        """Raises DataError if a file has no piece to learn from."""
+        self.streams = list(streams)
+        total = sum(weights)
+        self.weights = [weight / total for weight in weights]
+        self.longest = longest
+        self.pieces: list[_Piece] = []
+        self._of: list[np.ndarray] = []  # numbers of the pieces of each file
+        for index, stream in enumerate(self.streams):
+            first = len(self.pieces)
+            self.pieces.extend(self._cut(index, stream))
+            if len(self.pieces) == first:
+                raise DataError(
+                    f"{stream.name} has no document of {SHORTEST} tokens or more to learn from"
+                )
+            self._of.append(np.arange(first, len(self.pieces)))
+        self._drawn = self._draws(seed)
+        self._batches: list[list[int]] = []
+        self._batch_tokens = 0
+
+    def _cut(self, index: int, stream: Stream) -> Iterator[_Piece]:
+        ends = [*stream.starts[1:].tolist(), len(stream.ids)]
+        for begin, end in zip(stream.starts.tolist(), ends, strict=True):
+            for start in range(begin, end, self.longest):
+                stop = min(end, start + self.longest)
+                if stop - start >= SHORTEST and stream.learn[start + 2 : stop].any():
+                    yield _Piece(index, start, stop)
+
+    def _draws(self, seed: int) -> Iterator[int]:
+        """Numbers of pieces without end."""
+        rng = np.random.default_rng(seed)
+        left: list[list[int]] = [[] for _ in self._of]
+        while True:
+            index = int(rng.choice(len(self._of), p=self.weights))
+            if not left[index]:
+                left[index] = rng.permutation(self._of[index]).tolist()
+            yield left[index].pop()
+
+    def tokens(self, number: int) -> int:
+        piece = self.pieces[number]
+        return piece.stop - piece.start
+
+    def batch(self, step: int, tokens: int) -> list[int]:
+        """Numbers of the pieces of batch ``step``: as many as reach ``tokens``, one at least."""
+        assert self._batch_tokens in (0, tokens), "one run has batches of one size"
+        self._batch_tokens = tokens
+        while len(self._batches) <= step:
+            numbers, size = [], 0
+            while size < tokens:
+                numbers.append(next(self._drawn))
+                size += self.tokens(numbers[-1])
+            self._batches.append(numbers)
+        return self._batches[step]
+
+    def windows(self, numbers: Sequence[int], tokens: int) -> list[Windows]:
+        """The pieces side by side, those of like length together, in parts of at most ``tokens``
+        with their padding (a single piece may be longer)."""
+        parts: list[list[int]] = []
+        for number in sorted(numbers, key=lambda n: (self.tokens(n), n)):
+            if parts and self.tokens(number) * (len(parts[-1]) + 1) <= tokens:
+                parts[-1].append(number)
+            else:
+                parts.append([number])
+        return [self._side_by_side([[n] for n in part], tuple(part)) for part in parts]
+
+    def joined(self, numbers: Sequence[int], length: int) -> list[Windows]:
+        """The pieces one behind the other, in windows of at most ``length``: for the positions
+        that no single one reaches."""
+        runs: list[list[int]] = []
+        size = 0
+        for number in numbers:
+            if not runs or size + self.tokens(number) > length:
+                runs.append([])
+                size = 0
+            runs[-1].append(number)
+            size += self.tokens(number)
+        return [self._side_by_side([run], (-1,)) for run in runs]
+
+    def _side_by_side(self, runs: list[list[int]], numbers: tuple[int, ...]) -> Windows:
+        lengths = tuple(sum(self.tokens(n) for n in run) for run in runs)
+        ids = np.zeros((len(runs), max(lengths)), dtype=np.int64)
+        learn = np.zeros(ids.shape, dtype=np.bool_)
+        for row, run in enumerate(runs):
+            place = 0
+            for number in run:
+                piece = self.pieces[number]
+                stream, part = self.streams[piece.stream], slice(piece.start, piece.stop)
+                size = piece.stop - piece.start
+                ids[row, place : place + size] = stream.ids[part]
+                learn[row, place : place + size] = stream.learn[part]
+                place += size
+        return Windows(torch.from_numpy(ids), torch.from_numpy(learn), lengths, numbers)

@@ -1,0 +1,199 @@
+"""An EAGLE head unrolled over its drafting steps, from chosen places of several windows at once.
+
+Training-time test (Li et al. 2025, arXiv 2503.01840, section 3): the head is trained on its own
+hidden states, as in drafting. Only places whose next tokens are to be learnt are unrolled; the
+others, such as a prompt's, are read once, because later places attend to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+_CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where drafts start in windows ``[B, W]``: N places, packed.
+
+    A draft from place t reads the features up to t and token t + 1 and is about t + 2, t + 3, ...
+    ``flat[n]`` is ``window * W + t``; ``padded[n]`` its number in a table ``[B, R]`` that has a
+    line for every window.
+    """
+
+    windows: int
+    width: int
+    longest: int  # R
+    flat: torch.Tensor  # int64 [N]
+    padded: torch.Tensor  # int64 [N]
+
+    @classmethod
+    def of(cls, learn: torch.Tensor) -> Places:
+        """Of the tokens to be learnt, bool ``[B, W]``: every place whose t + 2 is one of them."""
+        windows, width = learn.shape
+        starts = F.pad(learn[:, 2:], (0, 2))
+        window, place = starts.nonzero(as_tuple=True)
+        order = (starts.cumsum(1) - 1)[window, place]
+        longest = int(starts.sum(1).max()) if starts.numel() else 0
+        return cls(windows, width, longest, window * width + place, window * longest + order)
+
+    @property
+    def position(self) -> torch.Tensor:
+        """int64 [N]: t."""
+        return self.flat % self.width
+
+    def ahead(self, count: int) -> torch.Tensor:
+        """int64 [N]: the flat number of t + count, clamped to the place's own window."""
+        return self.flat + torch.minimum(
+            torch.full_like(self.flat, count), self.width - 1 - self.position
+        )
+
+    def inside(self, count: int) -> torch.Tensor:
+        """bool [N]: whether t + count lies in the window."""
+        return self.position + count < self.width
+
+
+class UnrolledAttention:
+    """Attention of a head over windows (the first call) and then over the drafts' own steps.
+
+    Row n of step j stands for the drafted token j of the draft that starts at place n. It attends
+    to the keys of step 0 up to its place (the committed tokens) and to its own keys of the steps
+    1 to j, as it would with a cache.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hidden: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As ``paceline.model.lean.Attend``; first all rows of the windows, then the places."""
+        heads, rows, width = query.shape[1:]
+        kv_heads, windows = key.shape[1], self.places.windows
+        if not self.steps:
+            # [1, heads, T, d] to [windows, heads, length, d]
+            q, k, v = (
+                each[0].reshape(-1, windows, self.places.width, width).transpose(0, 1)
+                for each in (query, key, value)
+            )
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
+            )
+            self.steps.append((k, v))
+            return out.transpose(1, 2).reshape(1, rows, heads, width)
+        q, k, v = (self._table(each[0]) for each in (query, key, value))
+        self.steps.append((k, v))
+        q = (q * scaling).unflatten(1, (kv_heads, heads // kv_heads))
+        out = self._later(q).flatten(1, 2)  # [windows, heads, R, d]
+        return out.transpose(1, 2).reshape(-1, heads, width)[self.places.padded][None]
+
+    def _table(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[heads, N, d]`` as ``[windows, heads, R, d]``, zeros where a window has fewer."""
+        places = self.places
+        heads, _, width = rows.shape
+        table = rows.new_zeros(places.windows * places.longest, heads, width)
+        table = table.index_copy(0, places.padded, rows.transpose(0, 1))
+        return table.view(places.windows, places.longest, heads, width).transpose(1, 2)
+
+    def _mask(self) -> torch.Tensor:
+        """bool ``[windows, 1, 1, R, W]``: committed tokens that a place does not see."""
+        if self._hidden is None:
+            places = self.places
+            last = places.flat.new_zeros(places.windows * places.longest)
+            last = last.index_copy(0, places.padded, places.position)
+            keys = torch.arange(places.width, device=last.device)
+            hidden = keys > last.view(places.windows, places.longest, 1)
+            self._hidden = hidden[:, None, None]
+        return self._hidden
+
+    def _later(self, q: torch.Tensor) -> torch.Tensor:
+        """Scaled ``[windows, kv_heads, group, R, d]`` over all steps so far."""
+        (k0, v0), *later = self.steps
+        width = k0.shape[2]
+        scores = (q @ k0[:, :, None].transpose(-1, -2)).float()
+        scores = scores.masked_fill(self._mask(), float("-inf"))
+        own = [(q * k[:, :, None]).float().sum(-1, keepdim=True) for k, _ in later]
+        weights = torch.cat((scores, *own), -1).softmax(-1).to(q.dtype)
+        out = weights[..., :width] @ v0[:, :, None]
+        for index, (_, v) in enumerate(later, width):
+            out = out + weights[..., index, None] * v[:, :, None]
+        return out
+
+
+class _LawLoss(torch.autograd.Function):
+    """Weighted cross-entropy against probabilities, its gradient made in the same pass.
+
+    Row by row in chunks, so that nothing as large as float32 logits of all rows is kept or read
+    twice: over a vocabulary of 8,192 that is what the loss would spend its time on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: torch.Tensor,
+        laws: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        gradient = torch.empty_like(logits)
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        for start in range(0, len(logits), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            law = laws[index[rows]].float()
+            weight = weights[rows]
+            logs = logits[rows].float().log_softmax(-1)
+            total -= (torch.linalg.vecdot(law, logs) * weight).sum()
+            gradient[rows] = logs.exp_().sub_(law).mul_(weight[:, None])
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * grad.to(gradient.dtype), None, None, None
+
+
+def law_loss(
+    logits: torch.Tensor, laws: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``sum_n weights[n] * H(laws[index[n]], softmax(logits[n]))``, float32.
+
+    ``logits [N, V]``, ``laws [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
+    float32 ``[N]``. Only the logits get a gradient.
+    """
+    result: torch.Tensor = _LawLoss.apply(logits, laws, index, weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+def mixed_laws(
+    count: int, logits_of: Callable[[slice], torch.Tensor], share: float
+) -> torch.Tensor:
+    """Probabilities of ``count`` rows of logits, ``share`` of them moved to the likeliest token,
+    in the logits' dtype ``[count, V]``.
+
+    ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
+    """
+    parts = []
+    for start in range(0, count, 4 * _CHUNK):
+        logits = logits_of(slice(start, min(count, start + 4 * _CHUNK)))
+        law = logits.float().softmax(-1)
+        if share:
+            best = logits.argmax(-1, keepdim=True)
+            spike = torch.full(best.shape, share, dtype=law.dtype, device=law.device)
+            law = law.mul_(1 - share).scatter_add_(1, best, spike)
+        parts.append(law.to(logits.dtype))
+    return torch.cat(parts)
