@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
 from paceline.stages import listening
-from paceline.train.data import Mixture, Source, encode, read_records, render
+from paceline.train.data import Mixture, Source, Stream, encode, read_records, render
 from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
 
@@ -155,8 +155,14 @@ def test_conversations_are_rendered_in_turns() -> None:
     assert render("User: hi\n\nAssistant: yo") == "<|user|>hi<|end|><|assistant|>yo<|end|>"
 
 
+def numbers(start: int, stop: int) -> Stream:
+    """Ids that are numbers, of which the odd ones are to be learnt."""
+    ids = np.arange(start, stop, dtype=np.uint16)
+    return Stream("numbers", ids, ids % 2 == 1, np.array([0]))
+
+
 def test_batches_depend_on_seed_and_step_only() -> None:
-    streams = [np.arange(100, dtype=np.uint16), np.arange(1000, 1100, dtype=np.uint16)]
+    streams = [numbers(0, 100), numbers(1000, 1100)]
     first, second = (Mixture(streams, [3, 1], seed=5) for _ in range(2))
     first.batch(0, 4, 8)
     assert (first.batch(7, 4, 8) == second.batch(7, 4, 8)).all()
@@ -165,18 +171,21 @@ def test_batches_depend_on_seed_and_step_only() -> None:
 
 
 def test_batches_are_windows_in_the_given_shares() -> None:
-    streams = [np.arange(100, dtype=np.uint16), np.arange(1000, 1100, dtype=np.uint16)]
+    streams = [numbers(0, 100), numbers(1000, 1100)]
     batch = Mixture(streams, [3, 1], seed=0).batch(0, 4000, 8)
     assert batch.shape == (4000, 9)
     assert batch.dtype == np.int64
     assert (np.diff(batch, axis=1) == 1).all()
+    ids, learn = Mixture(streams, [3, 1], seed=0).windows(0, 4000, 8)
+    assert (ids == batch).all()
+    assert (learn == (ids % 2 == 1)).all()
     share = (batch[:, 0] < 1000).mean()
     assert abs(share - 0.75) < 0.04
 
 
 def test_a_stream_shorter_than_a_window_is_an_error() -> None:
     with pytest.raises(DataError, match="only 9 tokens"):
-        Mixture([np.arange(9, dtype=np.uint16)], [1], seed=0).batch(0, 1, 8)
+        Mixture([numbers(0, 9)], [1], seed=0).batch(0, 1, 8)
 
 
 def foreign_tokenizer() -> PreTrainedTokenizerFast:

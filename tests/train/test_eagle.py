@@ -378,7 +378,7 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
     [
         (['{"text": ""}'], "no usable records"),
         (['{"text": "h"}'], "no document of 4 tokens or more"),
-        (['{"story": "hello"}'], "line 1: not a JSON object"),
+        (['{"story": "hello"}'], "line 1: it has none of the fields"),
     ],
 )
 def test_a_file_without_usable_text_is_refused(

@@ -35,20 +35,26 @@ _CHUNK = 256  # records that are tokenised at once
 
 @dataclass(frozen=True)
 class Stream:
-    """All documents of a file, one after the other, each begun by the separator.
+    """All documents of one file, one after the other, each begun by the separator."""
 
-    ``ids`` uint16 or uint32 [n]; ``mask`` bool [n], True where a token is to be learnt (predicted),
-    None if all are; ``starts`` int64, where the documents begin.
-    """
+    name: str  # of the file
+    ids: np.ndarray  # uint16 or uint32 [n]
+    learn: np.ndarray  # bool [n]: the tokens to be learnt, which is to predict them
+    starts: np.ndarray  # int64 [documents]
 
-    ids: np.ndarray
-    mask: np.ndarray | None
-    starts: np.ndarray
-
-    @property
-    def learnt(self) -> int:
-        """How many tokens are to be learnt."""
-        return len(self.ids) if self.mask is None else int(self.mask.sum())
+    def fits(self, vocab_size: int) -> bool:
+        """Whether this can be what was saved: ids of the vocabulary, documents in order."""
+        starts = self.starts
+        return bool(
+            self.ids.ndim == 1
+            and self.ids.dtype.kind == "u"
+            and self.ids.shape == self.learn.shape
+            and len(starts)
+            and int(self.ids.max()) < vocab_size
+            and int(starts[0]) == 0
+            and (np.diff(starts) > 0).all()
+            and int(starts[-1]) < len(self.ids)
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def encode_stream(
             tokens += len(parts[-1].ids)
             documents += len(chunk)
             doing.advance(0, f"{documents:,} records, {tokens:,} tokens")
-    if not parts:
+    if not tokens:
         why = f": {refused.named}" if refused.count else ""
         raise DataError(
             f"{path} has no usable records (after leaving out {list(exclude_licenses)}){why}"
@@ -123,7 +129,7 @@ def encode_stream(
             f"{path}: the chat template rewrites earlier turns; {packer.writer.searched:,} answers "
             "were found by their words"
         )
-    return _joined(parts)
+    return _joined(path.name, parts)
 
 
 def _size(path: Path) -> int | None:
@@ -148,11 +154,11 @@ def _documents(
             refused.add(line, str(why))
 
 
-def _joined(parts: list[Stream]) -> Stream:
-    mask = np.concatenate([part.mask for part in parts if part.mask is not None])
+def _joined(name: str, parts: list[Stream]) -> Stream:
     return Stream(
+        name,
         np.concatenate([part.ids for part in parts]),
-        None if mask.all() else mask,
+        np.concatenate([part.learn for part in parts]),
         np.concatenate([part.starts for part in parts]),
     )
 
@@ -216,26 +222,32 @@ class _Packer:
         """Documents as a stream that begins ``before`` tokens after the file's first."""
         texts = [item.text for item in documents if item.ids is None]
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-        rows, masks, starts = [], [], []
+        rows, learnt, starts = [], [], []
         for item in documents:
             if item.ids is not None:
                 ids = item.ids.astype(self._dtype)
-                mask = np.arange(len(ids)) >= item.prompt
+                learn = np.arange(len(ids)) >= item.prompt
             else:
                 encoding = next(encodings)
                 ids = np.array(encoding.ids, dtype=self._dtype)
-                mask = _learnt(encoding.offsets if item.spans is not None else [], item.spans, ids)
+                offsets = [] if item.spans is None else encoding.offsets
+                learn = _learnt(offsets, item.spans, len(ids))
             if self._separator is not None:
                 if not len(ids) or ids[0] != self._separator:
                     ids = np.concatenate([np.array([self._separator], self._dtype), ids])
-                    mask = np.concatenate([[True], mask])
-                mask[0] = self._after_plain
+                    learn = np.concatenate([[True], learn])
+                learn[0] = self._after_plain
             self._after_plain = item.spans is None and not item.prompt
-            starts.append(before)
-            before += len(ids)
-            rows.append(ids)
-            masks.append(mask)
-        return Stream(np.concatenate(rows), np.concatenate(masks), np.array(starts))
+            if len(ids):
+                starts.append(before)
+                before += len(ids)
+                rows.append(ids)
+                learnt.append(learn)
+        if not rows:
+            return Stream(
+                "", np.zeros(0, self._dtype), np.zeros(0, np.bool_), np.zeros(0, np.int64)
+            )
+        return Stream("", np.concatenate(rows), np.concatenate(learnt), np.array(starts))
 
 
 def _checked(document: _Document) -> _Document:
@@ -247,92 +259,50 @@ def _checked(document: _Document) -> _Document:
 
 
 def _learnt(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None, ids: np.ndarray
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None, count: int
 ) -> np.ndarray:
-    """Which tokens hold a character of the spans; all if there are none given."""
+    """Which of ``count`` tokens hold a character of the spans; all if there are none given."""
     if spans is None:
-        return np.ones(len(ids), dtype=np.bool_)
-    mask = np.zeros(len(ids), dtype=np.bool_)
-    if len(ids):
+        return np.ones(count, dtype=np.bool_)
+    learn = np.zeros(count, dtype=np.bool_)
+    if count:
         first, last = np.array(offsets).T
         last = np.maximum(last, first + 1)  # of no width: the blank that a tokenizer puts in front
         for start, end in spans:
-            mask |= (first < end) & (last > start)
-    return mask
-
-
-@dataclass(frozen=True)
-class Stream:
-    """All documents of one file, one after the other."""
-
-    name: str  # of the file
-    ids: np.ndarray  # uint16 or uint32 [n]
-    learn: np.ndarray  # bool [n]: what a draft shall learn to say
-    starts: np.ndarray  # int64 [documents]
-
-    def fits(self, vocab_size: int) -> bool:
-        """Whether this can be what was saved: ids of the vocabulary, documents in order."""
-        starts = self.starts
-        return bool(
-            self.ids.ndim == 1
-            and self.ids.dtype.kind == "u"
-            and self.ids.shape == self.learn.shape
-            and len(starts)
-            and int(self.ids.max()) < vocab_size
-            and int(starts[0]) == 0
-            and (np.diff(starts) > 0).all()
-            and int(starts[-1]) < len(self.ids)
-        )
-
-
-def encode_stream(path, tokenizer, exclude_licenses=(), loss_on="assistant"):
-    ids, learn, starts = [], [], [0]
-    for line in open(path):
-        r = json.loads(line)
-        ids += r["ids"]
-        learn += [loss_on == "all" or i >= r["prompt"] for i in range(len(r["ids"]))]
-        starts.append(len(ids))
-    return Stream(path.name, np.array(ids, dtype=np.uint16), np.array(learn), np.array(starts[:-1]))
+            learn |= (first < end) & (last > start)
+    return learn
 
 
 class Mixture:
     """Random windows from weighted token streams; batch n depends only on (seed, n)."""
 
-    def __init__(
-        self, streams: Sequence[np.ndarray | Stream], weights: Sequence[float], seed: int
-    ) -> None:
-        self.streams = [item.ids if isinstance(item, Stream) else item for item in streams]
-        self.masks = [item.mask if isinstance(item, Stream) else None for item in streams]
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
+        self.streams = list(streams)
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
         self.seed = seed
 
     def batch(self, step: int, batch_size: int, seq_len: int) -> np.ndarray:
         """int64 [batch_size, seq_len + 1]: inputs and, shifted by one, their targets."""
-        rows = [
-            self.streams[index][start : start + seq_len + 1]
-            for index, start in self._places(step, batch_size, seq_len)
-        ]
-        return np.stack(rows).astype(np.int64)
+        return self.windows(step, batch_size, seq_len)[0]
 
-    def mask(self, step: int, batch_size: int, seq_len: int) -> np.ndarray | None:
-        """bool [batch_size, seq_len + 1]: which tokens of ``batch`` are to be learnt; None if
-        all tokens of all streams are."""
-        if all(mask is None for mask in self.masks):
-            return None
-        rows = []
+    def windows(self, step: int, batch_size: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a batch and, bool of the same shape, which of them are to be learnt."""
+        ids, learn = [], []
         for index, start in self._places(step, batch_size, seq_len):
-            mask = self.masks[index]
-            whole = np.ones(seq_len + 1, dtype=np.bool_)
-            rows.append(whole if mask is None else mask[start : start + seq_len + 1])
-        return np.stack(rows)
+            part = slice(start, start + seq_len + 1)
+            ids.append(self.streams[index].ids[part])
+            learn.append(self.streams[index].learn[part])
+        return np.stack(ids).astype(np.int64), np.stack(learn)
 
     def _places(self, step: int, batch_size: int, seq_len: int) -> list[tuple[int, int]]:
         """Stream and first token of each window."""
         for stream in self.streams:
-            if len(stream) <= seq_len + 1:
-                raise DataError(f"a data file has only {len(stream)} tokens; needed {seq_len + 2}")
+            if len(stream.ids) <= seq_len + 1:
+                raise DataError(
+                    f"{stream.name} has only {len(stream.ids)} tokens; needed {seq_len + 2}"
+                )
         rng = np.random.default_rng((self.seed, step))
         choice = rng.choice(len(self.streams), size=batch_size, p=self.weights)
-        lengths = [len(stream) - seq_len - 1 for stream in self.streams]
+        lengths = [len(stream.ids) - seq_len - 1 for stream in self.streams]
         return [(int(index), int(rng.integers(0, lengths[index]))) for index in choice]

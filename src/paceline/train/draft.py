@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
 from paceline.model.vocabulary import differences
+from paceline.stages import stage
 from paceline.train.acceptance import Acceptance, total, walk
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import LMConfig, LMTrainer, Progress
-from paceline.train.losses import distillation_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -94,18 +94,18 @@ class DraftTrainer(LMTrainer):
                 )
         return tokenizer
 
-    def _eager_loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        assert self.teacher is not None
-        logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        with torch.no_grad():
-            teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+    def _distilled(
+        self,
+        logits: torch.Tensor,
+        teacher: torch.Tensor,
+        targets: torch.Tensor,
+        shares: torch.Tensor,
+        tv_weight: float = 0.0,
+    ) -> torch.Tensor:
         width = min(logits.shape[1], teacher.shape[1])  # either may be padded
+        tv_weight = {"kl": 0.0, "tv": 1.0, "mixed": self.config.tv_weight}[self.config.loss]
         logits, teacher = logits[:, :width], teacher[:, :width]
-        variation = {"kl": 0.0, "tv": 1.0, "mixed": config.tv_weight}[config.loss]
-        return distillation_loss(
-            logits, teacher, targets, config.text_weight, config.argmax_weight, variation
-        )
+        return super()._distilled(logits, teacher, targets, shares, tv_weight)
 
     def evaluate(self, progress: Progress) -> None:
         super().evaluate(progress)
@@ -124,13 +124,15 @@ class DraftTrainer(LMTrainer):
             self._texts = self._written()
         self.model.eval()
         found: dict[str, list[Acceptance]] = {}
-        for text in self._texts:
-            ids = torch.tensor(text.token_ids, device=self.device)
-            logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-            right = logits[text.prompt - 1 :].argmax(-1) == ids[text.prompt :]
-            beyond = F.pad(right, (0, self.config.draft_length - 1))
-            matches = beyond.unfold(0, self.config.draft_length, 1)
-            found.setdefault(text.source, []).append(walk(matches, undrafted=0))
+        with stage("measuring held-out acceptance", len(self._texts), "texts") as doing:
+            for text in self._texts:
+                ids = torch.tensor(text.token_ids, device=self.device)
+                logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+                right = logits[text.prompt - 1 :].argmax(-1) == ids[text.prompt :]
+                beyond = F.pad(right, (0, self.config.draft_length - 1))
+                matches = beyond.unfold(0, self.config.draft_length, 1)
+                found.setdefault(text.source, []).append(walk(matches, undrafted=0))
+                doing.advance()
         self.model.train()
         return {name: total(parts) for name, parts in found.items()}
 

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.files import replace_text
+from paceline.stages import stage
 from paceline.train.data import Source
 from paceline.train.sample import openings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+_LONGEST = 1024  # tokens of a held-out conversation: summaries need their texts
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,25 @@ def written_texts(
     texts: list[WrittenText] = []
     for source in sources:
         alone = [Source(source.path, 1.0)]
-        starts = openings(alone, tokenizer, count, seed=0, exclude_licenses=exclude_licenses)
+        starts = openings(
+            alone, tokenizer, count, 0, exclude_licenses, longest_chat=_room(target, max_tokens)
+        )
         prompts = [opening.token_ids for opening in starts]
-        for prompt, ids in zip(
-            prompts, continue_greedily(target, prompts, max_tokens), strict=True
-        ):
+        with stage(f"the target continues {len(prompts)} openings of {source.path.name}"):
+            written = continue_greedily(target, prompts, max_tokens)
+        for prompt, ids in zip(prompts, written, strict=True):
             if len(ids) > 1:  # with one token or none there is nothing to draft
                 texts.append(WrittenText(source.name, len(prompt), [*prompt, *ids]))
     kept = json.dumps({"key": key, "texts": [asdict(text) for text in texts]})
     replace_text(cache, kept, "the held-out texts")
     return texts
+
+
+def _room(target: PreTrainedModel, max_tokens: int) -> int:
+    """Longest conversation that leaves the target room to answer."""
+    shape = target.config.get_text_config(decoder=True)
+    context = int(getattr(shape, "max_position_embeddings", None) or _LONGEST + max_tokens)
+    return max(1, min(_LONGEST, context - max_tokens))
 
 
 @torch.no_grad()

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer, resolve_device
+from paceline.stages import stage
 from paceline.train.acceptance import Acceptance
 from paceline.train.chat import own_text
-from paceline.train.data import Mixture, Source, encode, read_records
-from paceline.train.losses import distillation_loss
+from paceline.train.data import Mixture, Source, Stream, encode_stream, read_records
+from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import (
     keep_stream,
@@ -66,6 +66,7 @@ class LMConfig:
     argmax_weight: float = 0.0  # share of the loss against the teacher's likeliest token
     tokenizer: str | None = None
     init: str | None = None  # start from the weights (and the tokenizer) of this folder
+    loss_on: str = "assistant"  # of conversations, learn an assistant's tokens, or all
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -97,9 +98,9 @@ def run_name(model: str) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _room(stream: np.ndarray) -> int:
+def _room(stream: Stream) -> int:
     """Longest window, without its last target, that Mixture can draw from a stream."""
-    return len(stream) - 2
+    return len(stream.ids) - 2
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
@@ -152,32 +153,37 @@ class LMTrainer:
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(str(folder))
         texts = (
-            own_text(record)
+            text
             for item in self.sources
             for record in read_records(item.path, self.config.exclude_licenses)
+            if (text := own_text(record))
         )
-        tokenizer = train_tokenizer(texts, self.config.vocab_size)
+        with stage(f"training a tokenizer of {self.config.vocab_size:,} tokens"):
+            tokenizer = train_tokenizer(texts, self.config.vocab_size)
         with folder_aside(folder, "the tokenizer") as partial:
             tokenizer.save_pretrained(partial)
         return tokenizer
 
-    def _long_windows(self, streams: Sequence[np.ndarray]) -> int:
+    def _long_windows(self, streams: Sequence[Stream]) -> int:
         """Tokens of the long windows. Raises DataError if a file has no room for short ones."""
         for source, stream in zip(self.sources, streams, strict=True):
-            if len(stream) < self.config.seq_len + 2:
+            if len(stream.ids) < self.config.seq_len + 2:
                 raise DataError(
-                    f"{source.path} has only {len(stream)} tokens of text, but a window takes "
+                    f"{source.path} has only {len(stream.ids)} tokens of text, but a window takes "
                     f"{self.config.seq_len + 2}; give more text or a shorter --seq-len"
                 )
         return max(self.config.seq_len, min(self.config.max_positions, *map(_room, streams)))
 
-    def _stream(self, source: Source) -> np.ndarray:
+    def _stream(self, source: Source) -> Stream:
         # Files of one name may lie in different folders.
         place = zlib.crc32(str(source.path.resolve()).encode())
-        cached = self.out / "tokens" / f"{source.path.name}.{place:08x}.npy"
+        cached = self.out / "tokens" / f"{source.path.name}.{place:08x}.npz"
 
-        def encoded() -> np.ndarray:
-            stream = encode(source.path, self.tokenizer, self.config.exclude_licenses)
+        def encoded() -> Stream:
+            config = self.config
+            stream = encode_stream(
+                source.path, self.tokenizer, config.exclude_licenses, config.loss_on
+            )
             keep_stream(cached, stream)
             return stream
 
@@ -188,10 +194,7 @@ class LMTrainer:
 
         config, tokenizer = self.config, self.tokenizer
         if config.init is not None:
-            started: PreTrainedModel = load_module(
-                config.init, torch.bfloat16, self.device, attention="sdpa"
-            )
-            return started
+            return self._load(config.init)
         known = tokenizer.get_vocab()
         ends = (tokenizer.eos_token_id, known.get(END_OF_TURN))
         eos = [token for token in ends if token is not None]
@@ -219,10 +222,12 @@ class LMTrainer:
     def _load_teacher(self) -> PreTrainedModel | None:
         if self.config.teacher is None:
             return None
-        teacher: PreTrainedModel = load_module(
-            self.config.teacher, torch.bfloat16, self.device, attention="sdpa"
-        )
-        return teacher.requires_grad_(False)
+        return self._load(self.config.teacher).requires_grad_(False)
+
+    def _load(self, name: str) -> PreTrainedModel:
+        with stage(f"loading {name}"):
+            module: PreTrainedModel = load_module(name, torch.bfloat16, self.device, "sdpa")
+        return module
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -273,31 +278,54 @@ class LMTrainer:
 
     # -- the loop --------------------------------------------------------------------------
 
-    def _eager_loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean loss; ``[rows, seq_len]`` inputs and ``[rows * seq_len]`` next tokens."""
+    def _eager_loss(
+        self, inputs: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """Loss of ``[rows, seq_len]`` inputs and ``[rows * seq_len]`` next tokens, each of which
+        counts for its share."""
         logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
         if self.teacher is None:
-            return F.cross_entropy(logits.float(), targets)
+            shares, logits, targets = rows_that_count(shares, logits, targets)
+            return text_loss(logits, targets, shares)
         with torch.no_grad():
             teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        config = self.config
-        return distillation_loss(logits, teacher, targets, config.text_weight, config.argmax_weight)
+        return self._distilled(logits, teacher, targets, shares)
 
-    def _batch(self, step: int) -> torch.Tensor:
+    def _distilled(
+        self,
+        logits: torch.Tensor,
+        teacher: torch.Tensor,
+        targets: torch.Tensor,
+        shares: torch.Tensor,
+        tv_weight: float = 0.0,
+    ) -> torch.Tensor:
+        config = self.config
+        shares, logits, teacher, targets = rows_that_count(shares, logits, teacher, targets)
+        return distillation_loss(
+            logits, teacher, targets, config.text_weight, config.argmax_weight, tv_weight, shares
+        )
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows of ids, and which tokens of them are to be learnt."""
         config = self.config
         long = config.long_every > 0 and step % config.long_every == config.long_every - 1
         seq_len = self.long_len if long else config.seq_len
         rows = max(1, config.batch_tokens // seq_len)
-        return torch.from_numpy(self.mixture.batch(step, rows, seq_len))
+        ids, learn = self.mixture.windows(step, rows, seq_len)
+        return torch.from_numpy(ids).to(self.device), torch.from_numpy(learn).to(self.device)
 
     def train_step(self) -> float:
-        windows = self._batch(self.step).to(self.device)
+        """One optimizer step; returns the mean loss over the tokens to be learnt."""
+        windows, learn = self._batch(self.step)
         seq_len = windows.shape[1] - 1
-        parts = torch.split(windows, max(1, self.config.micro_tokens // seq_len))
+        shares = learn[:, 1:].float()
+        shares /= shares.sum().clamp(min=1)
+        size = max(1, self.config.micro_tokens // seq_len)
         total = 0.0
-        for part in parts:
+        for start in range(0, len(windows), size):
+            part = windows[start : start + size]
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
-            loss = self._loss(inputs, targets) * (len(part) / len(windows))
+            loss = self._loss(inputs, targets, shares[start : start + size].reshape(-1))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         scale = learning_rate_scale(self.step, self.config.steps, self.config.warmup)
@@ -307,21 +335,29 @@ class LMTrainer:
 
     @torch.no_grad()
     def validate(self, max_windows: int = 16) -> dict[str, float]:
-        """Nats per token on each validation file (plain text loss, also when distilling)."""
+        """Nats per token to be learnt, on each validation file (of the text, also when
+        distilling)."""
         self.model.eval()
         losses = {}
         for name, stream in self.validation.items():
-            length = min(self.config.seq_len, len(stream) - 1)
-            if length < 1:
+            length = min(self.config.seq_len, len(stream.ids) - 1)
+            windows = [
+                slice(start, start + length + 1)
+                for start in range(0, len(stream.ids) - length, max(1, length))
+                if stream.learn[start + 1 : start + length + 1].any()
+            ]
+            if length < 1 or not windows:
                 raise DataError(f"validation file {name} is too short to measure")
-            starts = range(0, len(stream) - length, length)[:max_windows]
-            total = 0.0
-            for start in starts:
-                window = torch.from_numpy(stream[start : start + length + 1].astype(np.int64))
-                ids = window.to(self.device)[None]
-                logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
-                total += float(F.cross_entropy(logits.float(), ids[0, 1:]))
-            losses[name] = total / len(starts)
+            total, count = 0.0, 0
+            with stage(f"validating on {name}", len(windows[:max_windows]), "windows") as doing:
+                for window in windows[:max_windows]:
+                    ids = torch.from_numpy(stream.ids[window].astype(np.int64)).to(self.device)
+                    shares = torch.from_numpy(stream.learn[window][1:]).to(self.device).float()
+                    logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+                    total += float(text_loss(logits, ids[1:], shares))
+                    count += int(shares.sum())
+                    doing.advance()
+            losses[name] = total / count
         self.model.train()
         return losses
 
