@@ -12,7 +12,10 @@ from rich.console import Console
 
 from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
-from paceline.cli.train_heads import RunningOptions, train_to_end, values_of
+from paceline.cli.progress import showing
+from paceline.cli.train_heads import RunningOptions, values_of
+from paceline.cli.training import train_to_end
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline.train.draft import DraftConfig
@@ -43,8 +46,8 @@ class DraftOptions:
         list[str],
         typer.Option(
             metavar="FILE[=WEIGHT]",
-            help="JSONL(.gz) with a 'text' field, and its share; repeatable. Best is text that "
-            "the target wrote itself (paceline train sample).",
+            help="JSONL(.gz) with messages, conversations, turns, text or ids, and its share; "
+            "repeatable. Best is what the target wrote itself (paceline train sample).",
             rich_help_panel=_DATA,
         ),
     ]
@@ -75,6 +78,14 @@ class DraftOptions:
             rich_help_panel=_DATA,
         ),
     ] = field(default_factory=lambda: ["CC-BY-SA"])
+    loss_on: Annotated[
+        str,
+        typer.Option(
+            metavar="[assistant|all]",
+            help="Of conversations, learn what the assistant says, or all.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "assistant"
     loss: Annotated[
         str,
         typer.Option(
@@ -135,9 +146,11 @@ def draft(run: DraftOptions, running: RunningOptions) -> None:
     from paceline.train.draft import DraftTrainer
     from paceline.train.draft_card import write_draft_card
 
-    trainer = DraftTrainer(run.config(), running.out, running.device, running.compiled)
-    folder = train_to_end(trainer, running, console)
-    card = write_draft_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
+    with showing(console):
+        trainer = DraftTrainer(run.config(), running.out, running.device, running.compiled)
+        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+        with stage("writing the model card"):
+            card = write_draft_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
     if not running.as_json:
         console.print(f"draft written to {folder}; use it with --draft {folder}")
         return

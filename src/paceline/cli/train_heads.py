@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.cli.interrupts import deferred_interrupts
 from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
+from paceline.cli.progress import showing
+from paceline.cli.training import train_to_end
+from paceline.stages import stage
 
 if TYPE_CHECKING:
-    from paceline.train.draft import DraftTrainer
-    from paceline.train.heads import HeadProgress, HeadTrainer
+    from paceline.train.heads import HeadTrainer
 
 _DATA = "Data"
 _SHAPE = "Head"
@@ -40,8 +39,8 @@ class HeadOptions:
         list[str],
         typer.Option(
             metavar="FILE[=WEIGHT]",
-            help="JSONL(.gz) with a 'text' field, and its share; repeatable. Best is text that "
-            "the target wrote itself (paceline train sample).",
+            help="JSONL(.gz) with messages, conversations, turns, text or ids, and its share; "
+            "repeatable. Best is what the target wrote itself (paceline train sample).",
             rich_help_panel=_DATA,
         ),
     ]
@@ -64,15 +63,27 @@ class HeadOptions:
             rich_help_panel=_DATA,
         ),
     ] = field(default_factory=lambda: ["CC-BY-SA"])
-    cache_windows: Annotated[
-        int,
-        _number("Train on so many windows, their features kept on disk; 0: stream.", _DATA, 0),
-    ] = 0
-    seq_len: Annotated[int, _number("Tokens of a training window.", _SCHEDULE)] = 256
+    loss_on: Annotated[
+        str,
+        typer.Option(
+            metavar="[assistant|all]",
+            help="Of conversations, learn what the assistant says, or all.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "assistant"
+    cache_features: Annotated[
+        bool,
+        typer.Option(
+            "--cache-features/--stream-features",
+            help="Keep what the target says about each document on disk, for several passes.",
+            rich_help_panel=_DATA,
+        ),
+    ] = False
+    seq_len: Annotated[int, _number("Longest piece of a document, in tokens.", _SCHEDULE)] = 1024
     long_every: Annotated[
-        int, _number("Every so many steps, windows of --max-positions; 0: never.", _SCHEDULE, 0)
+        int, _number("Every so many steps, documents joined to --max-positions; 0: never.", _SCHEDULE, 0)
     ] = 10
-    max_positions: Annotated[int, _number("Longest window.", _SCHEDULE)] = 1024
+    max_positions: Annotated[int, _number("Longest of joined documents.", _SCHEDULE)] = 1024
     batch_tokens: Annotated[int, _number("Tokens a step.", _SCHEDULE)] = 4096
     micro_tokens: Annotated[int, _number("Tokens of one forward pass.", _SCHEDULE)] = 2048
     steps: Annotated[int, _number("Steps in all.", _SCHEDULE)] = 1000
@@ -186,73 +197,6 @@ def parse_layers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-@contextmanager
-def _progress_bar(
-    trainer: HeadTrainer | DraftTrainer, console: Console
-) -> Iterator[Callable[[Any], None]]:
-    """A function that shows a step's report; measurements get lines of their own."""
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}  accepted {task.fields[accepted]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(
-            "train",
-            total=trainer.config.steps,
-            completed=trainer.step,
-            loss="-",
-            accepted="-",
-            speed="-",
-        )
-
-        def show(report: HeadProgress) -> None:
-            from paceline.train.acceptance import total
-
-            bar.update(
-                task,
-                completed=report.step,
-                loss=f"{report.loss:.3f}",
-                speed=f"{report.tokens_per_second:.0f}",
-            )
-            if report.acceptance:
-                mean = total(report.acceptance.values()).mean_accepted_length
-                parts = ", ".join(
-                    f"{name} {found.mean_accepted_length:.2f}"
-                    for name, found in report.acceptance.items()
-                )
-                bar.update(task, accepted=f"{mean:.2f}")
-                line = f"step {report.step}: {mean:.2f} tokens per target step ({parts})"
-                bar.console.print(line, highlight=False)
-
-        yield show
-
-
-def train_to_end(
-    trainer: HeadTrainer | DraftTrainer, running: RunningOptions, console: Console
-) -> Path:
-    """Train to the last step, or to Ctrl-C; returns the folder of the result."""
-    if trainer.note:
-        console.print(f"note: {trainer.note}", highlight=False, soft_wrap=True)
-    if trainer.step:
-        console.print(f"resuming at step {trainer.step} of {trainer.config.steps}")
-    with deferred_interrupts() as interrupts, _progress_bar(trainer, console) as show:
-
-        def report(progress: Any) -> None:
-            show(progress)
-            if interrupts.pending:
-                trainer.save_checkpoint()
-                raise KeyboardInterrupt(
-                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: "
-                    "run the same command again to resume"
-                )
-
-        return trainer.run(report, running.eval_every, running.save_seconds)
-
-
 def run_heads(
     new_trainer: Callable[[], HeadTrainer], running: RunningOptions, what: str, spec: str
 ) -> None:
@@ -266,10 +210,12 @@ def run_heads(
     from paceline.train.acceptance import Acceptance, total
     from paceline.train.head_card import write_head_card
 
-    trainer = new_trainer()
-    folder = train_to_end(trainer, running, console)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    card = write_head_card(trainer, what, spec, command)
+    with showing(console):
+        trainer = new_trainer()
+        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+        with stage("writing the model card"):
+            command = shlex.join(["paceline", *sys.argv[1:]])
+            card = write_head_card(trainer, what, spec, command)
     last = trainer.history[-1] if trainer.history else {"loss": None, "acceptance": {}}
     if not running.as_json:
         console.print(f"head written to {folder}; use it with --draft {spec}:{folder}")
