@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.eagle_format import save_eagle
+from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
 from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
 from paceline.train.heads import HeadConfig, HeadTrainer
@@ -28,6 +28,7 @@ class EagleTrainConfig(HeadConfig):
     """A run for an EAGLE head. Sizes of 0 are taken from the target."""
 
     version: int = 3
+    init: str = ""  # go on from the weights, and in the shape, of this head's folder
     ttt_steps: int = 4  # steps of the unrolled head (training-time test); 1 is none
     step_decay: float = 0.8  # weight of each further step
     feature_weight: float = 1.0  # EAGLE-1: weight of the feature loss
@@ -88,6 +89,18 @@ class EagleTrainer(HeadTrainer):
 
     def new_head(self) -> EagleHead:
         shape, target_head = self.head_config(), self.target.get_output_embeddings()
+        if self.config.init:
+            width, vocab = self.shape.hidden_size, self.vocab_size
+            known = TargetShape(width, vocab, self.num_layers)
+            head = load_eagle(
+                self.config.init, known, self.config.version, target_head=target_head
+            )
+            if head.config.feature_layers != self.feature_layers:
+                raise ConfigError(
+                    f"{self.config.init} reads the layers {head.config.feature_layers} of its "
+                    f"target, this run {self.feature_layers}; give the same --feature-layers"
+                )
+            return head.float()
         if shape.version == 1:
             return EagleHead(shape, target_head=target_head)
         ids = self.frequent_tokens(shape.draft_vocab_size)
