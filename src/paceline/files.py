@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
 
-from paceline.errors import PacelineError, WriteError
+from paceline.errors import ConfigError, PacelineError, WriteError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -148,22 +148,52 @@ def _advice(error: OSError, path: str | Path) -> str:
 
 
 class LongRecord:
-    """Lines that come one group at a time for hours, in ``path`` once all are there.
+    """Lines that come one at a time for hours, in ``path`` once all are there.
 
-    Until then they lie in ``path.partial``. On Ctrl-C those that came are the result; if a group
-    cannot be written they stay where they are, whole lines only, and the message says so.
+    Until then they lie in ``path.partial``, beside ``path.partial.key``, which holds ``key``: what
+    the lines are. Whatever ends the block early leaves them, whole lines only, and the next block
+    with the same key goes on behind them. Raises ConfigError for lines of another key.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what = path, what
+    def __init__(self, path: Path, what: str, key: str) -> None:
+        self._path, self._what, self._key = path, what, key
         self.partial = path.with_name(f"{path.name}.partial")
+        self._key_file = path.with_name(f"{path.name}.partial.key")
         self.lines = 0
         self._whole = 0  # bytes
 
     def __enter__(self) -> LongRecord:
         with telling(self._what, self._path):
-            self._file = self.partial.open("wb", buffering=0)
+            if self.partial.exists():
+                self._resume()
+            else:
+                replace_text(self._key_file, self._key, "the key of the records")
+            self._file = self.partial.open("ab", buffering=0)
+            self._file.truncate(self._whole)
         return self
+
+    def _resume(self) -> None:
+        found = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
+        if found != self._key and self.partial.stat().st_size:
+            raise ConfigError(
+                f"{self.partial} holds records of a command with other options; run that one to go "
+                "on with it, delete the file, or choose another place"
+            )
+        replace_text(self._key_file, self._key, "the key of the records")
+        for line in self._read():
+            self.lines += 1
+            self._whole += len(line)
+
+    def _read(self) -> Iterator[bytes]:
+        with self.partial.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):  # else cut in the middle
+                    yield line
+
+    def kept(self) -> Iterator[str]:
+        """The lines until now."""
+        for line in self._read():
+            yield line.decode("utf-8")
 
     def add(self, line: str) -> None:
         """Raises WriteError."""
@@ -182,12 +212,17 @@ class LongRecord:
         try:
             with suppress(OSError):
                 self._file.truncate(self._whole)
-            if kind is None or issubclass(kind, KeyboardInterrupt):
+            if kind is None:
                 with telling(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
+                self._key_file.unlink(missing_ok=True)
         finally:
             self._file.close()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            raise KeyboardInterrupt(
+                f"interrupted{self._left}: run the same command again to go on"
+            ) from None
 
 
 class _Sink(io.RawIOBase):

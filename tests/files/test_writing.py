@@ -250,18 +250,42 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
 def test_records_are_the_file_once_all_are_there(place: Path) -> None:
     file = place / "records.jsonl"
     file.write_text("old")
-    with LongRecord(file, "the records") as record:
+    with LongRecord(file, "the records", "key") as record:
         record.add("one")
         assert file.read_text() == "old"
         record.add("zwö")
     assert content_of(place) == {"records.jsonl": "one\nzwö\n".encode()}
 
 
-def test_records_until_ctrl_c_are_kept(place: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), LongRecord(place / "r", "the records") as record:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error) as caught, LongRecord(place / "r", "the records", "key") as record:
         record.add("one")
-        raise KeyboardInterrupt
-    assert content_of(place) == {"r": b"one\n"}
+        raise error
+    assert content_of(place) == {"r.partial": b"one\n", "r.partial.key": b"key"}
+    if error is KeyboardInterrupt:
+        assert "1 records until then" in str(caught.value)
+        assert "run the same command again" in str(caught.value)
+    with (place / "r.partial").open("ab") as file:  # killed in the middle of a line
+        file.write(b"tw")
+    with LongRecord(place / "r", "the records", "key") as record:
+        assert record.lines == 1
+        assert list(record.kept()) == ["one\n"]
+        record.add("two")
+    assert content_of(place) == {"r": b"one\ntwo\n"}
+
+
+def test_records_of_another_command_are_not_gone_on_with(place: Path) -> None:
+    with pytest.raises(MemoryError), LongRecord(place / "r", "the records", "key") as record:
+        record.add("one")
+        raise MemoryError
+    before = content_of(place)
+    with (
+        pytest.raises(ConfigError, match="other options"),
+        LongRecord(place / "r", "the records", "other"),
+    ):
+        pass
+    assert content_of(place) == before
 
 
 def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Path) -> None:
@@ -270,11 +294,12 @@ def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Pat
     with (
         small_files(1000),
         pytest.raises(WriteError) as caught,
-        LongRecord(file, "the records") as record,
+        LongRecord(file, "the records", "key") as record,
     ):
         for _ in range(20):
             record.add("x" * 99)
-    assert content_of(place) == {"r": b"old", "r.partial": (b"x" * 99 + b"\n") * 10}
+    written = (b"x" * 99 + b"\n") * 10
+    assert content_of(place) == {"r": b"old", "r.partial": written, "r.partial.key": b"key"}
     assert f"the 10 records until then are in {file}.partial" in str(caught.value)
 
 

@@ -81,7 +81,10 @@ class HeadOptions:
     ] = False
     seq_len: Annotated[int, _number("Longest piece of a document, in tokens.", _SCHEDULE)] = 1024
     long_every: Annotated[
-        int, _number("Every so many steps, documents joined to --max-positions; 0: never.", _SCHEDULE, 0)
+        int,
+        _number(
+            "Every so many steps, documents joined to --max-positions; 0: never.", _SCHEDULE, 0
+        ),
     ] = 10
     max_positions: Annotated[int, _number("Longest of joined documents.", _SCHEDULE)] = 1024
     batch_tokens: Annotated[int, _number("Tokens a step.", _SCHEDULE)] = 4096
@@ -144,6 +147,12 @@ def _size(text: str) -> Any:
 class Eagle3Options:
     """Fields of EagleTrainConfig for version 3."""
 
+    init: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="Go on from this head, in its shape.", rich_help_panel=_SHAPE
+        ),
+    ] = ""
     ttt_steps: Annotated[
         int, _number("Drafting steps that training unrolls (training-time test).", _SHAPE)
     ] = 4
@@ -158,7 +167,7 @@ class Eagle3Options:
     ] = ""
     draft_vocab_size: Annotated[
         int, _number("Most frequent tokens that it can draft; 0: all.", _SHAPE, 0)
-    ] = 32000
+    ] = 16000
     heads: Annotated[int, _size("Attention heads")] = 0
     kv_heads: Annotated[int, _size("Key and value heads")] = 0
     head_dim: Annotated[int, _size("Width of a head")] = 0
@@ -169,6 +178,12 @@ class Eagle3Options:
 class EagleOptions:
     """Fields of EagleTrainConfig for version 1."""
 
+    init: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER", help="Go on from this head, in its shape.", rich_help_panel=_SHAPE
+        ),
+    ] = ""
     ttt_steps: Annotated[
         int, _number("Drafting steps that training unrolls; the paper has 1.", _SHAPE)
     ] = 1

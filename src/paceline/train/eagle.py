@@ -92,9 +92,7 @@ class EagleTrainer(HeadTrainer):
         if self.config.init:
             width, vocab = self.shape.hidden_size, self.vocab_size
             known = TargetShape(width, vocab, self.num_layers)
-            head = load_eagle(
-                self.config.init, known, self.config.version, target_head=target_head
-            )
+            head = load_eagle(self.config.init, known, self.config.version, target_head=target_head)
             if head.config.feature_layers != self.feature_layers:
                 raise ConfigError(
                     f"{self.config.init} reads the layers {head.config.feature_layers} of its "

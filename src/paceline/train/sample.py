@@ -6,7 +6,7 @@ arXiv 2310.08461: on-policy data raise acceptance).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,29 +146,3 @@ class _Opener:
     def _ids(self, prompt: str) -> list[int]:
         # Our tokenizers write the first token themselves, templates of others write theirs.
         return list(self._tokenizer.encode(prompt, add_special_tokens=self._own))
-
-
-def continuations(
-    generate: Callable[[list[list[int]]], list[list[int]]],
-    tokenizer: PreTrainedTokenizerFast,
-    starts: Sequence[Opening],
-    batch: int,
-) -> Iterator[dict[str, Any]]:
-    """Corpus records ``{"text", "source", "license"}`` of openings with what ``generate`` adds.
-
-    ``generate`` maps a batch of prompts (token ids) to the new token ids of each. The licence
-    stays that of the opening.
-    """
-    bos = tokenizer.bos_token_id
-    for first in range(0, len(starts), batch):
-        part = starts[first : first + batch]
-        written = generate([opening.token_ids for opening in part])
-        for opening, added in zip(part, written, strict=True):
-            ids = opening.token_ids + added
-            # Streams put the separator before each record themselves.
-            ids = ids[1:] if ids[0] == bos else ids
-            yield {
-                "text": tokenizer.decode(ids, skip_special_tokens=False),
-                "source": f"continued from {opening.source}",
-                "license": opening.license,
-            }
