@@ -15,10 +15,10 @@ SOURCE = ROOT / "src" / "paceline"
 
 # Who may import whom: a module imports its own layer and those below it.
 LAYERS = (
-    {"core", "config", "errors", "files"},
+    {"core", "config", "errors", "files", "stages"},
     {"model"},
     {"draft", "verify"},
-    {"engine", "train", "export", "completion"},
+    {"engine", "train", "export", "completion", "pull"},
     {"llm", "build", "door", "drafters", "request", "difference", "tuned", "grammar"},
     {"report"},
     {"bench", "certify", "doctor", "profiling", "tune"},

