@@ -19,6 +19,7 @@ LAYERS = (
     {"model"},
     {"draft", "verify"},
     {"engine", "train", "export", "completion", "pull"},
+    {"defaults"},
     {"llm", "build", "door", "drafters", "request", "difference", "tuned", "grammar"},
     {"report"},
     {"bench", "certify", "doctor", "profiling", "tune"},

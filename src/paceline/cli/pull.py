@@ -37,14 +37,25 @@ def pull(
     fetch(name, as_json)
 
 
-def fetch(name: str, as_json: bool = False) -> None:
-    """Pull with progress on stderr, and say where the model is."""
+def in_short(entry: Pullable) -> str:
+    """What would be pulled and how large it is, in one line."""
+    return (
+        f"{entry.full_name} ({entry.what}, {entry.licence}) is not here yet: "
+        f"{megabytes(entry.download)} to download from the {entry.source}, "
+        f"{megabytes(entry.on_disk)} on the disk."
+    )
+
+
+def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
+    """Pull with progress on stderr, and say where the model is unless ``quiet``."""
     quiet_libraries()
     from paceline.pull import pull as pull_model
 
     with showing():
         result = pull_model(name)
     entry = result.entry
+    if quiet:
+        return
     if as_json:
         print_json(
             {
@@ -83,7 +94,7 @@ def _record(entry: Pullable) -> dict[str, object]:
 
 def _print_list(as_json: bool) -> None:
     if as_json:
-        print_json([_record(entry) for entry in PULLABLE.values()])
+        print_json({"models": [_record(entry) for entry in PULLABLE.values()]})
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("name", "model", "source", "licence", "size", "here"):

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
 
-_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

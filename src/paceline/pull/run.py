@@ -136,6 +136,6 @@ def _check_space(entry: Pullable, needed: int) -> None:
     if free < needed + _SPARE:
         raise ModelLoadError(
             f"no space for {entry.full_name}: {megabytes(needed + _SPARE)} are needed on the way, "
-            f"{megabytes(free)} are free in {cache_folder()}; make room, or set PACELINE_CACHE to a "
-            "folder on a larger disk"
+            f"{megabytes(free)} are free in {cache_folder()}; make room, or set PACELINE_CACHE to "
+            "a folder on a larger disk"
         )
