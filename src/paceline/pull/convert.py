@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.errors import ModelLoadError
+from paceline.model.gguf import require_gguf
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -62,16 +63,6 @@ def convert_llama(source: Path, folder: Path) -> None:
     tensors = _dequantised(reader, config)
     with stage("writing the weights"):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def require_gguf(purpose: str) -> None:
-    """Raises ModelLoadError where the extra is not installed."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ModelLoadError(
-            f"the package gguf is needed {purpose}; run `pip install 'paceline[gguf]'`"
-        ) from None
 
 
 def _field(reader: GGUFReader, name: str) -> Any:

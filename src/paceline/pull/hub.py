@@ -19,7 +19,7 @@ def fetch_repository(repository: str, folder: Path) -> dict[str, str]:
     WriteError.
     """
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     with telling("the download", folder), stage(f"downloading {repository}"):

