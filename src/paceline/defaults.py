@@ -68,15 +68,15 @@ def default_draft(model: str) -> str | None:
 
 def default_drafts(model: str) -> tuple[str, ...]:
     """All drafts that go with a model and are part of this installation."""
-    return _at_hand(DRAFTS.get(model, ()))
+    return at_hand(DRAFTS.get(model, ()))
 
 
 def candidates(model: str) -> tuple[str, ...]:
     """Trained drafts that are tuned for a model."""
-    return _at_hand(CANDIDATES.get(model, ()))
+    return at_hand(CANDIDATES.get(model, ()))
 
 
-def _at_hand(specs: tuple[str, ...]) -> tuple[str, ...]:
+def at_hand(specs: tuple[str, ...]) -> tuple[str, ...]:
     """Those whose weights, if they need any, are installed."""
     return tuple(spec for spec in specs if _installed(spec))
 
