@@ -25,21 +25,21 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Paceline and its pinned dependencies into $(VENV) (once; some minutes)"
-	$(PIP_INSTALL) "$(TORCH)" -e .
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf]"
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) "$(TORCH)" -e ".[test]"
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP_INSTALL) "$(TORCH)" -e ".[test,dev]"
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test,dev]"
 	@touch $@
 
 install: $(VENV)/.installed  ## create .venv and install the pinned versions
 
-demo: $(VENV)/.installed  ## watch plain and speculative decoding of the embedded pair
-	@$(BIN)/paceline demo
+demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real model (fetched once, 93 MB)
+	@$(BIN)/paceline demo --pull $(ARGS)
 
 test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)

@@ -19,11 +19,13 @@ from paceline.cli.values import (
     parse_bytes,
     parse_draft_length,
 )
+from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline import LLM
 
-DEFAULT_MODEL = "paceline/tiny"
+DEFAULT_MODEL = EMBEDDED  # of the commands that train
 DEFAULT_DRAFT = "paceline/tiny-draft"
 
 _MODEL = "Model"
@@ -100,20 +102,55 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
+def chosen_model(wish: str) -> str:
+    """The model that was named, else the default, with a line on stderr that says which.
+
+    One that has yet to be pulled is offered to whoever sits at a terminal.
+    """
+    if wish:
+        return offered(wish)
+    choice = default_model()
+    if choice.note is not None:
+        print(choice.note, file=sys.stderr)
+    return offered(choice.model)
+
+
+def offered(model: str) -> str:
+    """Ask at a terminal whether a model that is not here shall be pulled; fetch it if so."""
+    from paceline.model.names import NotPulledError, resolve
+
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return model  # never unasked: loading it says what to do
+    try:
+        resolve(model)
+    except NotPulledError as error:
+        from paceline.cli.pull import fetch, in_short
+
+        if typer.confirm(f"{in_short(error.entry)} Pull it now?", default=True, err=True):
+            fetch(error.entry.name, quiet=True)
+    except PacelineError:
+        pass  # said where it is loaded
+    return model
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What is loaded and how it runs."""
 
     model: Annotated[
         str,
-        typer.Option(help="Model folder, hub name or built-in name.", rich_help_panel=_MODEL),
-    ] = DEFAULT_MODEL
+        typer.Option(
+            help="Model folder, GGUF file, hub name or built-in name.",
+            rich_help_panel=_MODEL,
+            show_default=IN_WORDS,
+        ),
+    ] = ""
     draft: Annotated[
         str | None,
         typer.Option(
             help="Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several "
             "that take turns ('hybrid:ngram+model:PATH'), or 'none'. "
-            f"Default: {DEFAULT_DRAFT} for {DEFAULT_MODEL}, none for other models.",
+            f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
             rich_help_panel=_MODEL,
             show_default=False,
         ),
@@ -177,6 +214,9 @@ class ModelOptions:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", chosen_model(self.model))
+
     @property
     def resolved_draft(self) -> str | None:
         """The draft asked for, else the profile's, else the model's own; None decodes plainly.
@@ -189,7 +229,7 @@ class ModelOptions:
             spec = TunedProfile.read(self.profile).draft.spec
             return None if spec == "none" else spec
         if self.draft is None:
-            return DEFAULT_DRAFT if self.model == DEFAULT_MODEL else None
+            return default_draft(self.model)
         return None if self.draft.lower() == "none" else self.draft
 
     def open(self, draft: str | None) -> LLM:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import chosen_model
 from paceline.errors import PacelineError
 from paceline.server.config import Key, ServeConfig, configure, default_of, keys, to_toml
 
@@ -37,7 +38,9 @@ def _option(item: Field[Any], key: Key) -> inspect.Parameter:
     choices = f" One of {', '.join(key.choices)}." if key.choices else ""
     option: Any
     if item.name == "model":
-        option = typer.Argument(metavar="MODEL", help=key.help, show_default=str(default))
+        option = typer.Argument(
+            metavar="MODEL", help=key.help, show_default=key.shown or str(default)
+        )
     else:
         shown = key.shown or str(default).lower().removesuffix(".0")
         option = typer.Option(
@@ -94,7 +97,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 @with_flags
 def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
-    settings = configure(flags, config)
+    settings = configure(flags, config, chosen_model)
     from paceline.server.security import Keys
 
     api_keys = Keys.load(settings.api_key_file)

@@ -15,9 +15,10 @@ from paceline.cli.measuring import (
     finish,
     partial_results,
 )
-from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
+from paceline.cli.options import chosen_model, expand, quiet_libraries, set_threads
 from paceline.cli.progress import progress_bar
 from paceline.cli.values import parse_bytes
+from paceline.defaults import IN_WORDS
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -32,8 +33,12 @@ class TargetOptions:
 
     model: Annotated[
         str,
-        typer.Option(help="Model folder, hub name or built-in name.", rich_help_panel=_TARGET),
-    ] = DEFAULT_MODEL
+        typer.Option(
+            help="Model folder, GGUF file, hub name or built-in name.",
+            rich_help_panel=_TARGET,
+            show_default=IN_WORDS,
+        ),
+    ] = ""
     draft: Annotated[
         list[str],
         typer.Option(
@@ -68,6 +73,9 @@ class TargetOptions:
             show_default="auto",
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", chosen_model(self.model))
 
     def open(self) -> LLM:
         """The target alone."""

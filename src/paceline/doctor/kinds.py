@@ -113,6 +113,26 @@ KINDS: Mapping[str, Kind] = {
         "Compare with --run; the unquantised checkpoint often speculates better.",
     ),
     "architecture-supported": Kind("architecture", (OK,)),
+    "gguf-dequantised": Kind(
+        "weights",
+        (NOTE,),
+        "Loading takes longer and memory holds the unpacked numbers. The text is that of the "
+        "quantised model.",
+        "Nothing to do; the unquantised checkpoint, where it can be had, answers a little better.",
+    ),
+    "gguf-tokenizer-unsure": Kind(
+        "tokenizer",
+        (WARNING,),
+        "Prompts may be cut into other tokens than in training, mostly at digits and spaces.",
+        "Take the model's folder with its tokenizer.json, where it can be had.",
+    ),
+    "gguf-rope-factors": Kind(
+        "architecture",
+        (WARNING,),
+        "The file holds factors that stretch rotary positions (Llama 3.1 and later), which "
+        "transformers leaves out of GGUF files: long prompts are read less well.",
+        "Take the model's folder with its config.json, or keep prompts below 8,192 tokens.",
+    ),
     # -- tokenizers
     "tokenizer-absent": Kind(
         "tokenizer",

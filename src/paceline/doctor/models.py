@@ -127,7 +127,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
 def _tokenizer(
     files: ModelFiles, about: str
 ) -> tuple[PreTrainedTokenizerFast | None, list[Finding]]:
-    if not files.has(*_TOKENIZER_FILES):
+    if files.gguf is None and not files.has(*_TOKENIZER_FILES):
         severity = ERROR if about == "target" else NOTE
         text = f"there is no tokenizer in {files.name}"
         return None, [finding("tokenizer-absent", about, text, severity)]
