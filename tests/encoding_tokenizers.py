@@ -24,7 +24,40 @@ from tiny_models import SENTENCES
 
 # Each in its own UTF-8 bytes: two, three and four of them, and one of several characters.
 UNUSUAL = "é ß 你好 ı ✓ 🙂 🇩🇪 👩‍👧 ∑ \u200d\ufe0f"
-_ONSETS = ["b", "c", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "bl", "br", "ch", "cl", "dr", "fl", "gr", "pl", "pr", "sh", "sp", "st", "str", "th", "tr"]
+_ONSETS = [
+    "b",
+    "c",
+    "d",
+    "f",
+    "g",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "t",
+    "v",
+    "w",
+    "z",
+    "bl",
+    "br",
+    "ch",
+    "cl",
+    "dr",
+    "fl",
+    "gr",
+    "pl",
+    "pr",
+    "sh",
+    "sp",
+    "st",
+    "str",
+    "th",
+    "tr",
+]
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "ee", "io", "ou"]
 _CODAS = ["", *"lmnrstxdk", "ng", "nt", "st", "ck", "ly"]
 _GPT = Regex(
