@@ -140,4 +140,4 @@ def test_profile(model: str, prompts: str) -> None:
         *("profile", "--model", model, "--draft", "ngram:min=1", "--draft-length", "2"),
         *("--prompts", prompts, "--steps", "5", "--rounds", "1"),
     )
-    assert [run["name"] for run in found["runs"]][0] == "plain" and len(found["runs"]) == 2
+    assert len(found["runs"]) == 2 and found["runs"][0]["name"] == "plain"
