@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 
-
-class Severity(str, Enum):
-    """error: it will not run, or not run right. warning: it will run, but slowly."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
-    OK = "ok"
-
-
-ERROR, WARNING, NOTE, OK = Severity
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One thing that may be found. ``severities``: the usual one first."""
-
-    area: str
-    severities: tuple[Severity, ...]
-    consequence: str = ""
-    cure: str = ""
-
+from paceline.doctor.chat_kinds import CHAT_KINDS
+from paceline.doctor.severity import ERROR, NOTE, OK, WARNING
+from paceline.doctor.severity import Kind as Kind
+from paceline.doctor.severity import Severity as Severity
 
 KINDS: Mapping[str, Kind] = {
     # -- files and weights
@@ -187,12 +167,7 @@ KINDS: Mapping[str, Kind] = {
         "Chats are refused; plain prompts work.",
         "Use the instruction-tuned model, or put its chat_template.jinja beside the weights.",
     ),
-    "vocabulary-padded": Kind(
-        "tokenizer",
-        (NOTE,),
-        "Harmless: no text has these tokens, and only rows that both models have are drafted.",
-        "Nothing to do.",
-    ),
+    **CHAT_KINDS,
     "vocabulary-same": Kind("tokenizer", (OK,)),
     # -- context
     "draft-context-short": Kind(
