@@ -20,6 +20,7 @@ from paceline.core.transfer import to_device
 _STRETCH = 128
 # More than the rounding of a softmax's sum: a larger share than this less one asks for every token.
 _ROUNDING = 1e-4
+_HOPE = 64.0
 
 Row = npt.NDArray[np.float32]
 
@@ -89,11 +90,16 @@ def _head(laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]) ->
 def _head_by_numpy(
     laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]
 ) -> torch.Tensor:
+    width = laws.shape[1]
     rows: npt.NDArray[np.float32] = laws.numpy()
+    peaks = rows
+    if any(limits) and width >= _STRETCH:
+        whole = laws[:, : width // _STRETCH * _STRETCH]
+        peaks = whole.view(len(laws), -1, _STRETCH).amax(-1).numpy()
     heads: list[Row] = []
-    for row, p, limit in zip(rows, params, limits, strict=True):
+    for row, tops, p, limit in zip(rows, peaks, params, limits, strict=True):
         if limit:
-            head = np.sort(_among_largest(row, limit))[::-1][:limit]
+            head = np.sort(_among_largest(row, tops, limit))[::-1][:limit]
         elif p.top_p < 1:
             head = np.sort(_holding(row, p.top_p))[::-1]
         else:
@@ -108,20 +114,29 @@ def _head_by_numpy(
 def _holding(row: Row, share: float) -> Row:
     """The largest entries of a law, in any order, that together hold more than ``share``.
 
-    What is smaller than the n-th part of the rest of the mass cannot make up that rest.
+    What is smaller than the n-th part of the rest of the mass cannot make up that rest. A higher
+    bar will mostly do, and leaves less to sort.
     """
     rest = 1.0 - share
     if rest < _ROUNDING:
         return row
-    return row[row >= 0.5 * rest / len(row)]
+    bar = 0.5 * rest / len(row)
+    few = _where(row, row >= _HOPE * bar)
+    if float(few.sum(dtype=np.float64)) > share + 0.1 * _ROUNDING:
+        return few
+    return _where(row, row >= bar)
 
 
-def _among_largest(row: Row, count: int) -> Row:
-    """Entries, in any order, among which are the ``count`` largest."""
-    stretches = len(row) // _STRETCH
-    if stretches < 2 * count:
+def _among_largest(row: Row, peaks: Row, count: int) -> Row:
+    """Entries, in any order, among which are the ``count`` largest; ``peaks`` are those of
+    stretches of the row, or all of it."""
+    if len(peaks) < 2 * count or len(peaks) == len(row):
         return np.partition(row, len(row) - count)[len(row) - count :]
-    # Of the stretches' largest entries ``count`` reach the limit, so those below it are not needed.
-    peaks = row[: stretches * _STRETCH].reshape(stretches, _STRETCH).max(axis=1)
-    limit = np.partition(peaks, stretches - count)[stretches - count]
-    return row[~(row < limit)]  # what is not a number ranks first
+    # ``count`` stretches reach this bar with their largest entry, so what is below is not needed.
+    bar = np.partition(peaks, len(peaks) - count)[len(peaks) - count]
+    return _where(row, ~(row < bar))  # what is not a number ranks first
+
+
+def _where(row: Row, mask: npt.NDArray[np.bool_]) -> Row:
+    """``row[mask]``, three times as fast."""
+    return row[np.flatnonzero(mask)]
