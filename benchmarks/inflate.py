@@ -240,9 +240,13 @@ def resolve(model: str) -> Path:
     """The folder of a checkpoint: a path, or a built-in name such as `paceline/tiny`."""
     folder = Path(model).expanduser()
     if not folder.is_dir() and model.startswith("paceline/"):
-        import paceline
+        from paceline.errors import ModelLoadError
+        from paceline.model.names import resolve as named
 
-        folder = Path(paceline.__file__).parent / "assets" / model.removeprefix("paceline/")
+        try:
+            folder = Path(named(model))
+        except ModelLoadError as error:
+            raise InflateError(str(error)) from None
     if not (folder / "config.json").is_file() or not has_weights(folder):
         raise InflateError(
             f"{model!r} has no config.json and *.safetensors; name the folder of a Llama checkpoint"
