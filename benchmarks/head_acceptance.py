@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace, figures: Figures, about: dict[str, Any]) -
     deepest = max(entry.levels for entry in entries)
     limit = loading.target.max_positions - args.max_tokens - deepest - 1
     sets = [name for name in args.suites.split(",") if name]
-    suites = real.load_suites(args.prompts_dir, sets, loading, args.per_suite, limit)
+    suites = real.load_suites(args.prompts_dir, sets, loading.tokenizer, args.per_suite, limit)
     about["prompts"] = {name: len(prompts) for name, prompts in suites.items()}
     about["from_spec_bench"] = [name for name in suites if name in PARTS]
     ends = real.end_tokens(loading)

@@ -11,13 +11,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import inflate
 from prompts import Prompt, encode, read_texts, spread
 
 if TYPE_CHECKING:
     from paceline.drafters import Loading
+    from paceline.llm import LLM
 
 NAME = "smollm2"
 TARGET = "paceline/smollm2"
@@ -93,13 +94,24 @@ def load_sets(
 
 
 def load_suites(
-    folder: str | Path, sets: Sequence[str], loading: Loading, per_set: int, limit: int
+    folder: str | Path, sets: Sequence[str], tokenizer: Any, per_set: int, limit: int
 ) -> dict[str, list[Prompt]]:
     """{set: ``per_set`` prompts, evenly spread (0: all)}."""
-    every = load_sets(folder, sets, lambda text: encode(loading.tokenizer, "chat", text), limit)
+    every = load_sets(folder, sets, lambda text: encode(tokenizer, "chat", text), limit)
     return {
         name: [Prompt(name, ids) for ids in spread(found, per_set)] for name, found in every.items()
     }
+
+
+def mixed(llm: LLM, folder: str | Path, sets: str | None, limit: int) -> list[list[int]]:
+    """One prompt of each set in turn, as long as there are any."""
+
+    def render(text: str) -> list[int]:
+        return llm.render_chat([{"role": "user", "content": text}])
+
+    columns = load_sets(folder, sets.split(",") if sets else SETS, render, limit).values()
+    longest = max(map(len, columns))
+    return [column[n] for n in range(longest) for column in columns if n < len(column)]
 
 
 def end_tokens(loading: Loading) -> frozenset[int]:
@@ -108,6 +120,17 @@ def end_tokens(loading: Loading) -> frozenset[int]:
     return loading.target.eos_token_ids | (
         frozenset([own]) if isinstance(own, int) else frozenset()
     )
+
+
+def ends_of(folder: Path) -> frozenset[int]:
+    """The same of a folder, without loading the model."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    found = [AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)]
+    if (folder / "generation_config.json").is_file():
+        found.append(GenerationConfig.from_pretrained(folder))
+    ids = [one.eos_token_id for one in found]
+    return frozenset(n for own in ids for n in ([own] if isinstance(own, int) else own or []))
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -77,7 +77,9 @@ def test_the_engine_accepts_what_transformers_says(
         for name in ("target", "draft")
     ]
     ends = real.end_tokens(loading)
-    suites = real.load_suites(folders["prompts-dir"], real.ACCEPTANCE_SETS, loading, 0, 120)
+    suites = real.load_suites(
+        folders["prompts-dir"], real.ACCEPTANCE_SETS, loading.tokenizer, 0, 120
+    )
     for name, prompts in suites.items():
         counts = acceptance.Walk(4)
         ids = [prompt.token_ids for prompt in prompts]
@@ -104,7 +106,7 @@ def test_answers_end_where_the_model_ends_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loading = load_target(folders["target"], "float32", "cpu")
-    suites = real.load_suites(folders["prompts-dir"], ["gsm8k"], loading, 0, 120)
+    suites = real.load_suites(folders["prompts-dir"], ["gsm8k"], loading.tokenizer, 0, 120)
     model = AutoModelForCausalLM.from_pretrained(folders["target"], dtype=torch.float32).eval()
     free = acceptance.greedy_texts(model, [p.token_ids for p in suites["gsm8k"]], 24, frozenset())
     monkeypatch.setattr(real, "end_tokens", lambda loading: frozenset([free[0][5]]))
