@@ -22,12 +22,13 @@ class Bought:
     """What the time was spent on; of how much that is wanted.
 
     ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
-    drawn, this one among them. ``missing``: what is still to be looked at. ``lacks``: why that
+    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked at. ``lacks``: why that
     little certifies nothing; empty if it is enough.
     """
 
     seconds: float | None
     spent: float
+    tokens: int
     texts: int
     texts_wanted: int
     places: int
@@ -41,7 +42,7 @@ class Bought:
     @property
     def line(self) -> str:
         """For people."""
-        parts = [f"{self.texts} of {self.texts_wanted} texts"]
+        parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
         if self.places_wanted:
             parts.append(f"{self.places} of {self.places_wanted} places")
             parts.append(f"{self.samples} of {self.samples_wanted} samples")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from paceline.budget import Budget
 from paceline.certify.decoding import Start, decode
 from paceline.certify.evidence import Evidence
 from paceline.certify.findings import bug
@@ -19,6 +20,9 @@ from paceline.engine.engine import Engine
 Named = tuple[str, tuple[int, ...]]
 Guard = Callable[[str], AbstractContextManager[None]]
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
+_SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
+_SHORTEST = 16
+_PROBED = 4  # tokens that are decoded to see how fast that is
 _ANY_REQUEST = SamplingParams()
 
 
@@ -107,10 +111,22 @@ class Comparer:
 
     def _task(self, kind: str, wish: SamplingParams, number: int) -> Task:
         name, prompt = self._prompts[number % len(self._prompts)]
-        wish = replace(wish, max_tokens=self._effort.max_tokens)
+        wish = replace(wish, max_tokens=self._evidence.tokens or self._effort.max_tokens)
         if kind == "seeded":
             wish = replace(wish, seed=(self._effort.seed + number) % 2**63)
         return Task(name, Start(prompt), wish)
+
+    def decide_tokens(self, budget: Budget) -> None:
+        """Shorter texts if those asked for would take too much of the budget each."""
+        most = self._effort.max_tokens
+        if self._evidence.tokens or budget.seconds is None or most <= _SHORTEST:
+            return
+        start = Start(self._prompts[0][1])
+        for kind, tokens in (("warming up", 1), ("token", _PROBED)):
+            with budget.piece(kind, tokens):
+                decode(self._plain, [start], SamplingParams(max_tokens=tokens), 0)
+        fitting = int(budget.affords("token") * _SHARE)
+        self._evidence.tokens = min(most, max(_SHORTEST, fitting))
 
     def _decode_plainly(self, kind: str, wish: SamplingParams, number: int) -> None:
         task = self._task(kind, wish, number)

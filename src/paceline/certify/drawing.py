@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from paceline.budget import Budget
 from paceline.certify import exact, sampled
 from paceline.certify.comparing import Named, Piece
 from paceline.certify.draws import Recorder
@@ -33,7 +34,9 @@ class Sampler:
         effort: Effort,
         lengths: Sequence[int],
         evidence: Evidence,
+        budget: Budget,
     ) -> None:
+        self._budget = budget
         self._engine, self._plain, self._prompts = engine, plain, prompts
         self._params, self._effort, self._lengths = params, effort, lengths
         self._evidence = evidence
@@ -52,9 +55,8 @@ class Sampler:
         while len(place.drawn) < samples or len(place.plain) < samples:
             plainly = len(place.plain) <= len(place.drawn)
             have = len(place.plain if plainly else place.drawn)
-            portion = -(-self._effort.samples // sampled.PORTIONS)
-            size = min(portion, samples - have)
             what = "plain" if plainly else "speculative"
+            size = min(self._portion(what), samples - have)
             run = partial(self._draw, place, number, size, plainly)
             yield Piece("", "sampling", what, size, f"{place.name}: {what} sampling", run)
             if len(place.plain if plainly else place.drawn) == have:
@@ -62,6 +64,16 @@ class Sampler:
         shown = f"{place.name}: the rule, enumerated"
         run = partial(self._enumerate, place)
         yield Piece(f"rule/{number}", "rule", "rule", 1, shown, run)
+
+    def _portion(self, kind: str) -> int:
+        """A tenth of the samples; less where time is short, a full batch at least."""
+        whole = -(-self._effort.samples // sampled.PORTIONS)
+        batch = self._engine.scheduler.config.max_batch_size
+        if self._budget.seconds is None or whole <= batch:
+            return whole
+        known = self._budget.estimate(kind) is not None
+        affordable = int(self._budget.affords(kind) / 2) if known else batch
+        return max(batch, min(whole, affordable // batch * batch or batch))
 
     @contextmanager
     def recording(self) -> Iterator[None]:

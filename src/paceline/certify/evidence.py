@@ -35,10 +35,11 @@ class Evidence:
 
     ``tranche``: how many times over the effort is wanted by now. ``looks``: how often a verdict
     was drawn from it: the more often somebody looks and goes on, the easier one would be wrong.
-    ``draws``: of the drafter, by their place in its declared law; ``impossible`` ones had none.
+    ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their place in its declared law; ``impossible`` ones had none.
     """
 
     tranche: int = 1
+    tokens: int = 0
     looks: int = 0
     spent: float = 0.0
     plain: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -90,7 +90,14 @@ class Certifier:
             llm.engine, plain, self._prompts, self.effort, self.settings, self.evidence, self._spell
         )
         self._sampler = Sampler(
-            llm.engine, plain, self._prompts, self.params, self.effort, lengths, self.evidence
+            llm.engine,
+            plain,
+            self._prompts,
+            self.params,
+            self.effort,
+            lengths,
+            self.evidence,
+            self.budget,
         )
         self._judged: dict[tuple[int, int, int], Judged] = {}
         self._ended = False
@@ -152,6 +159,8 @@ class Certifier:
         """Look at as much as the budget allows. KeyboardInterrupt passes through."""
         budget = self.budget
         budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
+        with self._guarded("plain decoding"):
+            self._comparer.decide_tokens(budget)
         for task in schedule(self.texts, self.places, self.samples):
             if isinstance(task, Texts):
                 watched: AbstractContextManager[None] = nullcontext()
@@ -295,6 +304,7 @@ class Certifier:
         return Bought(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
+            tokens=self.evidence.tokens or self.effort.max_tokens,
             texts=sum(self._has(number, done) for number in range(self.texts)),
             texts_wanted=self.texts,
             places=len(places),

@@ -25,19 +25,19 @@ _LAYOUT = 1
 Kind = TypeVar("Kind")
 
 
+SECONDS = typer.Option(
+    min=0,
+    help="Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
+    "takes.",
+    rich_help_panel=_BUDGET,
+)
+
+
 @dataclass(frozen=True)
 class BudgetOptions:
     """How long a measuring command may take, and whether it goes on from its last run."""
 
-    seconds: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Time to spend, loading counted; what it bought is said. 0 takes as long as the "
-            "whole takes.",
-            rich_help_panel=_BUDGET,
-        ),
-    ] = 180.0
+    seconds: Annotated[float, SECONDS] = 180.0
     go_on: Annotated[
         bool,
         typer.Option(
@@ -117,10 +117,22 @@ class SavedRun:
                 )
         self._record = record
 
-    def check_model(self, target: CausalModel) -> None:
-        """Note the model and, going on, compare it. Raises ConfigError if it is another one."""
-        from paceline.model.identity import ModelIdentity
+    def check_model(self, target: CausalModel, timed: bool = False) -> None:
+        """Note the model and, going on, compare it; where time counts (``timed``) the machine too.
 
+        Raises ConfigError if it is another one.
+        """
+        from paceline.model.identity import ModelIdentity
+        from paceline.tuned import Machine
+
+        machine = asdict(Machine.of(target)) if timed else {}
+        machine.pop("date", None)
+        if self._record is not None and self._record.get("machine") != machine:
+            raise ConfigError(
+                f"cannot continue: this is not the machine, or not the setting of it, of the run "
+                f"that {self._path} holds; leave --continue out to begin anew"
+            )
+        self._machine = machine
         now = ModelIdentity.of(target)
         if self._record is not None:
             difference = _as(ModelIdentity, self._record.get("model")).difference(now)
@@ -151,6 +163,7 @@ class SavedRun:
             "command": self._command,
             "options": self._options,
             "model": self._model,
+            "machine": self._machine,
             "measured": to_builtins(measured, str_keys=True),
         }
         try:
