@@ -1,4 +1,4 @@
-"""Commands under test keep their measurements away from the user's."""
+"""Commands under test keep their measurements to themselves, and say nothing for 20 seconds."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "runs"
     monkeypatch.setattr("paceline.cli.continuing.runs_folder", lambda: folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def hushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command says while it loads depends on the machine; errors are looked at alone."""
+    monkeypatch.setattr("paceline.cli.progress._SOON", 60.0)

@@ -22,8 +22,8 @@ class Bought:
     """What the time was spent on; of how much that is wanted.
 
     ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
-    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked at. ``lacks``: why that
-    little certifies nothing; empty if it is enough.
+    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked
+    at. ``lacks``: why that little certifies nothing; empty if it is enough.
     """
 
     seconds: float | None

@@ -172,7 +172,8 @@ def bench(
     """
     budget = time.begin()
     output.check()
-    plan = _plan(engine, wanted, options)
+    with showing(), stage("starting"):
+        plan = _plan(engine, wanted, options)
     given = options_of(
         engine=replace(engine, draft=engine.resolved_draft), wanted=wanted, options=options
     )

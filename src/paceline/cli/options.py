@@ -19,6 +19,7 @@ from paceline.cli.values import (
     parse_bytes,
     parse_draft_length,
 )
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -196,22 +197,25 @@ class ModelOptions:
         """Load the model with this draft (None decodes plainly)."""
         length = parse_draft_length(self.draft_length)
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        quiet_libraries()
-        set_threads(self.threads)
-        from paceline import LLM
+        from paceline.cli.progress import showing
 
-        llm = LLM(
-            self.model,
-            draft="none" if draft is None else draft,  # a profile's draft is resolved already
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_size=self.max_batch_size,
-            kv_cache_memory=memory,
-            draft_length=length,
-            rule=self.rule,
-            lossy=self.lossy,
-            profile=self.profile,
-        )
+        with showing(), stage(f"loading {self.model}"):
+            quiet_libraries()
+            set_threads(self.threads)
+            from paceline import LLM
+
+            llm = LLM(
+                self.model,
+                draft="none" if draft is None else draft,  # a profile's draft is resolved already
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=self.max_batch_size,
+                kv_cache_memory=memory,
+                draft_length=length,
+                rule=self.rule,
+                lossy=self.lossy,
+                profile=self.profile,
+            )
         for note in llm.notes:
             print(f"note: {note}", file=sys.stderr)
         return llm

@@ -78,18 +78,19 @@ class TargetOptions:
     def open(self) -> LLM:
         """The target alone."""
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        quiet_libraries()
-        set_threads(self.threads)
-        from paceline import LLM
+        with stage(f"loading {self.model}"):
+            quiet_libraries()
+            set_threads(self.threads)
+            from paceline import LLM
 
-        return LLM(
-            self.model,
-            draft="none",
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_size=1,
-            kv_cache_memory=memory,
-        )
+            return LLM(
+                self.model,
+                draft="none",
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=1,
+                kv_cache_memory=memory,
+            )
 
 
 @expand
