@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from prompts import default_folder, read_texts
 from stepclock import install
 

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "paceline"
 
 # Who may import whom: a module imports its own layer and those below it.
 LAYERS = (
-    {"core", "config", "errors", "files", "stages"},
+    {"budget", "core", "config", "errors", "files", "stages"},
     {"model"},
     {"draft", "verify"},
     {"engine", "train", "export", "completion", "pull"},

@@ -21,6 +21,7 @@ from paceline.cli.values import (
 )
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
 from paceline.errors import PacelineError
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -236,22 +237,25 @@ class ModelOptions:
         """Load the model with this draft (None decodes plainly)."""
         length = parse_draft_length(self.draft_length)
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        quiet_libraries()
-        set_threads(self.threads)
-        from paceline import LLM
+        from paceline.cli.progress import showing
 
-        llm = LLM(
-            self.model,
-            draft="none" if draft is None else draft,  # a profile's draft is resolved already
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_size=self.max_batch_size,
-            kv_cache_memory=memory,
-            draft_length=length,
-            rule=self.rule,
-            lossy=self.lossy,
-            profile=self.profile,
-        )
+        with showing(), stage(f"loading {self.model}"):
+            quiet_libraries()
+            set_threads(self.threads)
+            from paceline import LLM
+
+            llm = LLM(
+                self.model,
+                draft="none" if draft is None else draft,  # a profile's draft is resolved already
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=self.max_batch_size,
+                kv_cache_memory=memory,
+                draft_length=length,
+                rule=self.rule,
+                lossy=self.lossy,
+                profile=self.profile,
+            )
         for note in llm.notes:
             print(f"note: {note}", file=sys.stderr)
         return llm

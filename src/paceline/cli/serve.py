@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import chosen_model
+from paceline.cli.progress import showing
 from paceline.errors import PacelineError
 from paceline.server.config import Key, ServeConfig, configure, default_of, keys, to_toml
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -136,7 +138,8 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
         from paceline.server.loading import load_llm
         from paceline.server.local import local_service
 
-        llm = load_llm(settings)
+        with showing(), stage(f"loading {settings.model}"):
+            llm = load_llm(settings)
         yield local_service(llm, settings.name, limits, asks, settings.log_prompts)
         return
     from paceline.server.process import EngineProcess
@@ -144,8 +147,9 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     from paceline.server.service import Service
 
     with EngineProcess(settings) as process:
-        tokenizer = _tokenizer(settings)  # while the other process loads
-        engine = RemoteEngine(process, process.hello(), limits)
+        with showing(), stage(f"loading {settings.model}"):
+            tokenizer = _tokenizer(settings)  # while the other process loads
+            engine = RemoteEngine(process, process.hello(), limits)
         if isinstance(tokenizer, PacelineError):
             raise tokenizer
         yield Service(engine, tokenizer, settings.name, asks, settings.log_prompts)
