@@ -142,7 +142,9 @@ def test_a_race_of_the_likely_is_a_race_of_all(kept):
     laws[2] = float("nan")
     seeds, positions = [5, 6, 7], [3, 1 << 40, 0]
     raced = race(laws, seeds, positions)
-    noise = torch.stack([_exponential(hashes([s], [t], 49152)[0]) for s, t in zip(seeds, positions)])
+    noise = torch.stack(
+        [_exponential(hashes([s], [t], 49152)[0]) for s, t in zip(seeds, positions, strict=True)]
+    )
     assert torch.equal(exponential(seeds, positions, 49152), noise)
     assert torch.equal(raced[:2], laws[:2] / noise[:2])
     assert raced[2].isnan().all()

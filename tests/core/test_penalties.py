@@ -66,7 +66,7 @@ def test_sparse_is_dense(requests, depths, seed, pathless):
     assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
     assert torch.equal(scores, before)
     for seq in made:  # counts go on from step to step
-        seq.tokens += seq.tokens[:2] + [7]
+        seq.tokens += [*seq.tokens[:2], 7]
     assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
 
 

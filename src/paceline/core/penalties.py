@@ -95,9 +95,7 @@ def penalised(
     return scores.scatter(1, ids, own - frequency * counts - presence * (counts > 0))
 
 
-def _tables(
-    distinct: list[Sequence], scores: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(distinct: list[Sequence], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; -1 counts a token that did not occur."""
     found = [_occurrences(seq).within(scores.shape[1]) for seq in distinct]
     longest = max(1, *(len(ids) for ids, _ in found))

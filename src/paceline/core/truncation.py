@@ -83,7 +83,9 @@ def _head(laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]) ->
     if laws.device.type == "cpu":
         return _head_by_numpy(laws, params, limits)
     if any(p.top_p < 1 and not k for p, k in zip(params, limits, strict=True)):
-        return laws.sort(dim=-1, descending=True).values  # how many are needed only the device knows
+        return laws.sort(
+            dim=-1, descending=True
+        ).values  # how many are needed only the device knows
     return laws.topk(max(limits), dim=-1).values
 
 
