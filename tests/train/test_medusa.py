@@ -17,8 +17,8 @@ from paceline.draft.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer
-from paceline.train.unrolled import Places
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
+from paceline.train.unrolled import Places
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
 DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
