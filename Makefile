@@ -15,34 +15,46 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format bench clean
+.PHONY: help install demo test test-oldest soak check format bench clean
 
 help:  ## print the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Paceline and its pinned dependencies into $(VENV) (once; some minutes)"
-	$(PIP_INSTALL) "$(TORCH)" -e .
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf]"
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) "$(TORCH)" -e ".[test]"
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP_INSTALL) "$(TORCH)" -e ".[test,dev]"
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test,dev]"
 	@touch $@
 
 install: $(VENV)/.installed  ## create .venv and install the pinned versions
 
-demo: $(VENV)/.installed  ## watch plain and speculative decoding of the embedded pair
-	@$(BIN)/paceline demo
+demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real model (fetched once, 93 MB)
+	@$(BIN)/paceline demo --pull $(ARGS)
 
 test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+
+# A virtual environment of its own, with the oldest versions that pyproject.toml allows.
+OLDEST := .venv-oldest
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check -q -c constraints-oldest.txt \
+		"$(shell grep -m1 '^torch==' constraints-oldest.txt)" -e ".[test]"
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed  ## the same with the oldest versions allowed, in .venv-oldest
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \
@@ -61,4 +73,4 @@ bench: $(VENV)/.installed  ## measure decoding beside transformers (ARGS=--quick
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

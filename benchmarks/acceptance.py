@@ -1,12 +1,17 @@
-"""Draft acceptance at temperature 0, with transformers alone: no line of the engine is used.
+"""Draft acceptance at temperature 0.
 
-The target's greedy text comes first (batched). Then speculative decoding is walked along it: from
-a position the draft continues greedily by `--length` tokens, the run of tokens that agree with the
-target's text is accepted, the next position is after them and the target's own token. All
-positions of a text are drafted in one batch (the draft's answer depends on the text before it
-only), so the walk itself costs nothing.
+`tiny`: with transformers alone, no line of the engine is used. The target's greedy text comes
+first (batched). Then speculative decoding is walked along it: from a position the draft continues
+greedily by `--length` tokens, the run of tokens that agree with the target's text is accepted, the
+next position is after them and the target's own token. All positions of a text are drafted in one
+batch (the draft's answer depends on the text before it only), so the walk itself costs nothing.
 
     python benchmarks/acceptance.py --target DIR --draft DIR --per-suite 20
+
+`smollm2`: the real model with its head, draft and Medusa heads, in our engine; see
+head_acceptance.py. `--ignore-eos` is for `tiny` alone: the real model ends its answers.
+
+    python benchmarks/acceptance.py --pairs smollm2 --eagle3 FOLDER
 
 The last line of the output is one JSON object: per suite and their mean, `acceptance` (accepted /
 drafted tokens) and `mean_accepted_length` (tokens per target step).
@@ -18,6 +23,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +31,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+import head_acceptance
+import real
 from inflate import InflateError, resolve
-from prompts import Prompt, default_folder, load_suites
+from prompts import SUITES, Prompt, default_folder, load_suites
 
 
 @dataclass
@@ -167,25 +175,51 @@ def measure(
     return result
 
 
-def main() -> None:
-    """Measure as the command line says; the last line of the output is JSON."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line; what is not given is the pair's own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", default="paceline/tiny")
-    parser.add_argument("--draft", default="paceline/tiny-draft")
-    parser.add_argument("--length", type=int, default=4, help="draft length")
+    parser.add_argument("--pairs", default="tiny", choices=["tiny", real.NAME])
+    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    real.add_weights(parser)
+    parser.add_argument("--length", type=int, default=4, help="draft length of chains")
+    parser.add_argument("--nodes", type=int, default=16, help="of a tree (the real model)")
+    parser.add_argument("--depth", type=int, default=6, help="levels of a tree (the real model)")
+    parser.add_argument("--width", type=int, default=4, help="of a tree (the real model)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the real model")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--per-suite", type=int, default=20, help="prompts a suite; 0: all")
-    parser.add_argument("--suites", default="stories,arith,chat,stdlib")
+    parser.add_argument("--batch", type=int, help="prompts together; default: 16, or 8")
+    parser.add_argument("--per-suite", type=int, help="prompts; 0: all; default: 20, or 12")
+    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
     parser.add_argument("--prompts-dir", default=str(default_folder()))
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    parser.add_argument("--json", help="file to write the JSON object to")
+    args = parser.parse_args(arguments)
+    is_real = args.pairs == real.NAME
+    args.batch = args.batch or (8 if is_real else 16)
+    if args.per_suite is None:
+        args.per_suite = 12 if is_real else 20
+    args.suites = args.suites or ",".join(real.ACCEPTANCE_SETS if is_real else SUITES)
+    if min(args.length, args.nodes, args.depth, args.width, args.batch, args.max_tokens) < 1:
+        parser.error("all numbers but --per-suite and --temperature must be at least 1")
+    if is_real and args.ignore_eos:
+        parser.error(f"--ignore-eos is for tiny: {real.NAME} ends its answers")
+    if not is_real and (args.eagle3 or args.medusa or args.temperature):
+        parser.error(f"--eagle3, --medusa and --temperature need --pairs {real.NAME}")
+    return args
+
+
+def main() -> None:
+    """Measure as the command line says; the last line of the output is JSON."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    args = parse(sys.argv[1:])
+    if args.pairs == real.NAME:
+        head_acceptance.run(args)
+    names = args.target or "paceline/tiny", args.draft or "paceline/tiny-draft"
     try:
-        folders = [resolve(name) for name in (args.target, args.draft)]
+        folders = [resolve(name) for name in names]
     except InflateError as error:
         raise SystemExit(f"error: {error}") from None
     dtype = getattr(torch, args.dtype)
@@ -200,8 +234,10 @@ def main() -> None:
     mean = sum(s["acceptance"] for s in result.values()) / len(result)
     length = sum(s["mean_accepted_length"] for s in result.values()) / len(result)
     result["mean"] = {"acceptance": round(mean, 4), "mean_accepted_length": round(length, 4)}
-    json.dump(result, sys.stdout)
-    print()
+    line = json.dumps(result)
+    if args.json:
+        Path(args.json).write_text(line + "\n", encoding="utf-8")
+    print(line)
 
 
 if __name__ == "__main__":

@@ -23,16 +23,23 @@ class Pair:
 
     name: str
     target: Path
-    draft: Path
+    draft: Path | None  # the draft model, where there is one: transformers knows no other draft
     device: str
     dtype: str  # "bfloat16" or "float32"
+    spec: str = ""  # what ours drafts with, if it is not that model
+    ends: frozenset[int] = frozenset()  # where answers end; empty: at the number of tokens only
+
+    @property
+    def ours(self) -> str:
+        """The spec of our draft."""
+        return self.spec or str(self.draft)
 
 
 def asks(
-    prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 0.0
+    prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 0.0, ends: bool = False
 ) -> tuple[Ask, ...]:
-    """Requests for exactly `max_tokens` new tokens each, ignoring EOS."""
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    """Requests for `max_tokens` new tokens each: exactly, or up to the end token with `ends`."""
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=not ends)
     return tuple(Ask(tuple(prompt), params) for prompt in prompts)
 
 
@@ -41,23 +48,23 @@ def load_transformers(folder: Path, pair: Pair) -> Any:
     return load_module(str(folder), pair.dtype, pair.device, "sdpa").eval()
 
 
-def theirs(name: str, model: Any, **extra: Any) -> Transformers:
+def theirs(name: str, model: Any, ends: frozenset[int] = frozenset(), **extra: Any) -> Transformers:
     """`transformers` generate: plain, or with the extra arguments of a speculative method."""
-    return Transformers(name, model, frozenset(), extra)
+    return Transformers(name, model, ends, extra)
 
 
-def assisted(model: Any, draft: Any) -> Transformers:
+def assisted(model: Any, draft: Any, ends: frozenset[int] = frozenset()) -> Transformers:
     """Assisted generation with a constant draft length and no confidence cut."""
     # The numbers are read from the assistant's own generation config.
     draft.generation_config.num_assistant_tokens = DRAFT_LENGTH
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
-    return theirs("transformers assisted", model, assistant_model=draft)
+    return theirs("transformers assisted", model, ends, assistant_model=draft)
 
 
-def lookup(model: Any) -> Transformers:
+def lookup(model: Any, ends: frozenset[int] = frozenset()) -> Transformers:
     """Prompt lookup of `transformers`."""
-    return theirs("transformers lookup", model, prompt_lookup_num_tokens=DRAFT_LENGTH)
+    return theirs("transformers lookup", model, ends, prompt_lookup_num_tokens=DRAFT_LENGTH)
 
 
 def ours(name: str, llm: Any) -> Paceline:
@@ -73,7 +80,7 @@ def build_llm(
 
     return LLM(
         str(pair.target),
-        draft=str(pair.draft) if draft else None,
+        draft=pair.ours if draft else None,
         dtype=pair.dtype,
         device=pair.device,
         max_batch_size=BATCH,

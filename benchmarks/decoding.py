@@ -1,13 +1,14 @@
 """Decoding speed: Paceline beside transformers, in one process, taking turns, medians.
 
-Two pairs: `tiny`, the embedded pair as it is, and `inflated`, the same functions at the cost of
-real models (see inflate.py). Every contestant gets the same token ids, decodes greedily at batch 1
-to exactly `--max-tokens` new tokens (the end token is ignored by all), and is timed from prompt to
-last token, prefill included. Within each round all contestants decode a prompt one after another,
+Pairs: `tiny`, the embedded pair as it is, `inflated`, the same functions at the cost of real models
+(see inflate.py), and `smollm2`, a real model whose answers end by themselves (see real.py). Every
+contestant gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new tokens
+(the end token is ignored by all), and is timed from prompt to last token, prefill included. Within each round all contestants decode a prompt one after another,
 in an order that rotates; a figure is the median over rounds. Prefix sharing between rounds is off.
 
     python benchmarks/decoding.py --quick
     python benchmarks/decoding.py --pairs tiny --rounds 5 --json tiny.json
+    python benchmarks/decoding.py --pairs smollm2 --json smollm2.json
 
 The last line of the output is one JSON object. Ctrl-C prints what was measured until then.
 """
@@ -32,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import contestants as c
 import inflate
+import real
 from paceline.bench.outcome import Ask, Contestant
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
@@ -65,11 +67,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few prompts, 2 rounds, some minutes")
-    parser.add_argument("--pairs", default="tiny,inflated")
-    parser.add_argument("--target", default="paceline/tiny")
-    parser.add_argument("--draft", default="paceline/tiny-draft")
+    parser.add_argument(
+        "--pairs", default="tiny,inflated", help=f"tiny, inflated, both, or {real.NAME}"
+    )
+    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    parser.add_argument("--draft", help="a draft model; default: the target's, with -draft")
+    parser.add_argument("--eagle3", help=f"head of {real.NAME}, or none; default: the published")
     parser.add_argument("--presets", default="target,draft", help="sizes of the inflated pair")
-    parser.add_argument("--suites", default=",".join(SUITES))
+    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--per-suite", type=int, help="prompts a suite")
@@ -84,15 +89,33 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, value in zip(("rounds", "max_tokens", "per_suite", "rules"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if unknown := set(args.pairs.split(",")) - {"tiny", "inflated"}:
-        parser.error(f"unknown pair {', '.join(sorted(unknown))}; there are tiny and inflated")
+    if unknown := set(args.pairs.split(",")) - {"tiny", "inflated", real.NAME}:
+        known = f"tiny and inflated, and {real.NAME}"
+        parser.error(f"unknown pair {', '.join(sorted(unknown))}; there are {known}")
+    if real.NAME in args.pairs and args.pairs != real.NAME:
+        parser.error(f"{real.NAME} has prompts and heads of its own: measure it alone")
+    if args.pairs != real.NAME:
+        args.target = args.target or "paceline/tiny"
+        args.draft = args.draft or "paceline/tiny-draft"
+    args.suites = args.suites or ",".join(real.SETS if args.pairs == real.NAME else SUITES)
     if min(args.rounds, args.max_tokens, args.per_suite) < 1:
         parser.error("--rounds, --max-tokens and --per-suite must be at least 1")
     return args
 
 
 def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
-    """The folders of a pair; inflated ones are written on first use."""
+    """The folders of a pair; inflated ones are written on first use.
+
+    The real model drafts with its EAGLE-3 head, else its draft model, else n-grams.
+    """
+    if name == real.NAME:
+        folder, draft = real.target_folder(args.target), real.find("draft", args.draft)
+        head = real.find("eagle3", args.eagle3)
+        spec = f"eagle3:{head}" if head else "" if draft else "ngram"
+        ends = real.ends_of(folder)
+        return c.Pair(
+            name, folder, Path(draft) if draft else None, args.device, args.dtype, spec, ends
+        )
     target, draft = inflate.resolve(args.target), inflate.resolve(args.draft)
     if name == "inflated":
         sizes = [inflate.PRESETS[preset] for preset in args.presets.split(",")]
@@ -103,10 +126,11 @@ def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
 def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     """Load every contestant of a pair."""
     judge = c.load_transformers(pair.target, pair)
-    assistant = c.load_transformers(pair.draft, pair)
-    theirs: list[Contestant] = [c.theirs(THEIRS, judge), c.assisted(judge, assistant)]
+    theirs: list[Contestant] = [c.theirs(THEIRS, judge, pair.ends)]
+    if pair.draft is not None:
+        theirs.append(c.assisted(judge, c.load_transformers(pair.draft, pair), pair.ends))
     if args.lookup:
-        theirs.append(c.lookup(judge))
+        theirs.append(c.lookup(judge, pair.ends))
     fixed = c.build_llm(pair, rule="token")  # at temperature 0 the rule makes no difference
     plain = c.ours(PLAIN, c.build_llm(pair, draft=False))
     adaptive = c.ours(ADAPTIVE, c.build_llm(pair, length="auto"))
@@ -120,19 +144,22 @@ def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
 
 
-def jobs(field: Field, suites: dict[str, list[Prompt]], max_tokens: int) -> Iterator[Job]:
-    """All prompts alone, then sampled, then eight together."""
+def jobs(
+    field: Field, suites: dict[str, list[Prompt]], max_tokens: int, ends: bool = False
+) -> Iterator[Job]:
+    """All prompts alone, then sampled, then eight together. `ends`: answers end by themselves."""
     for suite, prompts in suites.items():
         for index, prompt in enumerate(prompts):
-            yield Job(suite, index, c.asks([prompt.token_ids], max_tokens), field.single)
+            asks = c.asks([prompt.token_ids], max_tokens, ends=ends)
+            yield Job(suite, index, asks, field.single)
     if field.sampled:
         for suite, prompts in suites.items():
             for index, prompt in enumerate(prompts):
-                asks = c.asks([prompt.token_ids], max_tokens, 1.0)
+                asks = c.asks([prompt.token_ids], max_tokens, 1.0, ends)
                 yield Job(SAMPLED + suite, index, asks, field.sampled)
     together = [p.token_ids for prompts in suites.values() for p in prompts]
     together = (together * 8)[:: max(1, len(together) // 8)][:8]  # of all suites alike
-    yield Job(BATCH, 0, c.asks(together, max_tokens), field.batched)
+    yield Job(BATCH, 0, c.asks(together, max_tokens, ends=ends), field.batched)
 
 
 def _shortened(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
@@ -163,7 +190,8 @@ def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record
                         warm.add(key)
                     outcome = contestant.run(job.asks)
                     wanted = args.max_tokens * len(job.asks)
-                    assert outcome.tokens == wanted, (
+                    ends = not job.asks[0].params.ignore_eos
+                    assert outcome.tokens == wanted or (ends and outcome.tokens < wanted), (
                         f"{contestant.name} wrote {outcome.tokens} tokens, not {wanted}"
                     )
                     record.add(job.suite, contestant.name, job.index, outcome)
@@ -180,11 +208,15 @@ def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: C
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     positions = AutoConfig.from_pretrained(pair.target).max_position_embeddings
     limit = positions - args.max_tokens - 2 * c.DRAFT_LENGTH
-    suites = load_suites(args.prompts_dir, args.suites.split(","), tokenizer, args.per_suite, limit)
+    names = args.suites.split(",")
+    if name == real.NAME:
+        suites = real.load_suites(args.prompts_dir, names, tokenizer, args.per_suite, limit)
+    else:
+        suites = load_suites(args.prompts_dir, names, tokenizer, args.per_suite, limit)
     field = load(pair, args)
     record = Record()
     try:
-        measure(name, list(jobs(field, suites, args.max_tokens)), args, record)
+        measure(name, list(jobs(field, suites, args.max_tokens, bool(pair.ends))), args, record)
     except KeyboardInterrupt:
         result[name] = figures(record)
         show(name, record, result[name], out)

@@ -7,14 +7,16 @@ Acceptance is measured at a fixed draft length (4 levels; 8 for what draws on hi
 prompts together; on the inflated target, whose acceptance is that of the small one, it is that of
 the timed runs. Speed is measured at the adaptive length, which is what users get: batch 1, a
 prompt decoded by plain decoding and all drafters in turn, in an order that rotates, prefill
-included, exactly `--max-tokens` new tokens (the end token is ignored by all). A suite's figure is
-the median over its prompts of plain decoding's seconds by the drafter's on the same prompt. Every
+included, exactly `--max-tokens` new tokens (the end token is ignored by all; the real model ends
+its answers). A suite's figure is the median over its prompts of plain decoding's seconds a token by
+the drafter's on the same prompt. Every
 prompt is decoded once, because some drafters learn from what they have seen; temperatures 0 and
 1 have prompts of their own for the same reason. At temperature 1 requests bring no seed (the
 engine's generator starts at 0), as users run it. The rows "repeated" are the greedy prompts again:
 every second one as it was, the others with changed words.
 
     python benchmarks/drafters.py --quick
+    python benchmarks/drafters.py --pairs smollm2 --only eagle3,hybrid,ngram,suffix
     python benchmarks/drafters.py --models tiny --markdown drafters.md --json drafters.json
 
 The last line of the output is one JSON object: name -> suite -> figures at temperature 0 of the
@@ -39,6 +41,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import inflate
+import real
+from drafter_suites import Amount, load_suites
 from entrants import (
     PLAIN,
     REPEATED,
@@ -53,9 +57,8 @@ from entrants import (
     skip_option,
 )
 from inflate_heads import inflate_heads
-from paceline.drafters import Loading
 from paceline.errors import PacelineError
-from prompts import ALL_SUITES, default_folder, encode, read_texts, spread
+from prompts import ALL_SUITES, default_folder
 from report import machine
 from standings import (
     Standings,
@@ -65,49 +68,33 @@ from standings import (
     merged,
     node_rows,
     position_rows,
+    real_expectations,
     table,
 )
 
-MODELS = ("tiny", "inflated")
+MODELS = ("tiny", "inflated")  # one function at two sizes; the real model is measured alone
 REPEATING = ("ngram", "suffix")
-LARGEST_DRAFT = 16  # levels that a draft may reach beyond the last token
 
 
-@dataclass(frozen=True)
-class Amount:
-    """How much is measured of one target."""
-
-    prompts: int  # of a suite and temperature, at a fixed length; 0: only timed runs
-    timed: int
-    tokens: int
-
-
-FULL = {"tiny": Amount(6, 3, 128), "inflated": Amount(0, 1, 96)}
-QUICK = {"tiny": Amount(2, 1, 48), "inflated": Amount(0, 1, 32)}
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Token ids by temperature, and the greedy ones once more."""
-
-    name: str
-    prompts: dict[float, list[list[int]]]
-    repeated: list[list[int]]
+FULL = {"tiny": Amount(6, 3, 128), "inflated": Amount(0, 1, 96), real.NAME: Amount(0, 4, 128)}
+QUICK = {"tiny": Amount(2, 1, 48), "inflated": Amount(0, 1, 32), real.NAME: Amount(0, 1, 48)}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny only, few prompts: 3 minutes")
-    parser.add_argument("--models", help="tiny, inflated or both; default: both, quick: tiny")
-    parser.add_argument("--target", default="paceline/tiny")
-    parser.add_argument("--draft", default="paceline/tiny-draft")
-    parser.add_argument("--medusa", default="paceline/tiny-medusa")
-    parser.add_argument("--eagle", default="paceline/tiny-eagle")
-    parser.add_argument("--eagle3", default="paceline/tiny-eagle3")
+    parser.add_argument(
+        "--models",
+        "--pairs",
+        help=f"tiny, inflated, both, or {real.NAME}; default: both, quick: tiny",
+    )
+    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    for kind in ("draft", "medusa", "eagle", "eagle3"):
+        parser.add_argument(f"--{kind}", help=f"folder; default: as the target's, with -{kind}")
     parser.add_argument("--presets", default="target,draft", help="sizes of the inflated pair")
     parser.add_argument("--only", help="these rows (comma-separated) beside plain decoding")
-    parser.add_argument("--suites", default=",".join(ALL_SUITES))
+    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--prompts", type=int, help="of a suite, at a fixed draft length")
     parser.add_argument("--timed", type=int, help="prompts of a suite that are timed")
@@ -120,8 +107,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.models = (args.models or ("tiny" if args.quick else "tiny,inflated")).split(",")
     args.temperatures = [float(part) for part in args.temperatures.split(",")]
-    if unknown := set(args.models) - set(MODELS):
-        parser.error(f"unknown model {', '.join(sorted(unknown))}; there are tiny and inflated")
+    if real.NAME in args.models and len(args.models) > 1:
+        parser.error(f"{real.NAME} has prompts and heads of its own: measure it alone")
+    if unknown := set(args.models) - {*MODELS, real.NAME}:
+        parser.error(
+            f"unknown model {', '.join(sorted(unknown))}; there are tiny and inflated, "
+            f"and {real.NAME}"
+        )
+    is_real = args.models == [real.NAME]
+    args.suites = args.suites or ",".join(real.SETS if is_real else ALL_SUITES)
+    if not is_real:
+        args.target = args.target or "paceline/tiny"
+        for kind in ("draft", "medusa", "eagle", "eagle3"):
+            setattr(args, kind, getattr(args, kind) or f"paceline/tiny-{kind}")
     given = [number for number in (args.timed, args.max_tokens) if number is not None]
     if min(given, default=1) < 1 or (args.prompts or 0) < 0:
         parser.error("--timed and --max-tokens must be at least 1, --prompts at least 0")
@@ -140,6 +138,9 @@ def amount_of(model: str, args: argparse.Namespace) -> Amount:
 
 def weights_of(model: str, args: argparse.Namespace) -> Weights:
     """Folders of the target and of what its drafters load; inflated ones are written at need."""
+    if model == real.NAME:
+        folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
+        return Weights(str(real.target_folder(args.target)), **folders)
     if model == "tiny":
         same = [find(n, lambda p: p) for n in (args.draft, args.medusa, args.eagle, args.eagle3)]
         return Weights(str(inflate.resolve(args.target)), *same)
@@ -156,43 +157,6 @@ def read_layers(model: str) -> int:
     """Layers of the model in a folder."""
     config = json.loads((inflate.resolve(model) / "config.json").read_text())
     return inflate.read_shape(config).layers
-
-
-def varied(form: str, text: str) -> str:
-    """Nearly the same request: a chat asks once more politely, a text starts a little later."""
-    if form == "chat":
-        return f"{text} Please answer."
-    start = text.find(" ", len(text) // 8) + 1
-    return text[start:]
-
-
-def load_suites(args: argparse.Namespace, loading: Loading, amount: Amount) -> list[Suite]:
-    """Prompts that fit into the context with the answer; the longer ones are left out."""
-    limit = loading.target.max_positions - amount.tokens - LARGEST_DRAFT
-    count = max(amount.prompts, amount.timed)
-    suites = []
-    for name in args.suites.split(","):
-        texts = read_texts(args.prompts_dir, name)
-        every = [(encode(loading.tokenizer, *text), text) for text in texts]
-        fitting = [item for item in every if len(item[0]) <= limit]
-        if len(fitting) < len(every):
-            left = len(every) - len(fitting)
-            print(f"{name}: {left} of {len(every)} prompts are too long: left out", file=sys.stderr)
-        chosen = spread(fitting, count * len(args.temperatures))
-        if not chosen:
-            raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
-        parts = len(args.temperatures) if len(chosen) >= len(args.temperatures) else 1
-        prompts = {
-            temperature: [ids for ids, _ in chosen[index % parts :: parts]]
-            for index, temperature in enumerate(args.temperatures)
-        }
-        greedy = chosen[::parts]
-        repeated = [
-            ids if index % 2 == 0 else encode(loading.tokenizer, text[0], varied(*text))
-            for index, (ids, text) in enumerate(greedy)
-        ]
-        suites.append(Suite(name, prompts, [ids[-limit:] for ids in repeated]))
-    return suites
 
 
 @dataclass(frozen=True)
@@ -213,8 +177,10 @@ class Bench:
         self.weights = weights_of(model, args)
         self.loading = load_target(self.weights.target, args.dtype, args.device)
         self.suites = load_suites(args, self.loading, self.amount)
-        layers = read_layers(args.target), self.loading.target.num_layers
-        skip = skip_option(*layers) if model == "inflated" else ""
+        self.ends = real.end_tokens(self.loading) if model == real.NAME else frozenset[int]()
+        skip = ""
+        if model == "inflated":
+            skip = skip_option(read_layers(args.target), self.loading.target.num_layers)
         wanted = args.only.split(",") if args.only else None
         self.entries = [
             entry
@@ -287,7 +253,8 @@ class Bench:
             yield
 
     def _together(self, entrant: Entrant, prompts: list[list[int]], temperature: float) -> Run:
-        return entrant.run(prompts[: self.amount.prompts], self.amount.tokens, temperature)
+        some = prompts[: self.amount.prompts]
+        return entrant.run(some, self.amount.tokens, temperature, self.ends)
 
     # -- speed at the adaptive length ------------------------------------------------------------
 
@@ -320,7 +287,7 @@ class Bench:
         for number, prompt in enumerate(prompts[: self.amount.timed]):
             shift = number % len(entrants)
             for entrant in entrants[shift:] + entrants[:shift]:
-                run = entrant.run([prompt], self.amount.tokens, case[0])
+                run = entrant.run([prompt], self.amount.tokens, case[0], self.ends)
                 name = entrant.name + (suffix if entrant.name != PLAIN else "")
                 self.standings.timed(case, name, run, done + number)
                 yield
@@ -367,7 +334,8 @@ def main() -> None:
     out = Console(width=max(120, Console().width))
     texts = [show(model, standings, out) for model, standings in models.items()]
     for model, standings in models.items():
-        for line in expectations(standings):
+        judge = real_expectations if model == real.NAME else expectations
+        for line in judge(standings):
             out.print(f"{model}: {line}", highlight=False, soft_wrap=True)
     if args.markdown:
         Path(args.markdown).write_text("\n\n".join(texts) + "\n", encoding="utf-8")

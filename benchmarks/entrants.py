@@ -120,9 +120,12 @@ class Run:
     seconds: float = 0.0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    requests: int = 0
+    first: int = 0  # tokens that the steps gave which read the prompts
 
-    def add(self, counts: DraftCounts, tokens: int) -> None:
+    def add(self, counts: DraftCounts, tokens: int, first: int = 0) -> None:
         self.tokens += tokens
+        self.first += first
         self.steps += counts.target_steps
         self.reached = _sums(self.reached, counts.reached_at)
         self.accepted = _sums(self.accepted, counts.accepted_at)
@@ -131,6 +134,8 @@ class Run:
         self.tokens += other.tokens
         self.steps += other.steps
         self.seconds += other.seconds
+        self.requests += other.requests
+        self.first += other.first
         self.reached = _sums(self.reached, other.reached)
         self.accepted = _sums(self.accepted, other.accepted)
 
@@ -138,6 +143,16 @@ class Run:
     def length(self) -> float | None:
         """Tokens per target step."""
         return self.tokens / self.steps if self.steps else None
+
+    @property
+    def decoding_length(self) -> float | None:
+        """Tokens per target step, without the step that reads the prompt: heads cannot draft
+        before it, and models of their own can.
+
+        It is what Spec-Bench calls mean accepted tokens: 1 for plain decoding.
+        """
+        steps = self.steps - self.requests
+        return (self.tokens - self.first) / steps if steps > 0 else None
 
     @property
     def by_position(self) -> list[float]:
@@ -171,10 +186,17 @@ class Entrant:
         self._synchronise = target.device.type == "cuda"
         self._ids = itertools.count()
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int, temperature: float) -> Run:
-        """Decode prompts together to exactly ``max_tokens`` new tokens each, prefill included."""
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-        seqs = [Request(next(self._ids), list(ids), len(ids), params) for ids in prompts]
+    def run(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        temperature: float,
+        ends: frozenset[int] = frozenset(),
+    ) -> Run:
+        """Decode prompts together, prefill included: to exactly ``max_tokens`` new tokens each, or
+        to one of ``ends`` if that comes before."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=not ends)
+        seqs = [Request(next(self._ids), list(ids), len(ids), params, ends) for ids in prompts]
         self._wait()
         start = time.perf_counter()
         try:
@@ -186,10 +208,11 @@ class Entrant:
         finally:
             for seq in seqs:
                 self.engine.abort(seq.seq_id)
-        result = Run(seconds=time.perf_counter() - start)
+        result = Run(seconds=time.perf_counter() - start, requests=len(seqs))
         for seq in seqs:
-            assert seq.generated == max_tokens, f"{self.name} wrote {seq.generated} tokens"
-            result.add(seq.counts, seq.generated)
+            whole = seq.generated == max_tokens or seq.tokens[-1] in ends
+            assert whole, f"{self.name} wrote {seq.generated} tokens"
+            result.add(seq.counts, seq.generated, seq.arrivals[0][1])
         return result
 
     def _wait(self) -> None:

@@ -14,7 +14,6 @@ by memory. An inflated pair has the cost of a real model and the acceptance of a
 
     python benchmarks/inflate.py MODEL --preset target           # about 400M, into the cache folder
     python benchmarks/inflate.py MODEL --hidden 1152 --layers 24 --ffn 3072 --out DIR
-
 Heads that read a model's hidden states are inflated by inflate_heads.py.
 """
 
@@ -38,6 +37,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from checkpoint import Reader, ShardWriter, has_weights
+from paceline.errors import ModelLoadError
+from paceline.model.names import resolve as named
 
 FORMAT = 2  # part of the fingerprint: raise it when the files written here change
 MARKER = "inflated.json"
@@ -240,9 +241,10 @@ def resolve(model: str) -> Path:
     """The folder of a checkpoint: a path, or a built-in name such as `paceline/tiny`."""
     folder = Path(model).expanduser()
     if not folder.is_dir() and model.startswith("paceline/"):
-        import paceline
-
-        folder = Path(paceline.__file__).parent / "assets" / model.removeprefix("paceline/")
+        try:
+            folder = Path(named(model))
+        except ModelLoadError as error:
+            raise InflateError(str(error)) from None
     if not (folder / "config.json").is_file() or not has_weights(folder):
         raise InflateError(
             f"{model!r} has no config.json and *.safetensors; name the folder of a Llama checkpoint"

@@ -13,6 +13,7 @@ With --fixed "auto" is held against plain decoding and all fixed lengths, behind
 
     python benchmarks/never_slower.py --matrix --pair tiny --json matrix.json
     python benchmarks/never_slower.py --matrix --pair FOLDER --drafters ngram,suffix --batches 8,1
+    python benchmarks/never_slower.py --matrix --pairs smollm2 --drafters eagle3 --batches 1,4,16
     python benchmarks/never_slower.py --matrix --fixed --pair inflated --seconds 1200 --json f.json
 
 Cells come in the order given: temperatures, then batches, then drafters. The file of --json is
@@ -37,6 +38,7 @@ from rich.console import Console
 
 import drafters as drafter_bench
 import inflate
+import real
 from entrants import PLAIN, Entry, Weights, entries, skip_option
 from matrix_figures import AUTO, as_report, cell_line, summary
 from neighbours import Neighbours, wait_until_quiet
@@ -45,6 +47,7 @@ from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.report.terminal import print_report
+from prompts import default_folder
 from report import machine
 from waves import Contestant, Run, together
 
@@ -72,7 +75,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--matrix", action="store_true", help="this form of the benchmark")
     parser.add_argument("--fixed", action="store_true", help="against all fixed lengths")
     parser.add_argument("--quick", action="store_true", help="two rounds of fewer tokens")
-    parser.add_argument("--pair", default="tiny", help="tiny, inflated, or a model's folder")
+    parser.add_argument(
+        "--pair",
+        "--pairs",
+        default="tiny",
+        help=f"tiny, inflated, {real.NAME}, or a model's folder",
+    )
+    parser.add_argument("--target", help=f"folder of {real.NAME}")
+    real.add_weights(parser)
+    parser.add_argument("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
+    parser.add_argument("--suites", help=f"of {real.NAME}; default: all of them")
     parser.add_argument("--drafters", help="names of rows of drafters.py; default: all there are")
     parser.add_argument(
         "--spec", action="append", default=[], metavar="NAME=SPEC", help="one more drafter"
@@ -105,6 +117,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--batches, --lengths, --rounds, --tokens, --requests must be at least 1")
     if args.fixed and args.tokens <= args.after:
         parser.error(f"--fixed looks behind {args.after} tokens; use more --tokens or less --after")
+    if args.pair == real.NAME and args.prompts:
+        parser.error(f"{real.NAME} has prompts of its own; choose with --suites, --prompts-dir")
     if any("=" not in spec for spec in args.spec):
         parser.error("--spec is NAME=SPEC, such as mine=ngram:min=2")
     return args
@@ -123,6 +137,10 @@ def pair_of(args: argparse.Namespace) -> tuple[str, list[Entry]]:
             )
             skip = skip_option(*layers)
         found = entries(weights, skip)
+    elif args.pair == real.NAME:
+        folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
+        weights = Weights(str(real.target_folder(args.target)), **folders)
+        found = entries(weights)
     else:
         weights = Weights(str(inflate.resolve(args.pair)))
         found = [*entries(weights), Entry("hybrid", "hybrid:suffix+ngram", 8)]
@@ -150,6 +168,7 @@ class Bench:
         self._resume()
         self.say(f"loading {args.pair}")
         self.base = LLM(self.model, dtype=args.dtype, max_batch_size=1, draft_length=0)
+        self.ends = self.base.end_tokens if args.pair == real.NAME else frozenset[int]()
         self.prompts = self._prompts()
         self._warm: set[int] = set()
 
@@ -161,6 +180,8 @@ class Bench:
         args = self.args
         found = {key: getattr(args, key) for key in ("pair", "fixed", "tokens", "after")}
         found |= {key: getattr(args, key) for key in ("requests", "dtype", "prompts")}
+        if args.pair == real.NAME:
+            found |= {"suites": args.suites, "specs": self.specs}
         return found | {"lengths": args.lengths if args.fixed else None}
 
     def _resume(self) -> None:
@@ -176,6 +197,8 @@ class Bench:
         """One of each category in turn: rounds walk along them."""
         by_category: dict[str, list[list[int]]] = defaultdict(list)
         room = self.base.target.max_positions - self.args.tokens - 16
+        if self.args.pair == real.NAME:
+            return real.mixed(self.base, self.args.prompts_dir, self.args.suites, room)
         for prompt in load_prompts(self.args.prompts):
             ids = prompt.encode(self.base)
             if len(ids) <= room:
@@ -255,7 +278,7 @@ class Bench:
             prefix_sharing=False,  # every round reads its prompts again
             seed=number,
         )
-        return Contestant(name, llm), time.perf_counter() - start
+        return Contestant(name, llm, self.ends), time.perf_counter() - start
 
     # -- what comes of it -------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ def against_plain(rounds: Rounds) -> dict[str, Any]:
     """Auto by plain decoding, of every round; the whole, each stretch, and processor seconds."""
     pairs = [(own[AUTO], own[PLAIN]) for own in rounds]
     ratios = [auto["speed"] / plain["speed"] for auto, plain in pairs]
+    stretches = min(len(run["parts"]) for pair in pairs for run in pair)  # some may end early
     parts = [
         [_part_speed(auto, n) / _part_speed(plain, n) for auto, plain in pairs]
-        for n in range(len(pairs[0][0]["parts"]))
+        for n in range(stretches)
     ]
     cpu = [plain["cpu"] / auto["cpu"] for auto, plain in pairs]
     first = [auto["waves"][0] / plain["waves"][0] for auto, plain in pairs]

@@ -15,6 +15,7 @@ another form, with options of its own: every drafter in every cell, see matrix.p
     python benchmarks/never_slower.py --quick
     python benchmarks/never_slower.py --report never_slower.md --json never_slower.json
     python benchmarks/never_slower.py --draft ngram --sections sweep
+    python benchmarks/never_slower.py --pairs smollm2 --sections sweep --concurrency 1,4,16
     python benchmarks/never_slower.py --matrix --pair tiny --json matrix.json
 
 The last line of the output is one JSON object. Ctrl-C prints what was measured.
@@ -42,11 +43,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import inflate
 import matrix
+import real
 from never_slower_report import as_record, as_report
 from paceline.bench.prompts import load_prompts
 from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.report.terminal import print_report
+from prompts import default_folder
 from report import machine
 from waves import Contestant, Run
 
@@ -88,9 +91,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less of everything: 3 minutes")
-    parser.add_argument("--model", default="paceline/tiny")
-    parser.add_argument("--draft", default="model:paceline/tiny-draft")
-    parser.add_argument("--inflated", action="store_true", help="the pair at 401M and 34M")
+    parser.add_argument("--pairs", choices=["tiny", "inflated", real.NAME], default="tiny")
+    parser.add_argument("--model", "--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    parser.add_argument("--draft", help="any spec; default: the pair's draft model or EAGLE-3 head")
+    parser.add_argument("--inflated", action="store_true", help="as --pairs inflated")
+    parser.add_argument("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
+    parser.add_argument("--suites", help=f"of {real.NAME}; default: all of them")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32")
     parser.add_argument("--lengths", help="fixed draft lengths; default 1,2,3,4,6,8, quick: 1,2,4")
@@ -104,7 +110,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args.concurrency = [int(part) for part in args.concurrency.split(",")]
     lengths = args.lengths or ("1,2,4" if args.quick else "1,2,3,4,6,8")
     args.lengths = [int(part) for part in lengths.split(",")]
-    sections = args.sections or ("sweep,useless" if args.quick else ",".join(SECTIONS))
+    args.inflated = args.inflated or args.pairs == "inflated"
+    _name_pair(args)
+    few = ("sweep,useless",) if args.pairs != real.NAME else ("sweep",)
+    every = SECTIONS if args.pairs != real.NAME else ("sweep", "sampled")
+    sections = args.sections or ",".join(few if args.quick else every)
     args.sections = sections.split(",")
     given = [number for number in (args.rounds, args.tokens) if number is not None]
     if unknown := set(args.sections) - set(SECTIONS):
@@ -112,6 +122,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if min([*args.concurrency, *args.lengths, *given]) < 1:
         parser.error("--concurrency, --lengths, --rounds and --tokens must be at least 1")
     return args
+
+
+def _name_pair(args: argparse.Namespace) -> None:
+    """What ``--model`` and ``--draft`` are where they are not given."""
+    if args.pairs != real.NAME:
+        args.model = args.model or "paceline/tiny"
+        args.draft = args.draft or "model:paceline/tiny-draft"
+        return
+    args.model = str(real.target_folder(args.model))
+    if args.draft is None:
+        eagle3 = real.find("eagle3", None)
+        args.draft = f"eagle3:{eagle3}" if eagle3 else "ngram"
 
 
 def amount_of(args: argparse.Namespace) -> Amount:
@@ -144,6 +166,8 @@ class Bench:
             small = inflate.inflate(_path(args.draft), inflate.PRESETS["draft"])
             self.draft = f"model:{small}"
         self.plain = LLM(model, dtype=args.dtype, draft=None, **self._options(0))
+        is_real = args.pairs == real.NAME
+        self.ends = self.plain.end_tokens if is_real else frozenset[int]()
         self.prompts = self._prompts()
         self.runs: Runs = defaultdict(lambda: defaultdict(list))
         self.useless = ""
@@ -163,6 +187,9 @@ class Bench:
         """One of each category in turn, as many as the largest wave needs."""
         by_category: dict[str, list[list[int]]] = defaultdict(list)
         room = self.plain.target.max_positions - max(self.amount.tokens, 3 * EARLY) - 16
+        if self.args.pairs == real.NAME:
+            every = real.mixed(self.plain, self.args.prompts_dir, self.args.suites, room)
+            return [every[n % len(every)] for n in range(max(self.most, self.amount.prompts))]
         for prompt in load_prompts(self.args.prompts):
             ids = prompt.encode(self.plain)
             if len(ids) <= room:
@@ -189,11 +216,11 @@ class Bench:
 
     def contestants(self) -> list[Contestant]:
         fixed = [
-            Contestant(str(n), self.plain.beside(self.draft, **self._options(n)))
+            Contestant(str(n), self.plain.beside(self.draft, **self._options(n)), self.ends)
             for n in self.args.lengths
         ]
-        auto = Contestant(AUTO, self.plain.beside(self.draft, **self._options("auto")))
-        return [Contestant(PLAIN, self.plain), *fixed, auto]
+        auto = Contestant(AUTO, self.plain.beside(self.draft, **self._options("auto")), self.ends)
+        return [Contestant(PLAIN, self.plain, self.ends), *fixed, auto]
 
     def work(self) -> Iterator[str]:
         """Measures; yields what comes next, ``steps`` times."""

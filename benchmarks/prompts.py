@@ -10,6 +10,12 @@ from typing import Any
 SUITES = ("stories", "arith", "chat", "stdlib")  # of the decoding benchmark
 ALL_SUITES = (*SUITES, "summ")
 
+# Prompt files that hold several suites: (file, its category).
+PARTS = {
+    name: ("spec_bench", name)
+    for name in ("translation", "summarization", "qa", "math_reasoning", "rag")
+}
+
 # A few of our own, for a checkout without the prompts folder: (format, text).
 BUILT_IN: dict[str, list[tuple[str, str]]] = {
     "stories": [
@@ -76,13 +82,17 @@ def default_folder() -> Path:
 
 def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
     """(format, first turn) of every record; our own few where the file is missing."""
-    path = Path(folder) / f"{suite}.jsonl"
+    stem, category = PARTS.get(suite, (suite, None))
+    path = Path(folder) / f"{stem}.jsonl"
     if not path.is_file():
         if suite not in BUILT_IN:
             raise SystemExit(f"error: no {path}, and no built-in prompts for {suite!r}")
         return BUILT_IN[suite]
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [(r["format"], r["turns"][0]) for r in records]
+    chosen = [r for r in records if category is None or r["category"] == category]
+    if not chosen:
+        raise SystemExit(f"error: {path} has no prompts of {suite}")
+    return [(r["format"], r["turns"][0]) for r in chosen]
 
 
 def encode(tokenizer: Any, form: str, text: str) -> list[int]:

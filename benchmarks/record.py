@@ -50,7 +50,13 @@ class Record:
         common = a.keys() & b.keys()
         if not common:
             return None
-        return sum(b[p] for p in common) / sum(a[p] for p in common)
+        times = sum(b[p] for p in common) / sum(a[p] for p in common)
+        # All write as many tokens, unless answers end by themselves and are sampled, or parted at
+        # a near tie: then it is the ratio of tokens a second.
+        counts = [
+            sum(self.outcomes[suite, name][p][0].tokens for p in common) for name in (fast, slow)
+        ]
+        return times * counts[0] / counts[1]
 
     def drafts(self, suite: str, contestant: str) -> dict[str, float] | None:
         """Acceptance rate and tokens per target step; None where nothing was drafted."""

@@ -4,11 +4,13 @@ A server (`paceline serve`) and one `LLM` in this process, over the same pair, t
 one idles. `--processes both` measures a server of two processes and one of a single process
 (`--single-process`) in the same turns. Every cell is a closed loop: N clients, each sending its
 next request when one is answered, all with the same prompts, token counts and batch limit. Every
-request streams and writes exactly `--max-tokens` tokens, greedily.
+request streams and writes exactly `--max-tokens` tokens, greedily (`--pairs smollm2`: until the
+model ends its answer, if that is before).
 
     python benchmarks/serving.py
     python benchmarks/serving.py --quick --json serving.json
     python benchmarks/serving.py --processes both --concurrency 16
+    python benchmarks/serving.py --pairs smollm2 --concurrency 1,4,16
 
 Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
 says which tokens it holds: time to first token is from sending a request to its first chunk with
@@ -32,7 +34,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,43 +43,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rich.console import Console
 from rich.progress import track
 
+import real
 from paceline import LLM, SamplingParams
 from paceline.bench.figures import percentile
-from paceline.bench.prompts import load_prompts
 from paceline.report.document import Report, Table, Text
 from paceline.report.markdown import as_table
 from paceline.report.terminal import print_report
+from prompts import default_folder
+from serving_work import SERVED, Work, counted, work_of
 
 WAYS = ("auto", "off")  # with the default drafter, and without any
 # Kinds of servers by --processes, and their names in figures: "http" is two processes.
 KINDS = {"one": ("single",), "two": ("http",), "both": ("http", "single")}
-MODEL = "paceline/tiny"
-DRAFT = "paceline/tiny-draft"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prompts, and the tokens that each is answered with."""
-
-    prompts: list[str]
-    max_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompts) * self.max_tokens
-
-    def body(self, prompt: str, way: str, tokens: bool) -> bytes:
-        return json.dumps(
-            {
-                "model": MODEL,
-                "prompt": prompt,
-                "max_tokens": self.max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "speculation": {"method": way, "tokens": tokens},
-            }
-        ).encode()
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -111,7 +88,9 @@ async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
         if not line.startswith(b"data: {"):
             continue
         now = time.perf_counter()
-        count = len(json.loads(line[6:])["choices"][0]["tokens"])
+        count = len(json.loads(line[6:])["choices"][0].get("tokens") or ())
+        if not count:  # a last chunk may say no more than why it is the last
+            continue
         if before is None:
             latencies.first.append(now - start)
         else:
@@ -141,13 +120,14 @@ def over_http(
 
 
 @contextmanager
-def server(kind: str, batch: int, threads: int) -> Iterator[int]:
+def server(kind: str, batch: int, threads: int, work: Work) -> Iterator[int]:
     """The port of a started server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", MODEL, "--draft", DRAFT]
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", work.model]
+    command += ["--draft", work.draft]
     command += ["--port", str(port), "--max-batch-size", str(batch), "--threads", str(threads)]
-    command += ["--log-level", "warning"]
+    command += ["--log-level", "warning", "--served-model-name", SERVED]
     if kind == "single":
         command.append("--single-process")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -173,7 +153,9 @@ def server(kind: str, batch: int, threads: int) -> Iterator[int]:
 def directly(llm: LLM, count: int, work: Work, way: str) -> float:
     """Seconds of the same closed loop around the engine, tokenising included."""
     drafter = None if way == "auto" else "none"
-    params = SamplingParams(max_tokens=work.max_tokens, ignore_eos=True, drafter=drafter)
+    params = SamplingParams(
+        max_tokens=work.max_tokens, ignore_eos=not work.ends, drafter=drafter, temperature=0.0
+    )
     waiting = deque(work.prompts)
     running = 0
     start = time.perf_counter()
@@ -238,11 +220,14 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
     cells = [Cell(count) for count in args.concurrency]
     limit = max(args.concurrency)
     kinds = KINDS[args.processes]
-    llm = LLM(MODEL, draft=DRAFT, max_batch_size=limit)
+    llm = LLM(work.model, draft=work.draft, max_batch_size=limit)
+    work = counted(llm, work)
     with ExitStack() as stack:
-        ports = {kind: stack.enter_context(server(kind, limit, args.threads)) for kind in kinds}
+        ports = {
+            kind: stack.enter_context(server(kind, limit, args.threads, work)) for kind in kinds
+        }
         for cell in cells:  # warm-up, of every shape
-            short = Work(work.prompts[: cell.concurrency], 8)
+            short = replace(work, prompts=work.prompts[: cell.concurrency], max_tokens=8)
             for way in WAYS:
                 for port in ports.values():
                     over_http(port, cell.concurrency, short, way)
@@ -268,8 +253,9 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
 
 
 def tables(cells: list[Cell], work: Work, args: argparse.Namespace) -> list[Table]:
+    most = "at most " if work.ends else ""
     note = (
-        f"{len(work.prompts)} prompts of eight categories, {work.max_tokens} tokens each, greedy; "
+        f"{len(work.prompts)} prompts of eight kinds, {most}{work.max_tokens} tokens each, greedy; "
         f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model."
     )
     words = {"http": "two", "single": "one"}
@@ -323,6 +309,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--concurrency", default="1,4,16", help="clients, as in 1,4,16")
     parser.add_argument("--threads", type=int, default=1, help="of the model, here and in servers")
+    parser.add_argument("--pairs", choices=["tiny", real.NAME], default="tiny")
+    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    parser.add_argument("--draft", help="any spec; default: the draft model, or the EAGLE-3 head")
+    parser.add_argument("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
+    parser.add_argument("--suites", help=f"of {real.NAME}; default: all of them")
     parser.add_argument("--processes", choices=tuple(KINDS), default="two", help="of the server")
     parser.add_argument("--json", help="file to write the JSON object to")
     parser.add_argument("--markdown", help="file to write the tables to")
@@ -344,8 +335,7 @@ def main() -> None:
 
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
-    texts = [prompt.text for prompt in load_prompts(per_category=2 if args.quick else 4)]
-    work = Work(texts, args.max_tokens)
+    work = work_of(args)
     cells = measure(args, work)
     found = tables(cells, work, args)
     report = Report("Serving")

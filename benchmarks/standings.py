@@ -17,6 +17,11 @@ TITLES = {
     "chat": "chat",
     "stdlib": "code",
     "summ": "summarisation",
+    "mt_bench": "MT-Bench",
+    "gsm8k": "GSM8K",
+    "humaneval": "HumanEval",
+    "summarization": "summarization",
+    "math_reasoning": "mathematics",
 }
 Case = tuple[float, str]  # temperature, suite
 
@@ -25,9 +30,9 @@ Case = tuple[float, str]  # temperature, suite
 class Standings:
     """Figures of one target.
 
-    ``fixed``: runs at a fixed draft length. ``adaptive``: the timed runs. ``rounds``: seconds of
-    every entrant that decoded a prompt, one entry a prompt. ``nodes``: chains and trees of equal
-    size at temperature 0.
+    ``fixed``: runs at a fixed draft length. ``adaptive``: the timed runs. ``rounds``: seconds a
+    token of every entrant that decoded a prompt, one entry a prompt. ``nodes``: chains and trees
+    of equal size at temperature 0.
     """
 
     fixed: dict[Case, dict[str, Run]] = field(default_factory=lambda: defaultdict(dict))
@@ -40,7 +45,7 @@ class Standings:
         """Take one timed run of a case's prompt ``number``."""
         while len(self.rounds[case]) <= number:
             self.rounds[case].append({})
-        self.rounds[case][number][name] = run.seconds
+        self.rounds[case][number][name] = run.seconds / run.tokens
         self.adaptive[case].setdefault(name, Run()).merge(run)
 
     def ratio(self, case: Case, name: str) -> float | None:
@@ -238,6 +243,30 @@ def expectations(standings: Standings) -> list[str]:
     if means:
         name = min(means, key=lambda name: means[name])
         lines += _compare(f"nothing below 0.95x plain (least: {name})", means[name], 0.95, "x")
+    return lines
+
+
+def real_expectations(standings: Standings) -> list[str]:
+    """What was asked of the real model's drafters, each with its figures, met or missed."""
+    suites, lines = standings.suites(), []
+    for temperature, goal in ((0.0, 1.7), (1.0, 1.3)):
+        ratios = {s: standings.ratio((temperature, s), "eagle3") for s in suites}
+        known = {suite: ratio for suite, ratio in ratios.items() if ratio is not None}
+        if not known:
+            continue
+        at = f"temperature {temperature:g}, eagle3"
+        lines += _compare(f"{at}: mean of {len(known)} sets", mean([*known.values()]), goal, "x")
+        if temperature == 0:
+            least = min(known, key=lambda suite: known[suite])
+            lines += _compare(f"{at}: least, {TITLES.get(least, least)}", known[least], 1.2, "x")
+    for suite in suites:
+        members = {n: standings.ratio((0.0, suite), n) for n in ("suffix", "ngram", "eagle3")}
+        found = {name: ratio for name, ratio in members.items() if ratio is not None}
+        if found:
+            best = max(found, key=lambda name: found[name])
+            what = f"hybrid within 3 % of {best} on {TITLES.get(suite, suite)}"
+            own = standings.ratio((0.0, suite), "hybrid")
+            lines += _compare(what, own, 0.97 * found[best], "x")
     return lines
 
 

@@ -20,9 +20,13 @@ PARTS = {
 
 
 class StepClock:
-    """Adds up own time (without what is timed inside) by name."""
+    """Adds up own time (without what is timed inside) by name.
 
-    def __init__(self) -> None:
+    ``timer``: ``time.thread_time`` is not moved by other programs, but sees one thread only.
+    """
+
+    def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
+        self.timer = timer
         self.own: dict[str, float] = defaultdict(float)
         self._inner: list[float] = []
 
@@ -31,11 +35,11 @@ class StepClock:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
-            start = time.perf_counter()
+            start = self.timer()
             try:
                 return call(*args, **kwargs)
             finally:
-                elapsed = time.perf_counter() - start
+                elapsed = self.timer() - start
                 self.own[name] += elapsed - self._inner.pop()
                 if self._inner:
                     self._inner[-1] += elapsed
@@ -60,7 +64,9 @@ class Timed:
         setattr(self._inner, name, value)
 
 
-def install(llm: Any) -> tuple[StepClock, list[dict[str, float]]]:
+def install(
+    llm: Any, timer: Callable[[], float] = time.perf_counter
+) -> tuple[StepClock, list[dict[str, float]]]:
     """Time every step of an LLM; the list gets one {part: own seconds} per engine step.
 
     For engines on a CPU: on a GPU calls return before the work is done. The LLM is changed for
@@ -69,7 +75,7 @@ def install(llm: Any) -> tuple[StepClock, list[dict[str, float]]]:
     from paceline.engine.engine import Engine
     from paceline.model.target import CausalModel
 
-    clock, steps = StepClock(), []
+    clock, steps = StepClock(timer), []
     (engine,) = {id(e): e for _, _, e in reachable(llm, Engine)}.values()
     for owner, name, model in list(reachable(llm, CausalModel)):
         setattr(owner, name, Timed("forward", model, clock))

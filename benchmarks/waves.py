@@ -122,7 +122,7 @@ class Wave:
         for seq in self.seqs:
             if marks:
                 arrivals = self._arrivals[seq.seq_id]
-                _add(run.parts, parts_of(arrivals, marks, seq.params.max_tokens))
+                _add(run.parts, parts_of(arrivals, marks, seq.generated))
             run.drafted += seq.counts.drafted
             run.accepted += seq.counts.accepted
             run.target_steps += seq.counts.target_steps
@@ -130,15 +130,19 @@ class Wave:
 
 
 class Contestant:
-    """An LLM that decodes the same prompts as the others, to the same number of tokens."""
+    """An LLM that decodes the same prompts as the others, to the same number of tokens.
 
-    def __init__(self, name: str, llm: LLM) -> None:
+    ``ends`` are tokens that end a request before; greedy requests of all then end alike.
+    """
+
+    def __init__(self, name: str, llm: LLM, ends: frozenset[int] = frozenset()) -> None:
         self.name = name
         self.llm = llm
+        self._ends = ends
         self._ids = itertools.count()
 
     def requests(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
-        return [Request(next(self._ids), list(ids), len(ids), params) for ids in prompts]
+        return [Request(next(self._ids), list(p), len(p), params, self._ends) for p in prompts]
 
     def run(
         self,
@@ -150,9 +154,9 @@ class Contestant:
     ) -> Run:
         """Waves of ``concurrency`` requests at once, of ``tokens`` new tokens each.
 
-        Prefill counts; end tokens do not end a request. What comes after the first ``early``
-        tokens of a wave's requests is counted apart, too: from the step in which the last of them
-        has so many.
+        Prefill counts; nothing but ``ends`` ends a request before. What comes after the first
+        ``early`` tokens of a wave's requests is counted apart, too: from the step in which the
+        last of them has so many.
         """
         params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         run = Run()
@@ -218,6 +222,6 @@ def parts_of(arrivals: Sequence[tuple[float, int]], marks: Sequence[int], last: 
 
 def _add(sums: list[Part], parts: Sequence[Part]) -> None:
     sums.extend(Part() for _ in parts[len(sums) :])
-    for own, part in zip(sums, parts, strict=True):
+    for own, part in zip(sums, parts, strict=False):  # a request may end before a mark
         own.tokens += part.tokens
         own.seconds += part.seconds

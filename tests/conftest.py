@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from paceline.model.store import cache_folder
 from tiny_models import TinyPair, write_tiny_model
 
 # Before anything imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# What a developer has pulled, or names as a default, changes no test. The tests on the real model
+# ask real_model.py for it, which looks into the cache of before.
+os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
+os.environ["PACELINE_CACHE"] = str(Path(tempfile.gettempdir()) / f"no-paceline-cache-{os.getpid()}")
+os.environ["PACELINE_MODEL"] = "paceline/tiny"
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,11 @@ SOURCE = ROOT / "src" / "paceline"
 
 # Who may import whom: a module imports its own layer and those below it.
 LAYERS = (
-    {"core", "config", "errors", "files", "stages"},
+    {"budget", "core", "config", "errors", "files", "stages"},
     {"model"},
     {"draft", "verify"},
-    {"engine", "train", "export", "completion"},
+    {"engine", "train", "export", "completion", "pull"},
+    {"defaults"},
     {"llm", "build", "door", "drafters", "request", "difference", "tuned", "grammar"},
     {"report"},
     {"bench", "certify", "doctor", "profiling", "tune"},

@@ -36,6 +36,7 @@ from paceline.draft.vocab import Intersection, SharedVocabulary, Vocabulary
 from paceline.draft.vocab_match import Match, match_vocabularies
 from paceline.errors import ConfigError
 from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
+from paceline.model.gguf import gguf_file
 from paceline.model.loading import load_tokenizer as load_tokenizer
 from paceline.model.names import resolve
 from paceline.model.target import CausalModel
@@ -366,7 +367,11 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Ma
     draft = CausalModel.load(spec.argument, loading.dtype, place, check_values=True)
     folder = Path(resolve(spec.argument))
     own = tokenizer
-    if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if (
+        not folder.is_dir()
+        or gguf_file(str(folder))
+        or any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    ):
         own = load_tokenizer(spec.argument)
     wish = spec.options.get("vocab", "auto")
     return draft, match_vocabularies(target, draft, tokenizer, own, wish)

@@ -25,6 +25,7 @@ from paceline.errors import CacheMemoryError, ConfigError, PacelineError
 from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
 from paceline.request import Request, advance
+from paceline.stages import is_heard, stage
 from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class LLM:
             lossy=lossy,
             **settings,
         )
-        target = CausalModel.load(model, dtype=dtype, device=device)
+        with stage(f"loading {model}"):
+            target = CausalModel.load(model, dtype=dtype, device=device)
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:
@@ -141,9 +143,11 @@ class LLM:
         self.tokenizer = tokenizer
         self._dtype = dtype
         self._generator = seeded_generator(target.device, seed)
-        prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
+        with stage("loading the draft"):
+            prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
         self.drafters = prepared.names
-        self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
+        with stage("making the cache and measuring what steps cost"):
+            self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
         self.room = Room(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
@@ -370,8 +374,10 @@ def _vocabulary_of(drafter: Any) -> str | None:
 
 @contextmanager
 def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    if not shown:
-        yield lambda count: None
+    """A stage for whoever listens to stages, else a bar of its own if that is wanted."""
+    if is_heard() or not shown:
+        with stage("decoding", total, "answers") as begun:
+            yield begun.advance
         return
     from rich.progress import Progress
 

@@ -74,6 +74,11 @@ def say(line: str) -> None:
         listener.say(line)
 
 
+def is_heard() -> bool:
+    """Whether somebody listens to the stages that are begun here."""
+    return _listener.get() is not None
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Stages begun in this block are shown by ``listener``."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import drafters
+from drafter_suites import Amount, load_suites, varied
 from engine_models import write_pair
 from entrants import (
     PLAIN,
@@ -121,8 +122,8 @@ def test_every_drafter_of_the_issue_has_a_row() -> None:
 
 
 def test_varied_prompts_are_other_words() -> None:
-    assert drafters.varied("chat", "How are you?") == "How are you? Please answer."
-    assert drafters.varied("completion", "Once upon a time there was") == "upon a time there was"
+    assert varied("chat", "How are you?") == "How are you? Please answer."
+    assert varied("completion", "Once upon a time there was") == "upon a time there was"
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +216,12 @@ def test_temperatures_have_prompts_of_their_own(
 ) -> None:
     args = drafters.parse(arguments(folders, "--suites", "stories,chat"))
     loading = load_target(folders["target"], "float32", "cpu")
-    for suite in drafters.load_suites(args, loading, drafters.Amount(2, 1, 8)):
+    for suite in load_suites(args, loading, Amount(2, 1, 8)):
         greedy, sampled = suite.prompts[0.0], suite.prompts[1.0]
         assert len(greedy) == len(sampled) == 2 and not any(ids in sampled for ids in greedy)
         assert suite.repeated[0] == greedy[0] and suite.repeated[1] != greedy[1]
     with pytest.raises(SystemExit, match="no prompt of stories fits into"):
-        drafters.load_suites(args, loading, drafters.Amount(2, 1, 140))
+        load_suites(args, loading, Amount(2, 1, 140))
     assert "stories: 4 of 4 prompts are too long: left out" in capsys.readouterr().err
 
 

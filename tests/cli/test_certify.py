@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from paceline.certify import Certifier
-from paceline.certify.certificate import Problem
+from paceline.certify import Certifier, Problem
 from paceline.cli.main import app
 from tiny_models import TinyPair
 
@@ -52,8 +51,8 @@ def test_a_problem_is_named_and_fails(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Certifier, advance: object) -> None:
-        self._problems.append(Problem("rule", "something is wrong"))
-        self._complete = True
+        self.evidence.problems.append(Problem("rule", "something is wrong"))
+        self._ended = True
 
     monkeypatch.setattr(Certifier, "run", broken)
     result = run(arguments)

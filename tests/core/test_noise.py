@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from paceline.core.noise import exponential, gumbel, hashes, key_of, splitmix64
+from paceline.core.noise import (
+    _exponential,
+    exponential,
+    gumbel,
+    hashes,
+    key_of,
+    race,
+    splitmix64,
+)
 
 GOLDEN_KEYS = (-6411193824288604561, 7244599215465125564)
 GOLDEN_HASHES = [
@@ -122,3 +130,21 @@ def test_small_values_keep_their_precision():
     ratio = smallest[99:].div(torch.arange(100, 1001) / noise.numel())
     assert float(ratio.min()) > 0.7 and float(ratio.max()) < 1.4
     assert smallest.unique().numel() == 1000
+
+
+@pytest.mark.parametrize("kept", [1, 3, 50, 5000, 20000, 49152])
+def test_a_race_of_the_likely_is_a_race_of_all(kept):
+    """Noise for the tokens that have a probability only, and one row at a time: the same bits."""
+    generator = torch.Generator().manual_seed(kept)
+    laws = torch.rand(3, 49152, generator=generator)
+    for law in laws:
+        law[torch.randperm(49152, generator=generator)[kept:]] = 0.0
+    laws[2] = float("nan")
+    seeds, positions = [5, 6, 7], [3, 1 << 40, 0]
+    raced = race(laws, seeds, positions)
+    noise = torch.stack(
+        [_exponential(hashes([s], [t], 49152)[0]) for s, t in zip(seeds, positions, strict=True)]
+    )
+    assert torch.equal(exponential(seeds, positions, 49152), noise)
+    assert torch.equal(raced[:2], laws[:2] / noise[:2])
+    assert raced[2].isnan().all()

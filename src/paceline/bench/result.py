@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.bought import Bought
 from paceline.bench.figures import Row
 from paceline.bench.methods import PLAIN, Method
 from paceline.bench.predictions import Predicted
@@ -33,6 +34,7 @@ class Result:
     left_out: Sequence[str] = ()  # names of prompts too long for the model
     price: float | None = None
     interrupted: bool = False
+    bought: Bought | None = None
 
     def record(self) -> dict[str, Any]:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
@@ -58,6 +60,7 @@ class Result:
             "idle": self.idle,
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
+            "budget": None if self.bought is None else self.bought.record(),
         }
 
     def bugs(self) -> list[str]:

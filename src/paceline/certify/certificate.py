@@ -9,18 +9,45 @@ from typing import Any
 
 from paceline.certify.chisquare import holm
 from paceline.certify.exact import ExactCheck
+from paceline.certify.findings import Problem
 from paceline.certify.sampled import Frequencies, LawTest
 from paceline.certify.texts import Parting, TextCheck
 
 POWER = 0.9
+MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something wrong: in which part, and what, in one line."""
+class Bought:
+    """What the time was spent on; of how much that is wanted.
 
-    part: str
-    what: str
+    ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
+    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked
+    at. ``lacks``: why that little certifies nothing; empty if it is enough.
+    """
+
+    seconds: float | None
+    spent: float
+    tokens: int
+    texts: int
+    texts_wanted: int
+    places: int
+    places_wanted: int
+    samples: int
+    samples_wanted: int
+    looks: int
+    missing: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
+        if self.places_wanted:
+            parts.append(f"{self.places} of {self.places_wanted} places")
+            parts.append(f"{self.samples} of {self.samples_wanted} samples")
+        runs = "" if self.looks == 1 else f" in {self.looks} runs"
+        return f"{self.spent:.0f} s{runs} bought {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -38,10 +65,11 @@ class LawResult:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The outcome. ``lossless`` only if everything was looked at and nothing is wrong.
+    """The outcome. ``lossless`` only if enough was looked at and nothing is wrong.
 
-    ``texts``: token-for-token comparisons. ``laws``: distribution tests. ``exact``: enumerations.
-    ``notes``: what was left out, and why. ``complete`` is false if the run was cut short.
+    ``texts``: token-for-token comparisons. ``laws``: distribution tests, together at the level
+    ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
+    Ctrl-C. ``bought``: how much was looked at.
     """
 
     target: str
@@ -54,11 +82,22 @@ class Certificate:
     frequencies: tuple[Frequencies, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
-    complete: bool
+    interrupted: bool
+    bought: Bought
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was looked at that was wanted."""
+        return not self.interrupted and not self.bought.missing
+
+    @property
+    def enough(self) -> bool:
+        """Whether what was looked at can certify anything."""
+        return not self.interrupted and not self.bought.lacks
 
     @property
     def lossless(self) -> bool:
-        return self.complete and not self.problems
+        return self.enough and not self.problems
 
     @property
     def ties(self) -> int:
@@ -77,8 +116,11 @@ class Certificate:
             first, more = self.problems[0], len(self.problems) - 1
             others = f" (and {more} more)" if more else ""
             return f"NOT LOSSLESS: {first.part}: {first.what}{others}"
-        if not self.complete:
+        if self.interrupted:
             return "NOT CERTIFIED: interrupted; nothing was wrong until then"
+        if not self.enough:
+            lacks = "; ".join(self.bought.lacks)
+            return f"NOT ENOUGH: {lacks}. {self.bought.line}; nothing was wrong until then"
         parts = []
         if self.texts:
             tokens = sum(check.tokens for check in self.texts)
@@ -100,6 +142,9 @@ class Certificate:
             "lossless": self.lossless,
             "verdict": self.verdict,
             "complete": self.complete,
+            "interrupted": self.interrupted,
+            "enough": self.enough,
+            "budget": asdict(self.bought),
             "target": self.target,
             "draft": self.draft,
             "dtype": self.dtype,

@@ -48,6 +48,10 @@ class Recorder:
         self.watched = None if tokens is None else tuple(tokens)
         self.laws, self.trees = {}, {}
 
+    def resume(self, counts: Sequence[int], impossible: int) -> None:
+        """Go on from what another recorder of this drafter had counted."""
+        self.counts, self.impossible = list(counts) or [0] * _BINS, impossible
+
     @property
     def drawn(self) -> int:
         return sum(self.counts) + self.impossible

@@ -35,7 +35,9 @@ class Scale:
     def of(cls, law: torch.Tensor) -> Scale:
         law = law.double()
         order = law.argsort(descending=True, stable=True)
-        return cls(law[order].cumsum(-1), law, order.argsort(), order)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order))
+        return cls(law[order].cumsum(-1), law, rank, order)
 
     def places(self, tokens: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """float64 [n] in [0, 1] for tokens [n]; a token without a chance is at the end."""

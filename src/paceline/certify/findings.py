@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from paceline.certify.certificate import LawResult, Problem
-from paceline.certify.texts import TextCheck
+from paceline.certify.texts import Parting, TextCheck
+
+if TYPE_CHECKING:
+    from paceline.certify.certificate import LawResult
 
 
-def bug(check: TextCheck, place: int) -> Problem:
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong: in which part, and what, in one line."""
+
+    part: str
+    what: str
+
+
+def bug(check: TextCheck, item: Parting) -> Problem:
     """A difference that rounding does not explain."""
-    item = check.bugs[place]
     found = item.difference
     where = f"{check.setting}: {item.task}: token {found.at}"
     what = f"is {item.speculative!r}, plain decoding's {item.plain!r}"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
-from paceline.certify import exact, sampled
-from paceline.certify.certificate import Certificate, Problem, results_of
-from paceline.certify.decoding import Decoded, Start, decode
-from paceline.certify.draws import Recorder
-from paceline.certify.findings import bug, nothing, rejections
-from paceline.certify.texts import Task, TextCheck, check_texts
+from paceline.budget import Budget
+from paceline.certify.certificate import MOST_BIAS, Bought, Certificate, results_of
+from paceline.certify.comparing import Comparer, Piece, settings_of
+from paceline.certify.drawing import Sampler
+from paceline.certify.evidence import Evidence
+from paceline.certify.findings import Problem, nothing, rejections
+from paceline.certify.sampled import PORTIONS, Judged, LawTest, judge
+from paceline.certify.schedule import FEWEST, Draws, Effort, Texts, schedule
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import Sequence as Request
-from paceline.core.tree import TokenTree
 from paceline.engine.controller import FixedLength
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
@@ -23,32 +23,8 @@ from paceline.llm import LLM
 Advance = Callable[[str], None]
 Named = tuple[str, Sequence[int]]
 _ANY_REQUEST = SamplingParams()
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is looked at. Checked on construction.
-
-    ``texts`` prompts are decoded, ``max_tokens`` each. At ``prefixes`` places ``samples``
-    continuations are drawn. ``alpha`` is the chance that a lossless engine fails one of the
-    distribution tests; ``seed`` makes the whole run repeatable.
-    """
-
-    texts: int = 8
-    max_tokens: int = 64
-    prefixes: int = 4
-    samples: int = 2000
-    alpha: float = 0.001
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("texts", 1), ("max_tokens", 8), ("prefixes", 1), ("samples", 100)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if not 0 < self.alpha < 1:
-            raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")
+_ENDING = 0.05  # of the budget, kept for the tests at the end until it is known what they take
+_JUDGING = "judging a place"
 
 
 def certify(
@@ -59,6 +35,7 @@ def certify(
     draft: str | None = None,
     effort: Effort | None = None,
     advance: Advance = lambda description: None,
+    seconds: float | None = None,
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
@@ -66,19 +43,26 @@ def certify(
     ``prompts``: (name, token ids). ``params``: sampling parameters to certify, by default
     temperature 1; greedy decoding is looked at in any case, with their penalties and bias. Their
     seed, stop conditions and token limits are not used: ``effort`` says how much is decoded.
-    ``advance(what comes next)`` is called after each piece of work.
+    ``advance(what comes next)`` is called before each piece of work. After ``seconds`` it ends with
+    what it has seen; a certificate says if that was not enough.
 
     Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
     LLM raises.
     """
+    budget = Budget(seconds)
     llm = LLM(model, draft, max_batch_size=32) if isinstance(model, str) else model
-    certifier = Certifier(llm, prompts, params, effort or Effort())
+    certifier = Certifier(llm, prompts, params, effort or Effort(), budget=budget)
     certifier.run(advance)
     return certifier.certificate()
 
 
 class Certifier:
-    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C."""
+    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C.
+
+    ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and
+    effort has seen; it is added to. Where that had all it wanted, as much again is wanted now.
+    Prompts beyond the effort's number of texts are for that.
+    """
 
     def __init__(
         self,
@@ -86,62 +70,141 @@ class Certifier:
         prompts: Sequence[Named],
         params: SamplingParams | None = None,
         effort: Effort | None = None,
+        *,
+        budget: Budget | None = None,
+        evidence: Evidence | None = None,
     ) -> None:
-        self.llm, self.effort = llm, effort or Effort()
+        self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
+        self.evidence = evidence or Evidence()
         wish = params or SamplingParams(temperature=1.0)
         self.params = replace(
             wish, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
         )
-        self._lengths, self._adapts = _lengths_of(llm)
+        lengths, adapts = _lengths_of(llm)
+        self.settings = settings_of(lengths, adapts)
         self._prompts = _checked(llm, prompts, self.effort)
-        self._plain = llm.beside(
+        plain = llm.beside(
             max_batch_size=llm.engine.scheduler.config.max_batch_size, seed=self.effort.seed + 1
         ).engine
-        self._texts: list[TextCheck] = []
-        self._laws: list[sampled.LawTest] = []
-        self._exact: list[exact.ExactCheck] = []
-        self._frequencies: list[sampled.Frequencies] = []
-        self._problems: list[Problem] = []
-        self._notes: list[str] = []
-        self._complete = False
+        self._comparer = Comparer(
+            llm.engine, plain, self._prompts, self.effort, self.settings, self.evidence, self._spell
+        )
+        self._sampler = Sampler(
+            llm.engine,
+            plain,
+            self._prompts,
+            self.params,
+            self.effort,
+            lengths,
+            self.evidence,
+            self.budget,
+        )
+        self._judged: dict[tuple[int, int, int], Judged] = {}
+        self._ended = False
+        self._broken: set[str] = set()
+        if not self._missing():
+            self.evidence.tranche += evidence is not None
+        self._before = self.evidence.spent
+
+    # -- how much -----------------------------------------------------------------------------
+
+    @property
+    def texts(self) -> int:
+        """Texts wanted by now. Prompts are not repeated within one run."""
+        return self.evidence.tranche * min(self.effort.texts, len(self._prompts))
+
+    @property
+    def places(self) -> int:
+        """Places wanted; none if only greedy decoding is looked at."""
+        most = min(self.effort.prefixes, self.effort.texts, len(self._prompts))
+        return 0 if self.params.greedy else most
+
+    @property
+    def samples(self) -> int:
+        """Samples wanted at each of them by now."""
+        return self.evidence.tranche * self.effort.samples
+
+    @property
+    def _wishes(self) -> dict[str, SamplingParams]:
+        wishes = {"greedy": greedy(self.params)}
+        return wishes if self.params.greedy else {**wishes, "seeded": self.params}
 
     @property
     def pieces(self) -> int:
-        """How often ``run`` calls ``advance``."""
-        texts = min(self.effort.texts, len(self._prompts))
-        rounds = 1 + len(self._settings())
-        if self.params.greedy:
-            return texts * rounds
-        prefixes = min(self.effort.prefixes, texts)
-        return (2 * rounds + 1) * texts + prefixes * (2 * sampled.PORTIONS + 1)
+        """How often ``run`` calls ``advance`` at most."""
+        comparing = 0
+        for task in schedule(self.texts, 0, 0):
+            assert isinstance(task, Texts)
+            comparing += sum(1 for _ in self._comparer.pieces(self._wishes, task.numbers))
+        return comparing + self.places * (2 * PORTIONS * self.evidence.tranche + 2)
+
+    def _missing(self) -> list[str]:
+        """What of the wanted is not there, in words."""
+        done, missing = set(self.evidence.done), []
+        texts = [n for n in range(self.texts) if self._has(n, done)]
+        if len(texts) < self.texts:
+            missing.append(f"{self.texts - len(texts)} of {self.texts} texts")
+        full = [p for p in self.evidence.places if len(p.drawn) >= self.samples]
+        if len(full) < self.places:
+            missing.append(f"{self.places - len(full)} of {self.places} places")
+        return missing
+
+    def _has(self, number: int, done: set[str]) -> bool:
+        pieces = self._comparer.pieces(self._wishes, [number])
+        return all(piece.name in done for piece in pieces if piece.kind == "text")
+
+    # -- looking ------------------------------------------------------------------------------
 
     def run(self, advance: Advance = lambda description: None) -> None:
-        """Everything there is to look at. Raises KeyboardInterrupt where it was interrupted."""
-        with self._guarded("greedy"):
-            self._compare("greedy", _greedy(self.params), advance)
-        if self.params.greedy:
-            self._notes.append("sampling was not looked at: the temperature is 0")
-        else:
-            with self._guarded("seeded sampling"):
-                self._compare("seeded", self.params, advance)
-            self._sample(advance)
-        self._complete = True
+        """Look at as much as the budget allows. KeyboardInterrupt passes through."""
+        budget = self.budget
+        budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
+        with self._guarded("plain decoding"):
+            self._comparer.decide_tokens(budget)
+        for task in schedule(self.texts, self.places, self.samples):
+            if isinstance(task, Texts):
+                watched: AbstractContextManager[None] = nullcontext()
+                pieces = self._comparer.pieces(self._wishes, task.numbers)
+            elif not task.whole or self._whole_fits(task):
+                watched = self._sampler.recording()
+                pieces = self._sampler.pieces(task.place, task.samples)
+            else:
+                continue
+            with watched:
+                for piece in pieces:
+                    self._do(piece, advance)
+            if isinstance(task, Draws):
+                self._judge_in_time()
+        self._ended = True
 
-    def certificate(self) -> Certificate:
-        llm, results = self.llm, results_of(self._laws, self.effort.alpha)
-        return Certificate(
-            target=llm.target.name,
-            draft=", ".join(llm.drafters) or llm.engine.drafter.name,
-            dtype=str(llm.target.dtype).removeprefix("torch."),
-            alpha=self.effort.alpha,
-            texts=tuple(self._texts),
-            laws=results,
-            exact=tuple(self._exact),
-            frequencies=tuple(self._frequencies),
-            problems=(*self._problems, *rejections(results, self.effort.alpha)),
-            notes=tuple(dict.fromkeys(self._notes)),
-            complete=self._complete,
-        )
+    def _do(self, piece: Piece, advance: Advance) -> None:
+        done, known = self.evidence.done, self.evidence.plain
+        if piece.name in done or piece.part in self._broken:
+            return
+        if not all(name in known for name in piece.needs):
+            return
+        if not self.budget.fits(piece.kind, piece.size):
+            return
+        advance(piece.shown)
+        with self._guarded(piece.part), self.budget.piece(piece.kind, piece.size):
+            piece.run()
+            if piece.name:
+                done.append(piece.name)
+
+    def _whole_fits(self, task: Draws) -> bool:
+        """A place with few samples would only be a weak spot: all of them, or none."""
+        places = self.evidence.places
+        have = len(places[task.place].drawn) if task.place < len(places) else 0
+        kinds = {"plain": task.samples - have, "speculative": task.samples - have, "rule": 1}
+        wanted = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in kinds.items())
+        return wanted < self.budget.left
+
+    def _judge_in_time(self) -> None:
+        """The tests so far: from this it is known what they will take at the end."""
+        if self.budget.seconds is not None:
+            self._results()
+            each = self.budget.estimate(_JUDGING) or 0.0
+            self.budget.reserve = max(self.budget.reserve, each * len(self.evidence.places))
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -152,183 +215,125 @@ class Certifier:
             raise
         except Exception as error:
             what = f"decoding failed with {type(error).__name__}: {error}"
-            self._problems.append(Problem(part, " ".join(what.split())))
-
-    # -- token for token ----------------------------------------------------------------------
-
-    def _settings(self) -> list[tuple[str, int | None, bool]]:
-        """What each text is decoded with: a name, the draft length, whether all in one batch."""
-        settings: list[tuple[str, int | None, bool]] = [
-            (f"draft length {length}, alone", length, False) for length in self._lengths
-        ]
-        if self._adapts:
-            settings.append(("draft length auto, alone", None, False))
-        longest = self._lengths[-1]
-        return [*settings, (f"draft length {longest}, mixed batch", longest, True)]
-
-    def _compare(self, kind: str, params: SamplingParams, advance: Advance) -> None:
-        prompts = self._prompts[: self.effort.texts]
-        seeds = itertools.count(self.effort.seed)
-        tasks = []
-        for name, prompt in prompts:
-            wish = replace(params, max_tokens=self.effort.max_tokens)
-            if kind == "seeded":
-                wish = replace(wish, seed=next(seeds) % 2**63)
-            tasks.append(Task(name, Start(prompt), wish))
-        plain = []
-        for task in tasks:
-            (text,) = decode(self._plain, [task.start], task.params, 0)
-            plain.append(text.tokens)
-            advance(f"{kind}: plain decoding")
-        # Neighbours of another kind, shorter and longer, come and go while the others decode.
-        others = [
-            Task(task.name, task.start, replace(_ANY_REQUEST, temperature=0.8, max_tokens=length))
-            for task, length in zip(tasks, itertools.cycle((5, 17, 40)), strict=False)
-        ]
-        for setting, length, together in self._settings():
-            check = check_texts(
-                self.llm.engine,
-                tasks,
-                plain,
-                kind,
-                setting,
-                length,
-                others,
-                together,
-                self._spell,
-                lambda setting=setting: advance(f"{kind}: {setting}"),  # type: ignore[misc]
-            )
-            self._texts.append(check)
-            self._problems += [bug(check, place) for place in range(len(check.bugs))]
-        if not sum(check.drafted for check in self._texts if check.kind == kind):
-            self._problems.append(nothing(kind))
+            self.evidence.problems.append(Problem(part, " ".join(what.split())))
+            self._broken.add(part)
 
     def _spell(self, token: int) -> str:
         return str(self.llm.tokenizer.decode([token]))
 
-    # -- distributions ------------------------------------------------------------------------
+    # -- judging ------------------------------------------------------------------------------
 
-    def _sample(self, advance: Advance) -> None:
-        engine, effort = self.llm.engine, self.effort
-        drafter = engine.drafter
-        recorder = Recorder(drafter, effort.seed)
-        if engine.verifier.generator is not None:
-            engine.verifier.generator.manual_seed(effort.seed)
-        drafted = 0
-        engine.drafter = recorder
-        try:
-            for number, (name, start) in enumerate(self._starts(advance)):
-                prefix = sampled.describe(self.llm.target, name, start, self.params, effort.samples)
-                with self._guarded("sampling"):
-                    drafted += self._test(prefix, number, advance)
-                with self._guarded("rule"):
-                    self._enumerate(prefix, recorder)
-                advance(f"{name}: the rule, enumerated")
-        finally:
-            engine.drafter = drafter
-            self._draws(recorder)
-        if not drafted:
-            self._problems.append(nothing("sampled"))
+    def certificate(self) -> Certificate:
+        """The verdict on the evidence so far."""
+        llm, evidence = self.llm, self.evidence
+        judged = self._results()
+        laws = [test for place in judged for test in place.tests] + self._honesty()
+        # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
+        level = self.effort.alpha / 2**evidence.looks
+        results = results_of(laws, level)
+        missing = self._missing()
+        idle = self._idle()
+        problems = [*evidence.problems, *self._draw_problems(), *rejections(results, level)]
+        if self._ended and not missing:
+            problems += [nothing(kind) for kind in idle]
+        evidence.spent = self._before + self.budget.spent
+        found = Certificate(
+            target=llm.target.name,
+            draft=", ".join(llm.drafters) or llm.engine.drafter.name,
+            dtype=str(llm.target.dtype).removeprefix("torch."),
+            alpha=level,
+            texts=tuple(evidence.checks),
+            laws=results,
+            exact=tuple(evidence.exact),
+            frequencies=tuple(place.frequencies for place in judged),
+            problems=tuple(dict.fromkeys(problems)),
+            notes=tuple(dict.fromkeys(self._notes(judged))),
+            interrupted=not self._ended,
+            bought=self._bought(missing),
+        )
+        lacks = [] if self._ended and not missing else self._lacks(found, idle)
+        return replace(found, bought=replace(found.bought, lacks=tuple(lacks)))
 
-    def _starts(self, advance: Advance) -> list[tuple[str, Start]]:
-        """Where continuations are drawn: the prompts that leave the target most undecided.
+    def _results(self) -> list[Judged]:
+        """The tests of all places that have enough samples."""
+        fewest = min(FEWEST, self.effort.samples)
+        for number, place in enumerate(self.evidence.places):
+            key = number, len(place.drawn), len(place.plain)
+            if min(key[1:]) < fewest or key in self._judged:
+                continue
+            with self._guarded("sampling"), self.budget.piece(_JUDGING):
+                judged = judge(self.llm.target, place, self.params, self.effort.seed)
+                self._judged = {k: v for k, v in self._judged.items() if k[0] != number}
+                self._judged[key] = judged
+        return [self._judged[key] for key in sorted(self._judged)]
 
-        In each not at the very most undecided place, as sure ones have likelier second tokens.
-        """
-        greedy = replace(_greedy(self.params), max_tokens=self.effort.max_tokens)
-        found: list[tuple[float, str, Start]] = []
-        for name, prompt in self._prompts[: self.effort.texts]:
-            (text,) = decode(self._plain, [Start(prompt)], greedy, 0)
-            entropy, start = sampled.choose_start(
-                self.llm.target, prompt, text.tokens, self.params, 0.75
-            )
-            found.append((entropy, name, start))
-            advance(f"{name}: looking for places")
-        found.sort(key=lambda entry: -entry[0])
-        return [(name, start) for _, name, start in found[: self.effort.prefixes]]
-
-    def _test(self, prefix: sampled.Prefix, number: int, advance: Advance) -> int:
-        """Draw and test; returns how many tokens were drafted."""
-        length = _sampling_length(self._lengths, number)
-
-        def drawn(plainly: bool) -> list[Decoded]:
-            engine = self._plain if plainly else self.llm.engine
-            used = 0 if plainly else length
-            what = f"{prefix.name}: {'plain' if plainly else 'speculative'} sampling"
-            return sampled.continuations(
-                engine, prefix, self.params, used, self.effort.samples, lambda: advance(what)
-            )
-
-        given = len(prefix.start.output)
-        plain = [text.tokens[given:] for text in drawn(True)]
-        texts = drawn(False)
-        strings = [text.tokens[given:] for text in texts]
-        found = sampled.tests_of(prefix, length, strings, plain, self.effort.seed)
-        if not found:
-            self._notes.append(f"{prefix.name}: the target is certain there; nothing to test")
-        self._laws += found + sampled.tests_of(prefix, 0, plain, plain, self.effort.seed)
-        self._frequencies.append(sampled.frequencies(prefix, length, strings))
-        return sum(text.drafted for text in texts)
-
-    def _draws(self, recorder: Recorder) -> None:
+    def _honesty(self) -> list[LawTest]:
         """Whether the drafter drew from the laws that it declared: one test more."""
+        recorder = self._sampler.recorder
         outcome = recorder.honesty()
-        if recorder.impossible:
-            what = f"{recorder.impossible} tokens were drawn that its declared law rules out"
-            self._problems.append(Problem("drafter", what))
-        if outcome is not None:
-            what = "draws / declared law"
-            bins = len(recorder.counts)
-            test = sampled.LawTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)
-            self._laws.append(test)
+        if outcome is None:
+            return []
+        what, bins = "draws / declared law", len(recorder.counts)
+        return [LawTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)]
 
-    # -- the rule -----------------------------------------------------------------------------
+    def _draw_problems(self) -> list[Problem]:
+        count = self._sampler.recorder.impossible
+        if not count:
+            return []
+        what = f"{count} tokens were drawn that its declared law rules out"
+        return [Problem("drafter", what)]
 
-    def _enumerate(self, prefix: sampled.Prefix, recorder: Recorder) -> None:
-        """The step at this place, by enumeration, over each kind of tree that was proposed."""
-        recorder.watch(prefix.start.tokens)
-        room = len(prefix.start.output) + 8
-        wish = replace(self.params, max_tokens=room)
-        decode(self.llm.engine, [prefix.start] * 128, wish, min(2, self._lengths[-1]), enough=1)
-        trees, laws = list(recorder.trees.values()), recorder.laws
-        recorder.watch(None)
-        if not trees:
-            self._notes.append(f"{prefix.name}: rule not enumerated: nothing was drafted there")
-        for tree in trees[:2]:
-            check = self._enumerated(prefix, tree, laws)
-            if check is None:
-                what = f"{prefix.name}: rule not enumerated: a tree of {len(tree)} nodes"
-                self._notes.append(f"{what} has too many outcomes")
-                continue
-            self._exact.append(check)
-            if not check.passed:
-                what = f"{check.prefix}: a step's law is {check.distance:.2g} from the target's"
-                self._problems.append(Problem("rule", f"{what} (total variation, enumerated)"))
+    def _idle(self) -> list[str]:
+        """Kinds of requests for which nothing was drafted until now."""
+        idle = [kind for kind in self._wishes if not self.evidence.drafted(kind)]
+        if self.places and not sum(place.drafted for place in self.evidence.places):
+            idle.append("sampled")
+        return idle
 
-    def _enumerated(
-        self, prefix: sampled.Prefix, tree: TokenTree, laws: exact.Laws
-    ) -> exact.ExactCheck | None:
-        verifier = self.llm.engine.verifier
-        (root,) = prefix.scorer.at_once([()])
-        for depth in (2, 1):
-            part = exact.cut(tree, depth)
-            if part is None:
-                return None
-            tokens = exact.small_tokens(part, root, laws)
-            case = exact.make_case(part, laws, prefix.scorer.at_once, tokens)
-            try:
-                distance, outcomes = exact.step_error(verifier, case)
-            except exact.TooManyOutcomes:
-                continue
-            whole = bool(float(root[tokens].sum()) > 1 - 1e-9)
-            name, draw, nodes = prefix.name, part.draw.value, len(part)
-            return exact.ExactCheck(
-                name, draw, nodes, depth + 1, len(tokens), whole, outcomes, distance
-            )
-        return None
+    def _notes(self, judged: Sequence[Judged]) -> list[str]:
+        notes = list(self.evidence.notes)
+        if self.params.greedy:
+            notes.append("sampling was not looked at: the temperature is 0")
+        for place in judged:
+            if not place.tests:
+                notes.append(f"{place.name}: the target is certain there; nothing to test")
+        return notes
+
+    def _bought(self, missing: Sequence[str]) -> Bought:
+        done, places = set(self.evidence.done), self.evidence.places
+        return Bought(
+            seconds=self.budget.seconds,
+            spent=self.evidence.spent,
+            tokens=self.evidence.tokens or self.effort.max_tokens,
+            texts=sum(self._has(number, done) for number in range(self.texts)),
+            texts_wanted=self.texts,
+            places=len(places),
+            places_wanted=self.places,
+            samples=sum(min(len(place.drawn), self.samples) for place in places),
+            samples_wanted=self.places * self.samples,
+            looks=self.evidence.looks + 1,
+            missing=tuple(missing),
+        )
+
+    def _lacks(self, found: Certificate, idle: Sequence[str]) -> list[str]:
+        """What a part of the evidence must have, or it says too little to certify anything."""
+        seen = {(check.kind, check.setting) for check in found.texts}
+        unseen = [
+            (k, s.name) for k in self._wishes for s in self.settings if (k, s.name) not in seen
+        ]
+        lacks = [f"no {kind} text at {setting}" for kind, setting in unseen[:1]]
+        if not lacks:
+            lacks += [f"nothing drafted yet for {kind} requests" for kind in idle]
+        if self.places and not found.laws:
+            lacks.append("no place has enough samples")
+        elif self.places and found.smallest_bias > MOST_BIAS:
+            lacks.append(f"only a bias of {found.smallest_bias:.0%} or more would have been seen")
+        if self.places and not any(name.startswith("rule/") for name in self.evidence.done):
+            lacks.append("the rule was not enumerated")
+        return lacks
 
 
-def _greedy(params: SamplingParams) -> SamplingParams:
+def greedy(params: SamplingParams) -> SamplingParams:
     """Greedy decoding with the same penalties and bias."""
     return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -350,11 +355,6 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False
-
-
-def _sampling_length(lengths: Sequence[int], number: int) -> int:
-    """Short drafts, whose bonus token is among those tested, and long ones in turn."""
-    return min(2, lengths[-1]) if number % 2 == 0 else lengths[-1]
 
 
 def _checked(

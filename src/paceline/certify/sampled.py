@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from paceline.certify.cells import Cells, String, make_cells
 from paceline.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.certify.decoding import Decoded, Start, decode
 from paceline.certify.each import each_token
+from paceline.certify.evidence import Place
 from paceline.certify.scoring import Scorer
 from paceline.core.params import SamplingParams
 from paceline.drafters import BLOCK_SIZE
@@ -18,7 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.model.target import CausalModel
 
 DEPTH = 3  # tokens of a continuation that are tested together
-PORTIONS = 10
+PORTIONS = 10  # in which the samples of a place are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
 _MOST_CELLS = 150
 _LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
@@ -127,26 +128,16 @@ def describe(
 
 def continuations(
     engine: Engine,
-    prefix: Prefix,
+    start: Start,
     params: SamplingParams,
     length: int,
     samples: int,
-    advance: Callable[[], None] = lambda: None,
+    enough: int = DEPTH,
 ) -> list[Decoded]:
-    """So many samples of DEPTH tokens each, in portions that report to ``advance``."""
-    room = len(prefix.start.output) + DEPTH + length + 1
+    """So many samples of ``enough`` tokens each."""
+    room = len(start.output) + DEPTH + length + 1
     wish = replace(params, seed=None, n=1, min_tokens=0, max_tokens=room)
-    found: list[Decoded] = []
-    for size in portions(samples):
-        found += decode(engine, [prefix.start] * size, wish, length, enough=DEPTH)
-        advance()
-    return found
-
-
-def portions(samples: int) -> list[int]:
-    """PORTIONS parts of the samples, so that progress shows."""
-    parts = min(PORTIONS, samples)
-    return [samples * (i + 1) // parts - samples * i // parts for i in range(parts)]
+    return decode(engine, [start] * samples, wish, length, enough=enough)
 
 
 def tests_of(
@@ -173,6 +164,24 @@ def tests_of(
         bins = each.outcome.df + DEPTH
         add("each token / law", bins, each.outcome, each.rounding, each.looked_at)
     return tests
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All tests of what was drawn at a place, with drafts and plainly."""
+
+    name: str
+    tests: tuple[LawTest, ...]
+    frequencies: Frequencies
+
+
+def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -> Judged:
+    """Cells are as fine as the number of samples allows; the laws are scored afresh."""
+    count = min(len(place.drawn), len(place.plain))
+    prefix = describe(model, place.name, place.start, params, count)
+    found = tests_of(prefix, place.length, place.drawn, place.plain, seed)
+    found += tests_of(prefix, 0, place.plain, place.plain, seed)
+    return Judged(place.name, tuple(found), frequencies(prefix, place.length, place.drawn))
 
 
 def frequencies(

@@ -28,9 +28,21 @@ def make_report(certificate: Certificate, spell: Callable[[int], str]) -> Report
     lines: list[Block] = [Text(note) for note in certificate.notes]
     more = certificate.problems[1:]
     lines += [Text(f"{item.part}: {item.what}", warning=True) for item in more]
+    lines += [Text(line) for line in _bought(certificate)]
     lines.append(Text(certificate.verdict, warning=not certificate.lossless))
     report.add("Verdict", *lines)
     return report
+
+
+def _bought(certificate: Certificate) -> list[str]:
+    """What the time was spent on, and how to see more."""
+    bought = certificate.bought
+    line = f"{bought.line}."
+    if certificate.laws:
+        line += f" The smallest bias that it could have seen is {certificate.smallest_bias:.1%}."
+    if bought.missing:
+        line += f" Not looked at: {', '.join(bought.missing)}. --continue goes on."
+    return [line]
 
 
 def _texts(certificate: Certificate) -> list[Block]:

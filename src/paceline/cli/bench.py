@@ -8,23 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.continuing import SECONDS, BudgetOptions, SavedRun, digest_of, options_of
 from paceline.cli.measuring import (
+    NOT_ENOUGH,
     PromptOptions,
     ReportOptions,
     finish,
     partial_results,
 )
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
-from paceline.cli.progress import progress_bar
+from paceline.cli.progress import showing
 from paceline.cli.values import parse_bytes, parse_draft_length
 from paceline.errors import ConfigError, PromptError
+from paceline.stages import stage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline import LLM
+    from paceline.bench.bought import Bought
+    from paceline.bench.figures import Row
     from paceline.bench.methods import Method
     from paceline.bench.prompts import Prompt
     from paceline.bench.result import Result
     from paceline.bench.runner import Record, Sweep
+    from paceline.budget import Budget
 
 _MEASURING = "Measuring"
 _PER_CATEGORY = 3
@@ -142,16 +150,58 @@ class _Plan:
     settings: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class BenchBudget(BudgetOptions):
+    """Two minutes, if nobody says otherwise."""
+
+    seconds: Annotated[float, SECONDS] = 120.0
+
+
 @expand
 def bench(
-    engine: ModelOptions, wanted: PromptOptions, options: BenchOptions, output: ReportOptions
+    engine: ModelOptions,
+    wanted: PromptOptions,
+    options: BenchOptions,
+    output: ReportOptions,
+    time: BenchBudget,
 ) -> None:
     """Measure plain decoding against other methods: speed, latency, acceptance, same text.
 
-    Exit status 1 if a text is not plain decoding's or a method speculated in vain.
+    Exit status 1 if a text is not plain decoding's or a method speculated in vain, 3 if the time
+    was not enough to measure anything.
     """
+    budget = time.begin()
     output.check()
-    plan = _plan(engine, wanted, options)
+    with showing(), stage("starting"):
+        plan = _plan(engine, wanted, options)
+    given = options_of(
+        engine=replace(engine, draft=engine.resolved_draft), wanted=wanted, options=options
+    )
+    saved = time.run_of("bench", engine.model, {**given, **digest_of(plan.prompts)})
+    with showing():
+        interrupted, result = _measured(engine, options, plan, budget, saved)
+    if result is None:
+        finish(interrupted)
+        raise _nothing(budget)
+    _show(result, output, options.allow_idle)
+    finish(interrupted)
+    if result.complaints(options.allow_idle):
+        raise typer.Exit(1)
+
+
+def _nothing(budget: Budget) -> typer.Exit:
+    print(
+        f"error: {budget.seconds:g} s were not enough to measure anything: all methods must be "
+        "loaded and answer a prompt; give more --seconds, or fewer methods",
+        file=sys.stderr,
+    )
+    return typer.Exit(NOT_ENOUGH)
+
+
+def _measured(
+    engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
+) -> tuple[list[bool], Result | None]:
+    """Whether Ctrl-C came, and figures if there are any."""
     from paceline.bench.contestants import Starter
     from paceline.bench.predictions import predictions
     from paceline.bench.prompts import fit
@@ -159,6 +209,7 @@ def bench(
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    saved.check_model(llm.target, timed=True)
     fitting, left_out = fit(plan.prompts, llm, options.max_tokens)
     if not fitting:
         raise PromptError(
@@ -168,7 +219,10 @@ def bench(
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     starter = Starter(llm, engine.model, rule=plan.rule, lossy=engine.lossy, kv_cache_memory=memory)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, found = Record(), list[Any]()
+    record, found = saved.found(Record) or Record(), list[Any]()
+    before, wanted = record.spent, plan.sweep.wanted(prompts)
+    if len(record.heats) >= record.rounds * wanted:
+        record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
 
     def predict(clients: int, contestants: Any) -> None:
         temperature = plan.sweep.temperatures[0]
@@ -176,20 +230,41 @@ def bench(
 
     with partial_results() as interrupted:
         runs = plan.sweep.runs(prompts, plan.methods)
-        with progress_bar("warming up", runs) as advance:
-            plan.sweep.run(prompts, plan.methods, starter.open, record, advance, predict)
+        with stage("measuring", runs, "runs") as progress:
+            plan.sweep.run(
+                prompts, plan.methods, starter.open, record, progress.advance, predict, budget
+            )
+    record.spent = before + budget.spent
+    saved.keep(record)
     if not record.heats:
-        finish(interrupted)
-    result = replace(
-        _result(plan, llm, record, engine.lossy),
+        return interrupted, None
+    with stage("comparing the texts"):
+        result = _result(plan, llm, record, engine.lossy)
+    return interrupted, replace(
+        result,
         predictions=found,
         left_out=[prompt.name for prompt in left_out],
         interrupted=bool(interrupted),
+        bought=_bought(record, result.rows, plan.sweep, wanted, budget, before),
     )
-    _show(result, output, options.allow_idle)
-    finish(interrupted)
-    if result.complaints(options.allow_idle):
-        raise typer.Exit(1)
+
+
+def _bought(
+    record: Record, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
+) -> Bought:
+    from paceline.bench.bought import Bought, sureness_of
+
+    measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
+    cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
+    wanted, done = record.rounds * jobs, len(record.heats)
+    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if (n, t) not in measured]
+    first = sum(heat.turn == 0 for heat in record.heats)
+    if first < jobs:
+        missing.append(f"{jobs - first} of {jobs} turns of the first round")
+    elif done < wanted:
+        missing.append(f"{wanted - done} of {wanted} turns of all rounds")
+    spent = before + budget.spent
+    return Bought(budget.seconds, spent, done, wanted, tuple(missing), sureness_of(record, rows))
 
 
 def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
@@ -275,6 +350,9 @@ def _result(plan: _Plan, llm: LLM, record: Record, lossy: bool) -> Result:
 def _show(result: Result, output: ReportOptions, allow_idle: bool) -> None:
     from paceline.bench.pages import report_of
 
-    output.emit(result.record(), report_of(result))
+    report = report_of(result)
+    if result.bought is not None:
+        report.add("What the time bought", *result.bought.blocks())
+    output.emit(result.record(), report)
     for line in result.complaints(allow_idle):
         print(f"error: {line}", file=sys.stderr)

@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.continuing import BudgetOptions, SavedRun, digest_of, options_of
 from paceline.cli.measuring import (
+    NOT_ENOUGH,
     PromptOptions,
     ReportOptions,
     finish,
     partial_results,
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
-from paceline.cli.progress import progress_bar
+from paceline.cli.progress import showing
 from paceline.cli.sampling import LawOptions
 from paceline.errors import ConfigError
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
-    from paceline.certify import Effort
+    from paceline.bench.prompts import Prompt
+    from paceline.budget import Budget
+    from paceline.certify import Certificate, Certifier, Effort
 
 _SAMPLING = "Sampling"
 _EFFORT = "How much is tested"
@@ -83,12 +88,21 @@ class EffortOptions:
         )
 
 
-def _prompts(options: PromptOptions, llm: LLM, count: int) -> list[tuple[str, list[int]]]:
-    """``count`` of them, evenly spread, as the target sees them."""
+def _prompts(options: PromptOptions, count: int) -> list[Prompt]:
+    """``count`` of them, evenly spread; behind them those that runs which go on may take."""
     found = options.load(1 if options.prompts is None else count)
     count = min(count, len(found))
     chosen = [found[i * len(found) // count] for i in range(count)]
-    return [(prompt.name, prompt.encode(llm)) for prompt in chosen]
+    more = options.load(options.per_category)
+    return [*chosen, *(prompt for prompt in more if prompt not in chosen)]
+
+
+def _encoded(prompts: Sequence[Prompt], llm: LLM, effort: Effort) -> list[tuple[str, list[int]]]:
+    """As the target sees them; of those beyond the effort's only what it has room for."""
+    found = [(prompt.name, prompt.encode(llm)) for prompt in prompts]
+    room = llm.max_model_len - effort.max_tokens - 16
+    own, more = found[: effort.texts], found[effort.texts :]
+    return [*own, *((name, ids) for name, ids in more if 0 < len(ids) <= room)]
 
 
 def _check(engine: ModelOptions) -> None:
@@ -108,32 +122,68 @@ def certify(
     sampling: CertifiedSampling,
     options: EffortOptions,
     output: ReportOptions,
+    time: BudgetOptions,
 ) -> None:
-    """Test that speculative decoding says what the target alone would say; exit 0 only if so."""
+    """Test that speculative decoding says what the target alone would say; exit 0 only if so.
+
+    Exits with 1 if something is wrong, with 3 if there was not enough time to certify anything.
+    """
+    budget = time.begin()
     _check(engine)
     output.check()
-    from paceline.certify.run import Certifier
-    from paceline.certify.tables import make_report
-
     params, effort = sampling.params(), options.effort()
+    chosen = _prompts(prompts, effort.texts)
+    given = options_of(
+        engine=replace(engine, draft=engine.resolved_draft),
+        prompts=prompts,
+        sampling=sampling,
+        options=options,
+    )
+    saved = time.run_of("certify", engine.model, {**given, **digest_of(chosen)})
+    with showing():
+        certifier = _certifier(engine, chosen, params, effort, budget, saved)
+        with partial_results() as interrupted, stage("certifying", certifier.pieces) as progress:
+            certifier.run(lambda what: progress.advance(1, what))
+        saved.keep(certifier.evidence)  # before anything else can go wrong
+        with stage("judging what was drawn"):
+            certificate = certifier.certificate()
+    certifier.evidence.looks += 1
+    saved.keep(certifier.evidence)
+    _emit(certificate, certifier.llm, params, output)
+    finish(interrupted)
+    if not certificate.lossless:
+        raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
+
+
+def _certifier(
+    engine: ModelOptions,
+    chosen: Sequence[Prompt],
+    params: SamplingParams,
+    effort: Effort,
+    budget: Budget,
+    saved: SavedRun,
+) -> Certifier:
+    """With the model loaded, and what an earlier run has seen."""
+    from paceline.certify import Certifier, Evidence
+
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
-    certifier = Certifier(llm, _prompts(prompts, llm, effort.texts), params, effort)
-    with (
-        partial_results() as interrupted,
-        progress_bar("plain decoding", certifier.pieces) as advance,
-    ):
-        certifier.run(lambda description: advance(1, description))
-    certificate = certifier.certificate()
+    saved.check_model(llm.target)
+    evidence = saved.found(Evidence)
+    prompts = _encoded(chosen, llm, effort)
+    return Certifier(llm, prompts, params, effort, budget=budget, evidence=evidence)
+
+
+def _emit(
+    certificate: Certificate, llm: LLM, params: SamplingParams, output: ReportOptions
+) -> None:
+    from paceline.certify.tables import make_report
 
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))
 
     record: dict[str, Any] = {**certificate.record(), "sampling": _given(params)}
     output.emit(record, make_report(certificate, spell))
-    finish(interrupted)
-    if not certificate.lossless:
-        raise typer.Exit(1)
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:

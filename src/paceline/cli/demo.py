@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,30 +18,23 @@ from rich.text import Text
 
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
+from paceline.cli.progress import showing
+from paceline.cli.scenes import Scene, scenes_for
+from paceline.cli.values import parse_bytes
+from paceline.defaults import REAL, VARIABLE, at_hand
+from paceline.errors import PacelineError
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
     from paceline.difference import Difference
+    from paceline.draft.suffix import SuffixDrafter
 
 
-@dataclass(frozen=True)
-class Scene:
-    """One prompt of the demo; ``chat`` puts it into the chat template."""
-
-    name: str
-    prompt: str
-    chat: bool = False
-
-
-SCENES = (
-    Scene(
-        "story",
-        "Once upon a time, there was a little girl named Lily. She loved to play in the garden. "
-        "One day, she found a shiny",
-    ),
-    Scene("arithmetic", "Nina has 36 pencils and buys 14 more. How many does she have?", True),
-    Scene("code", "def factorial(n):\n"),
-    Scene("chat", "How do I copy a folder to another machine?", True),
+# Look-ups beside the head: a request that comes again is drafted from its first answer.
+_REAL_DRAFTS = (
+    "hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3",
+    "hybrid:suffix+ngram",
 )
 
 
@@ -127,34 +122,67 @@ def _timed(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[float, Com
     return time.perf_counter() - start, completion
 
 
+@dataclass(frozen=True)
+class Result:
+    """A scene as it was measured, and the texts. ``again``: asked a second time, of a drafter
+    that looks into earlier answers; None of others, which draft the same every time."""
+
+    measurement: Measurement
+    again: Measurement | None
+    plain: Completion
+    fast: Completion
+
+
 def measure(
     plain: LLM, speculative: LLM, scene: Scene, params: SamplingParams, rounds: int
-) -> tuple[Measurement, Completion, Completion]:
+) -> Result:
     """Time both alternately, after one untimed run each; medians over the rounds.
 
-    The clock runs around the whole call, prompt included; nothing is printed meanwhile.
+    The clock runs around the whole call, prompt included; nothing is printed meanwhile. A drafter
+    with a memory forgets before every round, and is asked again after it.
     """
     ids = prompt_ids(plain, scene)
+    memory = _with_memory(speculative)
     for llm in (plain, speculative):
         _timed(llm, ids, params)
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: dict[str, list[float]] = {"plain": [], "fast": [], "again": []}
+    repeated: Completion | None = None
     for _ in range(rounds):
-        plain_seconds, expected = _timed(plain, ids, params)
-        fast_seconds, completion = _timed(speculative, ids, params)
-        seconds[0].append(plain_seconds)
-        seconds[1].append(fast_seconds)
-    stats = completion.stats
-    measurement = Measurement(
-        name=scene.name,
-        tokens=len(completion.token_ids),
-        plain_seconds=statistics.median(seconds[0]),
-        speculative_seconds=statistics.median(seconds[1]),
-        drafted=stats.drafted_tokens,
-        accepted=stats.accepted_tokens,
-        target_steps=stats.target_steps,
-        difference=explain(plain, ids, expected, completion),
-    )
-    return measurement, expected, completion
+        for drafter in memory:
+            drafter.clear()
+        took, expected = _timed(plain, ids, params)
+        seconds["plain"].append(took)
+        took, completion = _timed(speculative, ids, params)
+        seconds["fast"].append(took)
+        if memory:
+            took, repeated = _timed(speculative, ids, params)
+            seconds["again"].append(took)
+    medians = {name: statistics.median(times) for name, times in seconds.items() if times}
+
+    def figures(which: str, fast: Completion) -> Measurement:
+        return Measurement(
+            name=scene.name,
+            tokens=len(fast.token_ids),
+            plain_seconds=medians["plain"],
+            speculative_seconds=medians[which],
+            drafted=fast.stats.drafted_tokens,
+            accepted=fast.stats.accepted_tokens,
+            target_steps=fast.stats.target_steps,
+            difference=explain(plain, ids, expected, fast),
+        )
+
+    again = None if repeated is None else figures("again", repeated)
+    return Result(figures("fast", completion), again, expected, completion)
+
+
+def _with_memory(llm: LLM) -> list[SuffixDrafter]:
+    """The drafters that look into answers of earlier requests."""
+    from paceline.draft.suffix import SuffixDrafter
+
+    drafter: Any = llm.engine.drafter
+    members = getattr(drafter, "members", (drafter,))
+    found = members.values() if isinstance(members, dict) else members
+    return [member for member in found if isinstance(member, SuffixDrafter)]
 
 
 def _perform(console: Console, llm: LLM, scene: Scene, params: SamplingParams) -> None:
@@ -174,9 +202,9 @@ def _legend() -> Text:
     )
 
 
-def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
+def _table(results: Sequence[Result], draft: str, rounds: int) -> Table:
     table = Table(
-        title="Greedy decoding, plain and speculative",
+        title=f"Greedy decoding, plain and with --draft {draft}",
         caption=f"Median of {rounds} alternating rounds without printing, prompts included. "
         "Accepted length: tokens per target step.",
         box=box.SIMPLE_HEAD,
@@ -194,20 +222,30 @@ def _table(measurements: Sequence[Measurement], rounds: int) -> Table:
     ):
         table.add_column(heading, justify="right")
     table.add_column("identical")
-    for item in [*measurements, total(measurements)]:
-        if item.name == "total":
-            table.add_section()
-        table.add_row(
-            item.name,
-            str(item.tokens),
-            f"{item.plain_rate:.0f}",
-            f"{item.speculative_rate:.0f}",
-            f"{item.speedup:.2f}x",
-            f"{item.acceptance_rate:.0%}",
-            f"{item.mean_accepted_length:.2f}",
-            _identical(item.difference),
-        )
+    for group in _groups(results):
+        for item in [*group, total(group)]:
+            if item.name == "total":
+                table.add_section()
+            again = " again" if group[0] is results[0].again else ""
+            table.add_row(
+                item.name + again,
+                str(item.tokens),
+                f"{item.plain_rate:.0f}",
+                f"{item.speculative_rate:.0f}",
+                f"{item.speedup:.2f}x",
+                f"{item.acceptance_rate:.0%}",
+                f"{item.mean_accepted_length:.2f}",
+                _identical(item.difference),
+            )
+        table.add_section()
     return table
+
+
+def _groups(results: Sequence[Result]) -> list[list[Measurement]]:
+    """All scenes as they were asked first and, where that makes a difference, a second time."""
+    first = [result.measurement for result in results]
+    again = [result.again for result in results if result.again is not None]
+    return [first, again] if again else [first]
 
 
 def _identical(difference: Difference | None) -> str:
@@ -239,6 +277,48 @@ def _explain_difference(
     console.print(Text(f"  {reason}", style="dim"))
 
 
+def _record(results: Sequence[Result]) -> dict[str, Any]:
+    def of(group: list[Measurement]) -> dict[str, Any]:
+        record = total(group).record()
+        del record["name"]
+        return {**record, "prompts": [item.record() for item in group]}
+
+    first, *again = _groups(results)
+    return of(first) | ({"repeated": of(again[0])} if again else {})
+
+
+def _pull_first(context: typer.Context, wanted: bool) -> None:
+    """Fetch the real model for the show unless it is here, or another one was named.
+
+    (Before the command begins: it chooses its model by what is here.)
+    """
+    from paceline.cli.pull import fetch, in_short
+    from paceline.model.store import SMOLLM2, pulled
+
+    named = context.params.get("model") or os.environ.get(VARIABLE)
+    if not wanted or named or pulled(SMOLLM2) is not None:
+        return
+    print(f"{in_short(SMOLLM2)} Fetching it, once.", file=sys.stderr, flush=True)
+    try:
+        fetch(SMOLLM2.name, quiet=True)
+    except PacelineError as error:
+        print(f"not fetched: {error}", file=sys.stderr)
+
+
+def _setting(engine: ModelOptions) -> ModelOptions:
+    """With the draft of the demo where none was named."""
+    if engine.draft is None and engine.profile is None and engine.model == REAL:
+        return replace(engine, draft=at_hand(_REAL_DRAFTS)[0])
+    return engine
+
+
+def _plain(engine: ModelOptions, speculative: LLM) -> LLM:
+    """Plain decoding over the same weights."""
+    batch = speculative.engine.scheduler.config.max_batch_size
+    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    return speculative.beside(None, max_batch_size=batch, kv_cache_memory=memory)
+
+
 @expand
 def demo(
     engine: ModelOptions,
@@ -247,9 +327,15 @@ def demo(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the show.")
     ] = False,
+    pull: Annotated[
+        bool,
+        typer.Option("--pull", help=f"Fetch {REAL} first if it is not here.", callback=_pull_first),
+    ] = False,
 ) -> None:
-    """Decode four prompts plainly and speculatively, and compare text and speed."""
-    if engine.resolved_draft is None:
+    """Decode some prompts plainly and speculatively, and compare text and speed."""
+    engine = _setting(engine)
+    draft = engine.resolved_draft
+    if draft is None:
         raise typer.BadParameter(f"the demo needs a draft; try --draft {DEFAULT_DRAFT} or ngram")
     if engine.lossy:
         raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
@@ -257,24 +343,27 @@ def demo(
 
     params = SamplingParams(max_tokens=max_tokens)
     console = Console(quiet=as_json)
-    with console.status("loading the models"):
-        speculative = engine.open(engine.resolved_draft)
-        plain = engine.open(None)
+    with showing(), stage("loading the models"):
+        speculative = engine.open(draft)
+        plain = _plain(engine, speculative)
     console.print(_legend())
-    scenes = [s for s in SCENES if not s.chat or speculative.tokenizer.chat_template is not None]
+    scenes = scenes_for(engine.model, speculative)
     if not as_json:
         for scene in scenes:
             _perform(console, speculative, scene, params)
     console.rule(style="dim")
-    console.print("measuring both in turn, without printing ...", style="dim")
-    results = [measure(plain, speculative, scene, params, rounds) for scene in scenes]
-    measurements = [result[0] for result in results]
+    results = []
+    with showing(), stage("measuring both in turn", len(scenes), "prompts") as progress:
+        for scene in scenes:
+            results.append(measure(plain, speculative, scene, params, rounds))
+            progress.advance()
     if as_json:
-        record = total(measurements).record()
-        del record["name"]
-        print_json({**record, "prompts": [item.record() for item in measurements]})
+        print_json(_record(results))
         return
-    console.print(_table(measurements, rounds))
-    for item, expected, completion in results:
-        if item.difference is not None:
-            _explain_difference(console, plain, item.name, item.difference, expected, completion)
+    console.print(_table(results, draft, rounds))
+    for result in results:
+        found = result.measurement
+        if found.difference is not None:
+            _explain_difference(
+                console, plain, found.name, found.difference, result.plain, result.fast
+            )

@@ -8,8 +8,9 @@ import typer
 
 from paceline.cli.measuring import ReportOptions, finish, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
-from paceline.cli.progress import progress_bar
+from paceline.cli.progress import progress_bar, showing
 from paceline.cli.values import parse_bytes
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline.doctor.findings import Finding
@@ -54,18 +55,19 @@ def doctor(
         raise typer.BadParameter(f"--run measures a draft; try --draft {DEFAULT_DRAFT} or ngram")
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     quiet_libraries()
-    from paceline.doctor import Severity, examine, summary
-    from paceline.doctor.findings import by_severity
-    from paceline.doctor.verdict import judge
+    with showing(), stage(f"examining {engine.model}"):
+        from paceline.doctor import Severity, examine, summary
+        from paceline.doctor.findings import by_severity
+        from paceline.doctor.verdict import judge
 
-    findings: list[Finding] = examine(
-        engine.model,
-        draft,
-        dtype=engine.dtype,
-        device=engine.device,
-        max_batch_size=engine.max_batch_size or 8,
-        kv_cache_memory=memory,
-    )
+        findings: list[Finding] = examine(
+            engine.model,
+            draft,
+            dtype=engine.dtype,
+            device=engine.device,
+            max_batch_size=engine.max_batch_size or 8,
+            kv_cache_memory=memory,
+        )
     trial = None
     with partial_results() as interrupted:
         if run and not any(item.severity is Severity.ERROR for item in findings):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from paceline.cli.options import ModelOptions, OutputOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
+from paceline.cli.progress import showing
 from paceline.cli.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def _run(
     if llm.draft_vocabulary is not None:
         notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
     if output.as_json:
-        completions = llm.generate(prompts, params)
+        with showing():
+            completions = llm.generate(prompts, params)
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
         return completions

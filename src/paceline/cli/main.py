@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import bench, certify, demo, doctor, generate, profile, serve, train, tune
+from paceline.cli import bench, certify, demo, doctor, generate, profile, pull, serve, train, tune
 from paceline.cli.options import debugging
 from paceline.errors import PacelineError
 
@@ -77,6 +77,7 @@ def root(
         os.environ["PACELINE_DEBUG"] = "1"
 
 
+app.command("pull")(pull.pull)
 app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)
 app.command("serve")(serve.serve)

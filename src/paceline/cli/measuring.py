@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.bench.prompts import Prompt
     from paceline.report.document import Report
 
+NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
 _PROMPTS = "Prompts"
 _OUTPUT = "Output"
 

@@ -19,11 +19,14 @@ from paceline.cli.values import (
     parse_bytes,
     parse_draft_length,
 )
+from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
+from paceline.errors import PacelineError
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
 
-DEFAULT_MODEL = "paceline/tiny"
+DEFAULT_MODEL = EMBEDDED  # of the commands that train
 DEFAULT_DRAFT = "paceline/tiny-draft"
 
 _MODEL = "Model"
@@ -100,20 +103,55 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
+def chosen_model(wish: str) -> str:
+    """The model that was named, else the default, with a line on stderr that says which.
+
+    One that has yet to be pulled is offered to whoever sits at a terminal.
+    """
+    if wish:
+        return offered(wish)
+    choice = default_model()
+    if choice.note is not None:
+        print(choice.note, file=sys.stderr)
+    return offered(choice.model)
+
+
+def offered(model: str) -> str:
+    """Ask at a terminal whether a model that is not here shall be pulled; fetch it if so."""
+    from paceline.model.names import NotPulledError, resolve
+
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return model  # never unasked: loading it says what to do
+    try:
+        resolve(model)
+    except NotPulledError as error:
+        from paceline.cli.pull import fetch, in_short
+
+        if typer.confirm(f"{in_short(error.entry)} Pull it now?", default=True, err=True):
+            fetch(error.entry.name, quiet=True)
+    except PacelineError:
+        pass  # said where it is loaded
+    return model
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What is loaded and how it runs."""
 
     model: Annotated[
         str,
-        typer.Option(help="Model folder, hub name or built-in name.", rich_help_panel=_MODEL),
-    ] = DEFAULT_MODEL
+        typer.Option(
+            help="Model folder, GGUF file, hub name or built-in name.",
+            rich_help_panel=_MODEL,
+            show_default=IN_WORDS,
+        ),
+    ] = ""
     draft: Annotated[
         str | None,
         typer.Option(
             help="Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several "
             "that take turns ('hybrid:ngram+model:PATH'), or 'none'. "
-            f"Default: {DEFAULT_DRAFT} for {DEFAULT_MODEL}, none for other models.",
+            f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
             rich_help_panel=_MODEL,
             show_default=False,
         ),
@@ -177,6 +215,9 @@ class ModelOptions:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", chosen_model(self.model))
+
     @property
     def resolved_draft(self) -> str | None:
         """The draft asked for, else the profile's, else the model's own; None decodes plainly.
@@ -189,29 +230,32 @@ class ModelOptions:
             spec = TunedProfile.read(self.profile).draft.spec
             return None if spec == "none" else spec
         if self.draft is None:
-            return DEFAULT_DRAFT if self.model == DEFAULT_MODEL else None
+            return default_draft(self.model)
         return None if self.draft.lower() == "none" else self.draft
 
     def open(self, draft: str | None) -> LLM:
         """Load the model with this draft (None decodes plainly)."""
         length = parse_draft_length(self.draft_length)
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        quiet_libraries()
-        set_threads(self.threads)
-        from paceline import LLM
+        from paceline.cli.progress import showing
 
-        llm = LLM(
-            self.model,
-            draft="none" if draft is None else draft,  # a profile's draft is resolved already
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_size=self.max_batch_size,
-            kv_cache_memory=memory,
-            draft_length=length,
-            rule=self.rule,
-            lossy=self.lossy,
-            profile=self.profile,
-        )
+        with showing(), stage(f"loading {self.model}"):
+            quiet_libraries()
+            set_threads(self.threads)
+            from paceline import LLM
+
+            llm = LLM(
+                self.model,
+                draft="none" if draft is None else draft,  # a profile's draft is resolved already
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=self.max_batch_size,
+                kv_cache_memory=memory,
+                draft_length=length,
+                rule=self.rule,
+                lossy=self.lossy,
+                profile=self.profile,
+            )
         for note in llm.notes:
             print(f"note: {note}", file=sys.stderr)
         return llm

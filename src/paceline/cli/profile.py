@@ -15,8 +15,9 @@ from paceline.cli.measuring import (
     partial_results,
 )
 from paceline.cli.options import ModelOptions, debugging, expand
-from paceline.cli.progress import progress_bar
+from paceline.cli.progress import progress_bar, showing
 from paceline.cli.values import parse_bytes
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -46,7 +47,8 @@ def profile(
     output.check()
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from paceline.profiling import runs, steady
+    with showing(), stage("starting"):
+        from paceline.profiling import runs, steady
     from paceline.profiling.presentation import report_of
     from paceline.profiling.trace import check_path
 

@@ -5,25 +5,34 @@ A minute without a word looks like a program that hangs; a log full of bars cann
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from paceline.stages import Stage, listening
+from paceline.stages import Stage, is_heard, listening
 from paceline.stages import stage as begin_stage
 
 HEARTBEAT_SECONDS = 20.0
+_SOON = 1.0  # seconds after which a new stage is worth a line
+_APART = 3.0  # seconds between lines of many short stages
 
 
 @contextmanager
 def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Show the stages of this block on stderr, or on ``console``."""
+    """Show the stages of this block on stderr, or on ``console``.
+
+    Inside another such block it is the outer one that shows them.
+    """
+    if console is None and is_heard():
+        yield
+        return
     console = Console(stderr=True) if console is None else console
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         with _Bars(console) as bars, listening(bars):
             yield
         return
@@ -63,7 +72,9 @@ class _Stage:
             done, unit = f"{self.done / size:.0f}", name
             whole = "" if total is None else f"{total / size:.0f}"
         else:
-            done, whole = f"{self.done:,.0f}", "" if total is None else f"{total:,.0f}"
+            # A total that was only a guess is not shown any more once it is passed.
+            known = total is not None and self.done <= total
+            done, whole = f"{self.done:,.0f}", f"{total:,.0f}" if known else ""
             unit = self.unit
         of = f" of {whole}" if whole else ""
         return f"{done}{of} {unit}".rstrip()
@@ -102,12 +113,13 @@ class _Bars:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[counts]}"),
+            TextColumn("{task.fields[counts]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # else what is piped would go to the terminal
         )
 
     def __enter__(self) -> _Bars:
@@ -127,7 +139,7 @@ class _Bars:
             self._progress.remove_task(stage.bar)
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, highlight=False, soft_wrap=True)
+        self._progress.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _update(self, stage: _Stage) -> None:
         if stage.bar is not None:
@@ -152,7 +164,8 @@ class _Lines:
         self._open: list[_Stage] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._next = time.monotonic() + min(1.0, seconds)
+        self._last = float("-inf")
+        self._next = time.monotonic() + min(_SOON, seconds)
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
 
     def __enter__(self) -> _Lines:
@@ -168,7 +181,8 @@ class _Lines:
         with self._lock:
             self._open.append(begun)
             # Something new is said soon, but not each of many short stages.
-            self._next = min(self._next, time.monotonic() + min(1.0, self._seconds))
+            soon = max(time.monotonic() + _SOON, self._last + _APART)
+            self._next = min(self._next, soon, time.monotonic() + self._seconds)
         return begun
 
     def end(self, stage: Stage) -> None:
@@ -186,8 +200,11 @@ class _Lines:
                     self._print(self._open[-1].line())
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
-        self._next = time.monotonic() + self._seconds
+        # Not by Rich: where nobody reads any more it would end the program, and the work goes on.
+        with suppress(OSError, ValueError):
+            print(line, file=self._console.file, flush=True)
+        self._last = time.monotonic()
+        self._next = self._last + self._seconds
 
 
 class Advance:

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import chosen_model
+from paceline.cli.progress import showing
 from paceline.errors import PacelineError
 from paceline.server.config import Key, ServeConfig, configure, default_of, keys, to_toml
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +40,9 @@ def _option(item: Field[Any], key: Key) -> inspect.Parameter:
     choices = f" One of {', '.join(key.choices)}." if key.choices else ""
     option: Any
     if item.name == "model":
-        option = typer.Argument(metavar="MODEL", help=key.help, show_default=str(default))
+        option = typer.Argument(
+            metavar="MODEL", help=key.help, show_default=key.shown or str(default)
+        )
     else:
         shown = key.shown or str(default).lower().removesuffix(".0")
         option = typer.Option(
@@ -94,7 +99,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 @with_flags
 def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
-    settings = configure(flags, config)
+    settings = configure(flags, config, chosen_model)
     from paceline.server.security import Keys
 
     api_keys = Keys.load(settings.api_key_file)
@@ -133,7 +138,8 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
         from paceline.server.loading import load_llm
         from paceline.server.local import local_service
 
-        llm = load_llm(settings)
+        with showing(), stage(f"loading {settings.model}"):
+            llm = load_llm(settings)
         yield local_service(llm, settings.name, limits, asks, settings.log_prompts)
         return
     from paceline.server.process import EngineProcess
@@ -141,8 +147,9 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     from paceline.server.service import Service
 
     with EngineProcess(settings) as process:
-        tokenizer = _tokenizer(settings)  # while the other process loads
-        engine = RemoteEngine(process, process.hello(), limits)
+        with showing(), stage(f"loading {settings.model}"):
+            tokenizer = _tokenizer(settings)  # while the other process loads
+            engine = RemoteEngine(process, process.hello(), limits)
         if isinstance(tokenizer, PacelineError):
             raise tokenizer
         yield Service(engine, tokenizer, settings.name, asks, settings.log_prompts)

@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.continuing import BudgetOptions, SavedRun, digest_of, options_of
 from paceline.cli.measuring import (
+    NOT_ENOUGH,
     PromptOptions,
     ReportOptions,
     finish,
     partial_results,
 )
-from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
-from paceline.cli.progress import progress_bar
+from paceline.cli.options import chosen_model, expand, quiet_libraries, set_threads
+from paceline.cli.progress import showing
 from paceline.cli.values import parse_bytes
+from paceline.defaults import IN_WORDS
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
+    from paceline.bench.prompts import Prompt
+    from paceline.budget import Budget
+    from paceline.tune.plan import Outcome, Wish
 
 _TARGET = "Model"
 _PER_CATEGORY = 8
@@ -32,8 +39,12 @@ class TargetOptions:
 
     model: Annotated[
         str,
-        typer.Option(help="Model folder, hub name or built-in name.", rich_help_panel=_TARGET),
-    ] = DEFAULT_MODEL
+        typer.Option(
+            help="Model folder, GGUF file, hub name or built-in name.",
+            rich_help_panel=_TARGET,
+            show_default=IN_WORDS,
+        ),
+    ] = ""
     draft: Annotated[
         list[str],
         typer.Option(
@@ -69,21 +80,25 @@ class TargetOptions:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", chosen_model(self.model))
+
     def open(self) -> LLM:
         """The target alone."""
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        quiet_libraries()
-        set_threads(self.threads)
-        from paceline import LLM
+        with stage(f"loading {self.model}"):
+            quiet_libraries()
+            set_threads(self.threads)
+            from paceline import LLM
 
-        return LLM(
-            self.model,
-            draft="none",
-            dtype=self.dtype,
-            device=self.device,
-            max_batch_size=1,
-            kv_cache_memory=memory,
-        )
+            return LLM(
+                self.model,
+                draft="none",
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=1,
+                kv_cache_memory=memory,
+            )
 
 
 @expand
@@ -101,33 +116,60 @@ def tune(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the confirmation.")] = 4,
     out: Annotated[str, typer.Option(help="Where the profile is written.")] = "paceline.toml",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the profile.")] = False,
+    *,
+    time: BudgetOptions,
 ) -> None:
-    """Find the fastest drafter and settings; write them to a profile for --profile."""
+    """Find the fastest drafter and settings; write them to a profile for --profile.
+
+    Exit status 3 if the time was not enough to confirm anything; no profile is written then.
+    """
+    budget = time.begin()
     output.check()
     _check_out(out, force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.tune.candidates import at_hand
-    from paceline.tune.plan import Outcome, Wish, turns
-    from paceline.tune.plan import tune as run
+    from paceline.tune.plan import Wish
     from paceline.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
     wish = Wish(concurrency, temperature, max_tokens, rounds, source)
-    candidates = at_hand(target.model, target.draft, target.only)
-    llm = target.open()
-    outcome = Outcome.start(wish, llm)
-    with (
-        partial_results() as interrupted,
-        progress_bar("tuning", turns(candidates, wish)) as advance,
-    ):
-        run(llm, candidates, chosen_prompts, outcome, lambda what: advance(1, what))
+    given = options_of(target=target, prompts=prompts, **{k: v for k, v in vars(wish).items()})
+    saved = time.run_of("tune", target.model, {**given, **digest_of(chosen_prompts)})
+    with showing():
+        interrupted, outcome, llm = _tuned(target, chosen_prompts, wish, budget, saved)
+    confirmed = outcome.chosen is not None and not interrupted
     record = record_of(outcome)
-    output.emit({**record, "profile": None if interrupted else out}, report_of(outcome))
-    if interrupted:
+    output.emit({**record, "profile": out if confirmed else None}, report_of(outcome))
+    if not confirmed:
         print("no profile was written: nothing is confirmed", file=sys.stderr)
         finish(interrupted)
+        raise typer.Exit(NOT_ENOUGH)
     profile_of(outcome, llm).write(out)
     print(f"profile: {out} (use it with --profile {out})", file=sys.stderr)
+
+
+def _tuned(
+    target: TargetOptions,
+    prompts: list[Prompt],
+    wish: Wish,
+    budget: Budget,
+    saved: SavedRun,
+) -> tuple[list[bool], Outcome, LLM]:
+    """Whether Ctrl-C came, and what was measured until then."""
+    from paceline.tune.candidates import at_hand
+    from paceline.tune.plan import Outcome, turns
+    from paceline.tune.plan import tune as run
+
+    candidates = at_hand(target.model, target.draft, target.only)
+    llm = target.open()
+    saved.check_model(llm.target, timed=True)
+    outcome = saved.found(Outcome) or Outcome.start(wish, llm)
+    with (
+        partial_results() as interrupted,
+        stage("tuning", turns(candidates, wish), "turns") as progress,
+    ):
+        run(llm, candidates, prompts, outcome, lambda what: progress.advance(1, what), budget)
+    saved.keep(outcome)
+    return interrupted, outcome, llm
 
 
 def _check_out(out: str, force: bool) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.noise import exponential, fresh_exponential
+from paceline.core.noise import exponential, fresh_exponential, race
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import argmax, inversion
+from paceline.core.ranking import argmax, inversion, largest
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, laws_of_scores
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
@@ -43,9 +43,8 @@ def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
     not a distribution.
     """
     seeds = [seq.params.seed or 0 for seq in rows.seqs]
-    noise = exponential(seeds, rows.positions, laws.shape[1], laws.device)
-    best = torch.div(laws, noise, out=noise).max(dim=-1)
-    return torch.where(best.values > 0, best.indices, NO_TOKEN)  # not a number is not above zero
+    best, places = largest(race(laws, seeds, rows.positions))
+    return torch.where(best > 0, places, NO_TOKEN)  # not a number is not above zero
 
 
 def choose(laws: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
@@ -152,10 +151,9 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
         if coupled:
             select = rows.select(coupled)
             seeds = [seq.params.seed or 0 for seq in select.seqs]
-            noise = exponential(seeds, select.positions, laws.shape[1], laws.device)
             index = to_device(coupled, laws.device)
-            race = laws.index_select(0, index) / noise
-            laws = laws.index_copy(0, index, race / race.sum(-1, keepdim=True))
+            raced = race(laws.index_select(0, index), seeds, select.positions)
+            laws = laws.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
         log_laws = laws.log()
         if any(p.greedy for p in params):
             greedy = to_device([p.greedy for p in params], scores.device, torch.bool).unsqueeze(1)
@@ -179,9 +177,9 @@ def _race(
         noise[to_device(coupled, q.device)] = exponential(
             seeds, select.positions, q.shape[1], q.device
         )
-    race = q / noise
+    raced = q / noise
     greedy = [seq.params.greedy for seq in rows.seqs]
     if any(greedy):
         column = to_device(greedy, q.device, torch.bool).unsqueeze(1)
-        race = torch.where(column, torch.softmax(scores, dim=-1), race)
-    return race
+        raced = torch.where(column, torch.softmax(scores, dim=-1), raced)
+    return raced

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from paceline.core.transfer import to_device
@@ -21,6 +22,8 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 # Where -log1p(-v) is finite and above zero in float32.
 _LOWEST, _HIGHEST = 2.0**-63, 1.0 - 2.0**-24
+_LARGE = 1 << 15  # entries from which one row at a time is faster on a CPU
+_FEW = 0.25  # of a vocabulary: looking them up is then cheaper than noise for everything
 
 
 def _signed(value: int) -> int:
@@ -52,11 +55,11 @@ def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
         return (x ^ ((x >> 31) & ((1 << 33) - 1))).to(device)
 
 
-def _mixed(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """int64 [rows, vocab] of 63 random bits each, from well-mixed keys [rows, 1]."""
+def _mixed(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, n] of 63 random bits each, from well-mixed keys [rows, 1] and ids [n]."""
     # Ids are well mixed too, so two wrapping products with one shift between them suffice. The
     # shift copies the sign bit, which costs one of 64 bits.
-    x = _id_hashes(vocab, keys.device) ^ keys
+    x = ids ^ keys
     x *= _signed(_MIX_1)
     x ^= x >> 32
     x *= _signed(_MIX_2)
@@ -75,8 +78,13 @@ def hashes(
     seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """int64 [rows, vocab] of 63 random bits each; row r from (seeds[r], positions[r])."""
+    keys = _keys(seeds, positions, device)
+    return _mixed(keys, _id_hashes(vocab, keys.device))
+
+
+def _keys(seeds: Seq[int], positions: Seq[int], device: torch.device | str) -> torch.Tensor:
     keys = [key_of(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    return _mixed(to_device(keys, device).unsqueeze(1), vocab)
+    return to_device(keys, device).unsqueeze(1)
 
 
 def exponential(
@@ -87,7 +95,40 @@ def exponential(
     argmax_x p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x),
     two logarithms cheaper. Relative precision is kept where it matters: in small values.
     """
-    return _exponential(hashes(seeds, positions, vocab, device))
+    return _noise(_keys(seeds, positions, device), vocab)
+
+
+def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    """float32 [rows, vocab] of Exp(1) noise under these keys [rows, 1]."""
+    ids = _id_hashes(vocab, keys.device)
+    if keys.is_cuda or vocab * len(keys) < _LARGE:
+        return _exponential(_mixed(keys, ids))
+    noise = torch.empty(len(keys), vocab)
+    for row, key in enumerate(keys):  # one after another: what lies between stays in the cache
+        noise[row] = _exponential(_mixed(key, ids))
+    return noise
+
+
+def race(laws: torch.Tensor, seeds: Seq[int], positions: Seq[int]) -> torch.Tensor:
+    """float32 [rows, vocab]: laws over exponential noise, whose largest entry is a draw.
+
+    A token without probability cannot win, so on a CPU only the others get their noise: of a
+    truncated law that is a hundredth.
+    """
+    if laws.is_cuda or laws.numel() < _LARGE:
+        return laws / exponential(seeds, positions, laws.shape[1], laws.device)
+    ids = _id_hashes(laws.shape[1], laws.device)
+    raced = torch.zeros_like(laws)
+    for law, out, key in zip(laws, raced, _keys(seeds, positions, laws.device), strict=True):
+        possible = law.numpy() != 0
+        if np.count_nonzero(possible) > _FEW * len(law):
+            torch.div(law, _exponential(_mixed(key, ids)), out=out)
+        else:
+            places = torch.from_numpy(np.flatnonzero(possible))
+            own = law.index_select(0, places)
+            noise = _exponential(_mixed(key, ids.index_select(0, places)))
+            out.index_copy_(0, places, own.div_(noise))
+    return raced
 
 
 def fresh_exponential(
@@ -99,7 +140,7 @@ def fresh_exponential(
     CUDA, where uniforms have 24 bits.
     """
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
-    return _exponential(_mixed(keys, vocab))
+    return _noise(keys, vocab)
 
 
 def gumbel(

@@ -11,11 +11,13 @@ large enough to be fresh pages of memory every time, which costs more than the s
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _STRETCH = 256
 _STRETCH_TOP = 128
 _LEAST = 1 << 15  # entries from which two stages are faster than one
+_FEW = 0.1  # share of the entries up to which listing those above zero is faster than all stretches
 
 
 def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +79,9 @@ def inversion(laws: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
         cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
         return torch.searchsorted(cumulative, mass * scale, right=True).squeeze(1), mass.squeeze(1)
+    sparse = _sparse_inversion(laws, uniforms)
+    if sparse is not None:
+        return sparse
     count = width // _STRETCH
     whole = laws[:, : count * _STRETCH].view(-1, count, _STRETCH)
     sums = whole.sum(-1, dtype=torch.float64)
@@ -96,3 +101,26 @@ def inversion(laws: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
     inside = torch.searchsorted(within, points, right=True).clamp_(max=_STRETCH - 1)
     found = (stretch * _STRETCH + inside).clamp_(max=width - 1)
     return found.squeeze(1), mass.squeeze(1)
+
+
+def _sparse_inversion(
+    laws: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``inversion`` among the places that weigh something; None where those are too many.
+
+    Of a law that top_p or top_k cut they are a hundredth.
+    """
+    rows = laws.numpy()
+    possible = rows != 0  # also what is not a number
+    if np.count_nonzero(possible) > _FEW * rows.size:
+        return None
+    found = torch.zeros(len(rows), dtype=torch.int64)
+    mass = torch.zeros(len(rows), dtype=torch.float64)
+    for row, (own, mask, uniform) in enumerate(zip(rows, possible, uniforms.tolist(), strict=True)):
+        places = np.flatnonzero(mask)
+        if len(places):
+            cumulative = own[places].cumsum(dtype=np.float64)
+            mass[row] = total = float(cumulative[-1])
+            at = np.searchsorted(cumulative, total * (uniform * _BELOW_ONE), side="right")
+            found[row] = int(places[min(int(at), len(places) - 1)])
+    return found, mass

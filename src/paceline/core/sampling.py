@@ -11,7 +11,7 @@ that holds the mass, and greedy takes the lowest id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,17 +21,17 @@ import torch
 from paceline.core.batch import Check
 from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
+from paceline.core.penalties import penalised
 from paceline.core.ranking import largest
 from paceline.core.sequence import Sequence
 from paceline.core.transfer import to_device
+from paceline.core.truncation import truncated
 
 # Beyond this the softmax of float32 logits is one-hot anyway.
 _MAX_INVERSE_TEMPERATURE = 1e30
 # Above this a product with a score may leave float32, see _scaled.
 _LARGE_INVERSE_TEMPERATURE = 1e6
 NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier ends its request
-# On the CPU a nucleus is sought among this many tokens in turn, before everything is sorted.
-_HEADS = (256, 2048)
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +148,7 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     params = [seq.params for seq in distinct.values()]
     biased = any(p.logit_bias for p in params)
     barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
-    penalised = any(p.penalises for p in params)
+    punished = any(p.penalises for p in params)
     constrained = any(seq.constraint is not None for seq in distinct.values())
     if (biased or barred) and scores is logits:
         scores = scores.clone()
@@ -156,8 +156,8 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         _add_bias(scores, rows)
     if barred:
         _bar_stops(scores, rows)
-    if penalised:
-        scores = _penalised(scores, rows, list(distinct.values()))
+    if punished:
+        scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
     if constrained:
         constraints = [seq.constraint for seq in rows.seqs]
         scores = forbid(scores, constraints, rows.depths, rows.paths)
@@ -192,51 +192,6 @@ def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
     if barred:
         index = to_device(barred, scores.device)
         scores[index[:, 0], index[:, 1]] = -torch.inf
-
-
-def _counts(token_lists: list[list[int]], width: int, device: torch.device) -> torch.Tensor:
-    """float32 [len(token_lists), width]: how often each list holds each token."""
-    at = [
-        row * width + token
-        for row, tokens in enumerate(token_lists)
-        for token in tokens
-        if token < width
-    ]
-    counts = torch.zeros(len(token_lists) * width, device=device)
-    ones = torch.ones(len(at), device=device)
-    return counts.index_add_(0, to_device(at, device), ones).view(-1, width)
-
-
-def _penalised(scores: torch.Tensor, rows: Rows, distinct: list[Sequence]) -> torch.Tensor:
-    """Repetition over prompt and output, presence and frequency over the output.
-
-    Drafted tokens before a row count as output: they are, if the row is reached.
-    """
-    width, device = scores.shape[1], scores.device
-    place = {id(seq): i for i, seq in enumerate(distinct)}
-    of_row = to_device([place[id(seq)] for seq in rows.seqs], device)
-    output = _counts([s.tokens[s.prompt_length :] for s in distinct], width, device)[of_row]
-    prompt = _counts([s.tokens[: s.prompt_length] for s in distinct], width, device)[of_row]
-    if rows.paths is not None and rows.paths.shape[1]:
-        depths = torch.tensor(rows.depths, device=device).unsqueeze(1)
-        on_path = torch.arange(rows.paths.shape[1], device=device) < depths
-        tokens = rows.paths.masked_fill(~on_path, 0)
-        output.scatter_add_(1, tokens, on_path.to(output.dtype))
-
-    params = [seq.params for seq in rows.seqs]
-    repetition = _column(params, lambda p: p.repetition_penalty, device)
-    frequency = _column(params, lambda p: p.frequency_penalty, device)
-    presence = _column(params, lambda p: p.presence_penalty, device)
-    discouraged = torch.where(scores > 0, scores / repetition, scores * repetition)
-    scores = torch.where((prompt + output) > 0, discouraged, scores)
-    return scores - frequency * output - presence * (output > 0)
-
-
-def _column(
-    params: Seq[SamplingParams], value: Callable[[SamplingParams], float], device: torch.device
-) -> torch.Tensor:
-    """float32 [R, 1]: one value per row."""
-    return to_device([value(p) for p in params], device, torch.float32).unsqueeze(1)
 
 
 # --- temperature and truncation ------------------------------------------------------------------
@@ -275,7 +230,7 @@ def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.T
         return one_hot(greedy_choice(scores), width)
     laws = torch.softmax(_scaled(scores, params), dim=-1)
     if any(p.truncates for p in params):
-        laws = _truncated(laws, params)
+        laws = truncated(laws, params)
     if any(p.greedy for p in params):
         greedy = to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
         laws = torch.where(greedy, one_hot(greedy_choice(scores), width), laws)
@@ -295,62 +250,3 @@ def _scaled(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     if same:
         return scores if inverses[0] == 1.0 else scores * inverses[0]
     return scores * to_device(inverses, scores.device, torch.float32).unsqueeze(1)
-
-
-def _limit(params: SamplingParams, width: int) -> int:
-    """top_k, or 0 where it does not limit anything."""
-    return params.top_k if 0 < params.top_k < width else 0
-
-
-def _truncated(laws: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """The laws cut to the likely tokens and renormalised.
-
-    min_p, top_k and top_p in turn raise a threshold [R, 1]; what lies below it goes. top_p is a
-    share of the mass that the other two left over, as in vLLM.
-    """
-    width, device = laws.shape[1], laws.device
-    limits = [_limit(p, width) for p in params]
-    nucleus = any(p.top_p < 1.0 for p in params)
-    threshold = torch.zeros(laws.shape[0], 1, device=device)
-    if any(p.min_p > 0 for p in params):
-        threshold = laws.amax(dim=-1, keepdim=True) * _column(params, lambda p: p.min_p, device)
-    head = _head(laws, params, limits) if nucleus or any(limits) else laws
-    if any(limits):
-        limit = to_device(limits, device).unsqueeze(1)
-        kth = head.gather(1, (limit - 1).clamp_(min=0))
-        threshold = torch.maximum(threshold, torch.where(limit > 0, kth, 0.0))
-    laws = _at_least(laws, threshold)
-    mass = laws.sum(dim=-1, keepdim=True)
-    if nucleus:
-        share = _column(params, lambda p: p.top_p, device)
-        head = _at_least(head, threshold)
-        before = head.cumsum(dim=-1) - head  # mass of the tokens that rank before each
-        size = (before < share * mass).sum(dim=-1, keepdim=True).clamp_(min=1)
-        last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
-        laws = _at_least(laws, last)
-        mass = laws.sum(dim=-1, keepdim=True)
-    if not all(p.truncates for p in params):
-        # The others' laws stay bit for bit what they are without such neighbours.
-        truncates = to_device([p.truncates for p in params], device, torch.bool).unsqueeze(1)
-        mass = torch.where(truncates, mass, 1.0)
-    return laws.div_(mass)
-
-
-def _at_least(laws: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """The laws [R, n] with zeros below the thresholds [R, 1]; three times faster than `where`."""
-    return laws.clone().ge_(threshold).mul_(laws)
-
-
-def _head(laws: torch.Tensor, params: Seq[SamplingParams], limits: list[int]) -> torch.Tensor:
-    """The largest probabilities of each row in falling order, as many as truncation looks at."""
-    width, longest = laws.shape[1], max(limits)
-    open_shares = [p.top_p for p, k in zip(params, limits, strict=True) if not k and p.top_p < 1]
-    if not open_shares:
-        return laws.topk(longest, dim=-1).values
-    for count in _HEADS if laws.device.type == "cpu" else ():
-        # Asking a CPU tensor for a value costs no synchronisation; a full sort costs a lot.
-        if longest <= count < width:
-            head = laws.topk(count, dim=-1).values
-            if float(head.sum(dim=-1).min()) > max(open_shares) + 1e-5:
-                return head
-    return laws.sort(dim=-1, descending=True).values

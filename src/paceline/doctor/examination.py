@@ -10,13 +10,15 @@ from typing import Any, cast
 import torch
 
 from paceline.config import DraftSpec
+from paceline.doctor.chats import check_chat, check_ends
 from paceline.doctor.files import ModelFiles, read_files
 from paceline.doctor.findings import Finding, by_severity, finding
 from paceline.doctor.heads import another_kind, check_head, head_files, head_kind
 from paceline.doctor.kinds import NOTE
 from paceline.doctor.machine import Load, Setting, check_dtype, check_memory
 from paceline.doctor.models import Model, check_tensors, describe, millions
-from paceline.doctor.tokens import check_rows, compare
+from paceline.doctor.rows import check_padding, check_tied
+from paceline.doctor.tokens import compare
 from paceline.doctor.weights import check_files, check_values
 from paceline.draft.selfspec import parse_layers
 from paceline.drafters import (
@@ -82,7 +84,8 @@ def examine(
     findings += check_files(files, "target")
     if model is None:
         return by_severity(findings)
-    findings += [*check_tensors(model), *check_values(files, "target"), *check_rows(model)]
+    findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
+    findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     cost = _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         own, more = _draft(spec, folder, model, setting)
@@ -172,7 +175,8 @@ def _model(
     findings += check_files(files, "draft")
     if model is None:
         return findings, _Cost()
-    findings += [*check_tensors(model), *check_values(files, "draft"), *check_rows(model)]
+    findings += [*check_tensors(model), *check_values(files, "draft"), *check_padding(model)]
+    findings += check_tied(model)
     findings += compare(target, model, spec.options.get("vocab", "auto"))
     findings += [*_context(target, model), *_size(target, model)]
     return findings, _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))

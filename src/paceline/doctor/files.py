@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ModelLoadError
+from paceline.model.gguf import GgufFile, gguf_file, read_gguf
 from paceline.model.loading import check_folder, hub_message, is_path
 from paceline.model.names import resolve
 from paceline.model.tensorfile import read_table
@@ -82,6 +83,7 @@ class ModelFiles:
     damaged: tuple[str, ...] = ()
     pickled: tuple[str, ...] = ()
     remote: bool = False
+    gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` are not named
 
     @cached_property
     def parameters(self) -> int:
@@ -104,11 +106,16 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     """Look into a built-in, a local folder or a hub name; ``weights`` are file names that count.
 
     By default those of a model: model.safetensors or the shards of an index. Raises
-    ModelLoadError, in one line, if there is no such folder or no readable config.json in it.
+    ModelLoadError, in one line, if there is no such folder or no readable config.json in it, and
+    UnsupportedModelError on a GGUF file of a kind that is not read.
     """
     path = resolve(name)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
+    packed = gguf_file(path)
+    if packed is not None:
+        file = read_gguf(packed)
+        return ModelFiles(name, packed, {"model_type": file.architecture}, {}, gguf=file)
     local = is_path(path)
     folder = Path(path) if local else _fetch(name)
     config = check_folder(name, folder)

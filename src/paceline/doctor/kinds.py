@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 
-
-class Severity(str, Enum):
-    """error: it will not run, or not run right. warning: it will run, but slowly."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
-    OK = "ok"
-
-
-ERROR, WARNING, NOTE, OK = Severity
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One thing that may be found. ``severities``: the usual one first."""
-
-    area: str
-    severities: tuple[Severity, ...]
-    consequence: str = ""
-    cure: str = ""
-
+from paceline.doctor.chat_kinds import CHAT_KINDS
+from paceline.doctor.severity import ERROR as ERROR
+from paceline.doctor.severity import NOTE as NOTE
+from paceline.doctor.severity import OK as OK
+from paceline.doctor.severity import WARNING as WARNING
+from paceline.doctor.severity import Kind as Kind
+from paceline.doctor.severity import Severity as Severity
 
 KINDS: Mapping[str, Kind] = {
     # -- files and weights
@@ -113,6 +96,26 @@ KINDS: Mapping[str, Kind] = {
         "Compare with --run; the unquantised checkpoint often speculates better.",
     ),
     "architecture-supported": Kind("architecture", (OK,)),
+    "gguf-dequantised": Kind(
+        "weights",
+        (NOTE,),
+        "Loading takes longer and memory holds the unpacked numbers. The text is that of the "
+        "quantised model.",
+        "Nothing to do; the unquantised checkpoint, where it can be had, answers a little better.",
+    ),
+    "gguf-tokenizer-unsure": Kind(
+        "tokenizer",
+        (WARNING,),
+        "Prompts may be cut into other tokens than in training, mostly at digits and spaces.",
+        "Take the model's folder with its tokenizer.json, where it can be had.",
+    ),
+    "gguf-rope-factors": Kind(
+        "architecture",
+        (WARNING,),
+        "The file holds factors that stretch rotary positions (Llama 3.1 and later), which "
+        "transformers leaves out of GGUF files: long prompts are read less well.",
+        "Take the model's folder with its config.json, or keep prompts below 8,192 tokens.",
+    ),
     # -- tokenizers
     "tokenizer-absent": Kind(
         "tokenizer",
@@ -167,12 +170,7 @@ KINDS: Mapping[str, Kind] = {
         "Chats are refused; plain prompts work.",
         "Use the instruction-tuned model, or put its chat_template.jinja beside the weights.",
     ),
-    "vocabulary-padded": Kind(
-        "tokenizer",
-        (NOTE,),
-        "Harmless: no text has these tokens, and only rows that both models have are drafted.",
-        "Nothing to do.",
-    ),
+    **CHAT_KINDS,
     "vocabulary-same": Kind("tokenizer", (OK,)),
     # -- context
     "draft-context-short": Kind(

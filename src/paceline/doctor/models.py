@@ -127,7 +127,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
 def _tokenizer(
     files: ModelFiles, about: str
 ) -> tuple[PreTrainedTokenizerFast | None, list[Finding]]:
-    if not files.has(*_TOKENIZER_FILES):
+    if files.gguf is None and not files.has(*_TOKENIZER_FILES):
         severity = ERROR if about == "target" else NOTE
         text = f"there is no tokenizer in {files.name}"
         return None, [finding("tokenizer-absent", about, text, severity)]
@@ -164,7 +164,9 @@ def check_tensors(model: Model) -> list[Finding]:
     skeleton, about = model.skeleton, model.about
     wanted = {key: tuple(value.shape) for key, value in skeleton.state_dict().items()}
     held, converted = _renamed(skeleton, model.files.tensors, wanted)
-    tied = set(getattr(skeleton, "all_tied_weights_keys", None) or {})
+    pairs = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
+    # Of two tied weights either may be the one that was saved.
+    tied = {*pairs, *(source for target, source in pairs.items() if target in held)}
     missing = sorted(
         key
         for key in wanted.keys() - held.keys() - converted - tied
@@ -189,7 +191,7 @@ def check_tensors(model: Model) -> list[Finding]:
         text = f"the files hold {_some(extra)}, which config.json does not ask for"
         findings.append(finding("tensors-extra", about, text))
     if not (missing or wrong):
-        text = f"all {len(wanted) - len(tied)} tensors are there, in the right shapes"
+        text = f"all {len(wanted) - len(pairs)} tensors are there, in the right shapes"
         findings.append(finding("weights-complete", about, text))
     return findings
 

@@ -19,24 +19,6 @@ if TYPE_CHECKING:
 _ROLES = ("bos_token", "eos_token", "pad_token")
 
 
-def check_rows(model: Model) -> list[Finding]:
-    """Rows of logits against the tokens that the tokenizer knows."""
-    if model.tokenizer is None:
-        return []
-    known = model.tokenizer.get_vocab().values()
-    top, rows = max(known, default=-1) + 1, model.vocab_size
-    findings = []
-    if top > rows:
-        text = f"the tokenizer has ids up to {top - 1}, but the model {rows:,} rows of logits"
-        findings.append(finding("vocabulary-overflows", model.about, text))
-    elif top < rows:
-        text = f"logits have {rows:,} rows for {top:,} ids: rows {top} to {rows - 1} are padding"
-        findings.append(finding("vocabulary-padded", model.about, text))
-    if model.about == "target" and model.tokenizer.chat_template is None:
-        findings.append(finding("chat-template-absent", "target", "there is no chat template"))
-    return findings
-
-
 def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
     """What the engine would make of the pair. ``wish``: the draft spec's ``vocab`` option."""
     ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer

@@ -10,6 +10,7 @@ import torch
 
 from paceline.doctor.files import ModelFiles, TensorEntry
 from paceline.doctor.findings import Finding, finding
+from paceline.doctor.packed import check_gguf
 from paceline.errors import ModelLoadError
 from paceline.model.tensorfile import verify
 
@@ -20,6 +21,8 @@ _CLOSE = 0.05
 
 def check_files(files: ModelFiles, about: str) -> list[Finding]:
     """Files that are absent, damaged, pickled, or still on the hub."""
+    if files.gguf is not None:
+        return check_gguf(files.gguf, about)
     findings = []
     if files.absent:
         text = f"the index names {len(files.absent)} absent files: {', '.join(files.absent[:3])}"

@@ -118,6 +118,11 @@ class SuffixDrafter:
         self._catch_up()
         return len(self._global)
 
+    def clear(self) -> None:
+        """Forget all earlier outputs, as a drafter that has just been made."""
+        self._global = SuffixTree(self.options.max_depth)
+        self._finished.clear()
+
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:
             return length + _SPARE if length else 0

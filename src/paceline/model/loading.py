@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.model.gguf import SUFFIX, dequantising, gguf_file, read_gguf
 from paceline.model.names import resolve
 from paceline.model.tensorfile import read_table, verify
 from paceline.model.tokenizer import first_line
@@ -46,6 +47,9 @@ def load_module(
     path = resolve(name)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
+    packed = gguf_file(path)
+    if packed is not None:
+        return _of_gguf(name, packed, number, attention).to(place)
     if is_path(path):
         check_folder(name, Path(path))
         _check_weights(name, Path(path))
@@ -57,6 +61,25 @@ def load_module(
         check_architecture(config)
         module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
+
+
+def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | None) -> Any:
+    """The module in a GGUF file, dequantised. Without a dtype, bf16 unless it is a plain file's."""
+    from paceline.model.probe import ATTENTION, register
+
+    file = read_gguf(path)
+    register()
+    if dtype is None:
+        plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
+        dtype = torch.float32 if plain else torch.bfloat16
+    with _quiet(), dequantising(path):
+        config = read_config(name, str(path))
+        check_architecture(config)
+        module = _weights(name, str(path), config, dtype, attention or ATTENTION)
+    module.config.__dict__.pop("quantization_config", None)  # the weights are plain numbers now
+    if file.end_tokens:
+        module.generation_config.eos_token_id = file.end_tokens
+    return module
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -109,6 +132,7 @@ def cpu_has_bf16() -> bool:
 def is_path(path: str) -> bool:
     """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
     looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    looks = looks or path.endswith(SUFFIX)
     return looks or Path(path).exists()
 
 
@@ -172,15 +196,23 @@ def read_config(name: str, path: str) -> Any:
     """The transformers config of a folder or hub name. Raises ModelLoadError."""
     from transformers import AutoConfig
 
+    place, options = _source(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if is_path(path):
+            what = "header" if options else "config.json"
             raise ModelLoadError(
-                f"the config.json of {name} cannot be used: {first_line(error)}; "
+                f"the {what} of {name} cannot be used: {first_line(error)}; "
                 "a newer transformers may know this model type"
             ) from None
         raise ModelLoadError(hub_message(name, error)) from None
+
+
+def _source(path: str) -> tuple[str, dict[str, str]]:
+    """What ``from_pretrained`` is given for a folder, a hub name or a GGUF file."""
+    packed = gguf_file(path) if is_path(path) else None
+    return (path, {}) if packed is None else (str(packed.parent), {"gguf_file": packed.name})
 
 
 def check_architecture(config: Any) -> None:
@@ -219,9 +251,11 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    place, options = _source(path)
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
-            path,
+            place,
+            **options,
             config=config,
             dtype=dtype or "auto",
             attn_implementation=attention,
@@ -238,13 +272,15 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
                 f"the weights of {name} cannot be read: {first_line(error)}"
             ) from None
         raise ModelLoadError(hub_message(name, error)) from None
+    asks = "config.json asks for; the two files do not belong together"
+    if options:
+        asks = "architecture asks for; take another GGUF file of the model"
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
         bad = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key])
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise ModelLoadError(
-                f"the checkpoint {name} {what} the weight {bad[0]}{more}, "
-                "which its config.json asks for; the two files do not belong together"
+                f"the checkpoint {name} {what} the weight {bad[0]}{more}, which its {asks}"
             )
     return module
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ModelLoadError
+from paceline.model.gguf import gguf_file, mend_tokenizer, read_gguf
 from paceline.model.names import resolve
+from paceline.stages import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -15,8 +18,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    path = resolve(name)
+    packed = gguf_file(path)
+    if packed is not None:
+        return _of_gguf(packed)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the tokenizers library raises nothing more precise
         raise ModelLoadError(
             f"no tokenizer in {name}: {first_line(error)}; put tokenizer.json beside the weights"
@@ -26,6 +33,23 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
             f"the tokenizer of {name} is not a fast one (tokenizer.json); "
             "convert it with transformers' convert_slow_tokenizer and save it there"
         )
+    return tokenizer
+
+
+def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer, with the chat template, inside a GGUF file."""
+    from transformers import AutoTokenizer
+
+    file = read_gguf(path)
+    try:
+        with stage(f"reading the tokenizer of {path.name}"):
+            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # of whatever the tokens in the file lead to
+        raise ModelLoadError(
+            f"the tokenizer of {path} cannot be read: {first_line(error)}; another file of the "
+            "same model may hold one that can"
+        ) from None
+    mend_tokenizer(tokenizer.backend_tokenizer, file)
     return tokenizer
 
 

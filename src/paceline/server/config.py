@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.config import parse_bytes
+from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.errors import ConfigError
 
 SECTIONS = ("model", "engine", "server", "limits", "security")
-DEFAULT_MODEL = "paceline/tiny"
-DEFAULT_DRAFTS = ("paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3")
 
 Kind = Literal["text", "count", "seconds", "switch", "list", "size", "length"]
 
@@ -131,14 +130,20 @@ def _key(default: object, *arguments: Any, **options: Any) -> Any:
 class ServeConfig:
     """What a server is. Sizes are in bytes, times in seconds; 0 in ``deadline`` is no deadline."""
 
-    model: str = _key(DEFAULT_MODEL, "model", "text", "Model folder, hub name or built-in name.")
+    model: str = _key(
+        EMBEDDED,
+        "model",
+        "text",
+        "Model folder, GGUF file, hub name or built-in name.",
+        shown=IN_WORDS,
+    )
     draft: tuple[str, ...] = _key(
         (),
         "model",
         "list",
         "Draft model, ngram or another drafter's spec; repeatable: requests choose by name, the "
         "first is the default. 'none' decodes plainly.",
-        shown=f"for {DEFAULT_MODEL} a draft model, ngram and eagle3, else none",
+        shown=f"for {REAL} and {EMBEDDED} what is built in, else none",
     )
     draft_length: int | str | None = _key(
         None,
@@ -249,7 +254,7 @@ class ServeConfig:
         """What ``LLM`` is to load: None is the profile's draft or, without a profile, no draft."""
         if self.draft:
             return None if self.draft == ("none",) and self.profile is None else self.draft
-        return DEFAULT_DRAFTS if self.model == DEFAULT_MODEL and self.profile is None else None
+        return (default_drafts(self.model) or None) if self.profile is None else None
 
     @property
     def name(self) -> str:
@@ -268,13 +273,21 @@ def default_of(item: Field[Any]) -> Any:
     return item.default
 
 
-def configure(flags: Mapping[str, object], file: str | Path | None = None) -> ServeConfig:
-    """Defaults, then the file, then the flags that are not None. Raises ConfigError."""
+def configure(
+    flags: Mapping[str, object],
+    file: str | Path | None = None,
+    choose: Callable[[str], str] = lambda wish: wish or EMBEDDED,
+) -> ServeConfig:
+    """Defaults, then the file, then the flags that are not None. Raises ConfigError.
+
+    ``choose`` is given the model's name, "" where nobody names one, and has the last word.
+    """
     values = {} if file is None else read_file(file)
     for item, key in keys():
         given = flags.get(item.name)
         if given is not None:
             values[item.name] = key.read(given, flag(item.name))
+    values["model"] = choose(values.get("model", ""))
     return ServeConfig(**values)
 
 

@@ -38,7 +38,11 @@ def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
 
     Raises ModelLoadError.
     """
-    if "torch" not in sys.modules:
+    from paceline.model.gguf import gguf_file
+    from paceline.model.names import resolve
+
+    # (Of a GGUF file transformers reads a tokenizer only where there is a torch.)
+    if "torch" not in sys.modules and gguf_file(resolve(config.model)) is None:
         # transformers imports torch wherever it finds it, though its tokenizers have no use for it.
         sys.modules["torch"] = None  # type: ignore[assignment]
     quiet_libraries()

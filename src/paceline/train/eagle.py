@@ -132,13 +132,13 @@ class EagleTrainer(HeadTrainer):
         embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
         positions = torch.arange(width, device=seen.ids.device).repeat(windows)
         hidden = head(embeds, head.fuse(features), positions, attend)[places.flat]
-        result = hidden.new_zeros((), dtype=torch.float32)
+        result: torch.Tensor = hidden.new_zeros((), dtype=torch.float32)
         weights = [config.step_decay**j for j in range(config.ttt_steps)]
         for j, weight in enumerate(weights):
             if j:
                 hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
             wanted = places.inside(2 + j) & learn[places.ahead(2 + j)]
-            shares = wanted.float() / len(wanted)
+            shares: torch.Tensor = wanted.float() / len(wanted)
             ahead = places.ahead(1 + j)  # where the target says what token t + 2 + j is
             step = law_loss(head.logits(hidden), laws, row_of[ahead], shares)
             if config.version == 1:
@@ -153,7 +153,7 @@ class EagleTrainer(HeadTrainer):
 
     def _learnable(self, seen: Observed) -> torch.Tensor:
         """bool ``[B * W]``: tokens to be learnt that the head can draft at all."""
-        learn = seen.learn
+        learn: torch.Tensor = seen.learn
         if self.head.config.draft_vocab_size < self.head.config.vocab_size:
             learn = learn & self.head.t2d[seen.ids]
         return learn.flatten()

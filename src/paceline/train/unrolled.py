@@ -95,7 +95,8 @@ class UnrolledAttention:
             return out.transpose(1, 2).reshape(1, rows, heads, width)
         q, k, v = (self._table(each[0]) for each in (query, key, value))
         self.steps.append((k, v))
-        q = (q * scaling).unflatten(1, (kv_heads, heads // kv_heads))
+        longest = self.places.longest
+        q = (q * scaling).reshape(windows, kv_heads, heads // kv_heads, longest, width)
         out = self._later(q).flatten(1, 2)  # [windows, heads, R, d]
         return out.transpose(1, 2).reshape(-1, heads, width)[self.places.padded][None]
 

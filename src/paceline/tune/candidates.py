@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import DraftSpec
+from paceline.defaults import EMBEDDED
+from paceline.defaults import candidates as built_in
 from paceline.drafters import DRAFTERS, POLICY_OPTIONS
 from paceline.tune.search import Method
 
-EMBEDDED = "paceline/tiny"
-_EMBEDDED_DRAFTS = (
-    "model:paceline/tiny-draft",
-    "eagle3:paceline/tiny-eagle3",
-    "eagle:paceline/tiny-eagle",
-    "medusa:paceline/tiny-medusa",
-)
 _LOOKUPS = ("ngram", "suffix", "recycling")
 _TRAINED_ON_NOTHING = ("lookahead", "layer_skip")
 _TREE_KINDS = {"model", "tree", "eagle", "eagle2", "eagle3"}
@@ -38,15 +33,15 @@ class Candidate:
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Candidate]:
     """The user's drafts with their tree variants, and drafters that need no training.
 
-    Without any of the user's, the embedded target's own are taken. ``only``: nothing but the
+    Without any of the user's, those built in for the target are taken. ``only``: nothing but the
     user's. Raises ConfigError on a spec that cannot be read.
     """
     given = [found for text in drafts for found in variants(text, given=True)]
     if only and given:
         return _unique(given)
     own: list[Candidate] = []
-    if not drafts and model == EMBEDDED:
-        own = [found for text in _EMBEDDED_DRAFTS for found in variants(text)]
+    if not drafts:
+        own = [found for text in built_in(model) for found in variants(text)]
     free = _LOOKUPS if model == EMBEDDED else _LOOKUPS + _TRAINED_ON_NOTHING
     return _unique([*given, *own, *(found for text in free for found in variants(text))])
 

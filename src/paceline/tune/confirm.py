@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
+from paceline.budget import Budget
 from paceline.core.params import SamplingParams
-from paceline.tune.decode import decode
+from paceline.tune.decode import Run, decode
 from paceline.tune.search import MARGIN, Method
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ class Confirmation:
     decoded: int = 0  # tokens of steps that read no prompt, and their seconds
     decoding_seconds: float = 0.0
 
+    def add(self, run: Run, ratio: float) -> None:
+        """A round that all have run in."""
+        self.tokens += run.tokens
+        self.seconds += run.seconds
+        self.target_steps += run.target_steps
+        self.drafted += run.drafted
+        self.decoded += sum(step.tokens for step in run.steps)
+        self.decoding_seconds += sum(step.seconds for step in run.steps)
+        self.ratios.append(ratio)
+
     @property
     def rate(self) -> float:
         """Tokens per second over all rounds."""
@@ -86,10 +97,15 @@ class Rounds:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[list[int]], count: int, params: SamplingParams, concurrency: int
+        cls,
+        prompts: Sequence[list[int]],
+        count: int,
+        params: SamplingParams,
+        concurrency: int,
+        size: int = 8,
     ) -> Rounds:
-        """``count`` rounds of as many prompts as are decoded at once, but of eight at least."""
-        size = min(max(8, concurrency), max(concurrency, len(prompts)))
+        """``count`` rounds of as many prompts as are decoded at once, but of ``size`` at least."""
+        size = min(max(size, concurrency), max(concurrency, len(prompts)))
         places = range(count * size)
         chosen = [prompts[place % len(prompts)] for place in places]
         slices = [chosen[n * size : (n + 1) * size] for n in range(count)]
@@ -102,34 +118,35 @@ def confirm(
     rounds: Rounds,
     results: list[Confirmation],
     advance: Callable[[str], None],
+    budget: Budget | None = None,
 ) -> None:
     """Fill ``results``, one for each contestant, plain decoding being the first of them.
 
-    They take turns, in an order that rotates. What was measured until an interruption stays.
+    They take turns, in an order that rotates. A round counts once all have run in it; what was
+    measured until an interruption, or until no further round fits, stays. Rounds that the results
+    have already are not run again.
     """
     assert contestants[0].spec == PLAIN
-    results.extend(Confirmation(contestant) for contestant in contestants)
+    budget = budget or Budget()
+    if not results:
+        results.extend(Confirmation(contestant) for contestant in contestants)
     engines: dict[int, LLM] = {}
-    for number, prompts in enumerate(rounds.prompts):
-        rates: dict[int, float] = {}
-        for turn in range(len(contestants)):
-            place = (number + turn) % len(contestants)
-            advance(f"confirming: {contestants[place].name}")
-            if place not in engines or rounds.repeat:
-                engines[place] = _engine(llm, contestants[place])
-                warm = [ids[: max(1, len(ids) // 2)] for ids in prompts[:1]]
-                decode(engines[place], warm, 1, SamplingParams(max_tokens=8))
-            run = decode(engines[place], prompts, rounds.concurrency, rounds.params)
-            result = results[place]
-            result.tokens += run.tokens
-            result.seconds += run.seconds
-            result.target_steps += run.target_steps
-            result.drafted += run.drafted
-            result.decoded += sum(step.tokens for step in run.steps)
-            result.decoding_seconds += sum(step.seconds for step in run.steps)
-            rates[place] = run.rate
-        for place, rate in rates.items():
-            results[place].ratios.append(rate / rates[0])
+    for number in range(len(results[0].ratios), len(rounds.prompts)):
+        if not budget.fits("round"):
+            break
+        prompts = rounds.prompts[number]
+        runs: dict[int, Run] = {}
+        with budget.piece("round"):
+            for turn in range(len(contestants)):
+                place = (number + turn) % len(contestants)
+                advance(f"confirming: {contestants[place].name}")
+                if place not in engines or rounds.repeat:
+                    engines[place] = _engine(llm, contestants[place])
+                    warm = [ids[: max(1, len(ids) // 2)] for ids in prompts[:1]]
+                    decode(engines[place], warm, 1, SamplingParams(max_tokens=8))
+                runs[place] = decode(engines[place], prompts, rounds.concurrency, rounds.params)
+        for place, run in runs.items():
+            results[place].add(run, run.rate / runs[0].rate)
     for engine in engines.values():
         engine.close()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.budget import Budget
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
@@ -30,6 +31,8 @@ _SHORT = 2  # levels of short drafts, from which the cost of a draft besides its
 _BRIEF = 24  # tokens of answers that only time is taken of
 _CONTEXT = 64  # cached tokens of the sequences that forwards are measured on
 _TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
+_FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
+_HURRIED = 2  # rounds then
 _FAR = 1 << 20  # a ratio measured up to some batch holds beyond it
 
 
@@ -59,21 +62,37 @@ class Sample:
 
 
 @torch.inference_mode()
-def target_costs(llm: LLM, batches: Sequence[int]) -> TargetCosts:
+def target_costs(
+    llm: LLM,
+    batches: Sequence[int],
+    budget: Budget | None = None,
+    advance: Callable[[str], None] = lambda what: None,
+) -> TargetCosts:
     """Target forwards over chains of each length after a short context, for each batch size.
 
     ``llm`` is one of plain decoding, idle, with room for the largest batch; batches for which its
-    cache has no room are left out.
+    cache has no room are left out, and large ones that do not fit into the budget.
     """
+    budget = budget or Budget()
+    hurried = budget.seconds is not None
     target, cache = llm.target, llm.engine.cache
     context = max(1, min(_CONTEXT, target.max_positions // 2))
-    counts = [n for n in _TOKENS if context + n <= target.max_positions]
+    wanted = _FEW_TOKENS if hurried else _TOKENS
+    rounds: dict[str, Any] = {"rounds": _HURRIED, "budget": 0.0} if hurried else {}
+    counts = [n for n in wanted if context + n <= target.max_positions]
     reach = context + counts[-1]
     blocks_each = -(-reach // cache.block_size)
     sizes = [b for b in batches if b * blocks_each <= cache.num_blocks] or [1]
+    curves: list[CostCurve] = []
     with made_up_chains(target, cache, max(sizes), context, counts[-1]) as run:
-        curves = [measure(partial(run, size), counts, target.device) for size in sizes]
-    return TargetCosts(tuple(sizes), tuple(curves))
+        for size in sizes:
+            if curves and not budget.fits("rows", size):
+                break
+            advance(f"measuring the target: {size} at once")
+            with budget.piece("rows", size):
+                curve = measure(partial(run, size), counts, target.device, **rounds)
+            curves.append(curve)
+    return TargetCosts(tuple(sizes[: len(curves)]), tuple(curves))
 
 
 def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method, list[Run]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from paceline.bench.prompts import Prompt, fit
+from paceline.bench.runner import spread
+from paceline.budget import Budget
 from paceline.errors import DataError, PacelineError
 from paceline.model.identity import count_parameters
 from paceline.tune.candidates import Candidate, hybrid_of
@@ -23,6 +24,14 @@ from paceline.tune.search import (
     break_even,
     predict,
     search,
+)
+from paceline.tune.spending import (
+    CANDIDATE_SHARE,
+    LEAST_ROUNDS,
+    TARGET_SHARE,
+    Bought,
+    affordable,
+    fitting_sample,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +70,12 @@ class Outcome:
     copied: float = 0.0  # share of plain decoding's text that stood in the text before it
     at_other: tuple[float, float] | None = None  # another temperature, acceptance there
     results: list[Confirmation] = field(default_factory=list)
-    chosen: Confirmation | None = None  # only once everything is confirmed
+    chosen: Confirmation | None = None  # only once it is confirmed
+    not_tried: list[str] = field(default_factory=list)  # candidates that had no time
+    rounds: int = 0  # of the confirmation that are wanted, and the prompts of each
+    size: int = 0
+    spent: float = 0.0  # seconds, in all runs
+    bought: Bought | None = None
 
     @classmethod
     def start(cls, wish: Wish, llm: LLM) -> Outcome:
@@ -98,7 +112,7 @@ Advance = Callable[[str], None]
 
 def turns(candidates: Sequence[Candidate], wish: Wish) -> int:
     """About how often ``tune`` reports progress."""
-    return 4 + len(candidates) + 6 * wish.rounds
+    return 10 + len(candidates) + 6 * wish.rounds
 
 
 def tune(
@@ -107,12 +121,35 @@ def tune(
     prompts: Sequence[Prompt],
     outcome: Outcome,
     advance: Advance,
+    budget: Budget | None = None,
 ) -> None:
     """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
 
-    Raises DataError if no prompt leaves room for the answers, and what a given candidate raises
-    when it loads; one that was only at hand is left out instead.
+    An outcome that has something in it is added to. Raises DataError if no prompt leaves room for
+    the answers, and what a given candidate raises when it loads; one that was only at hand is left
+    out instead.
     """
+    budget, wish, before = budget or Budget(), outcome.wish, outcome.spent
+    encoded = _encoded(llm, prompts, outcome)
+    sample = _sample(encoded, wish)
+    advance("loading drafters")
+    for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
+        _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
+    ordered = spread(candidates, lambda candidate: candidate.family)
+    try:
+        sample = _measure_target(llm, sample, len(ordered), outcome, advance, budget)
+        _measure_candidates(llm, ordered, sample, outcome, advance, budget)
+        _confirm(llm, encoded, sample, outcome, advance, budget)
+        if outcome.at_other is None and budget.fits("candidate"):
+            advance("measuring another temperature")
+            _other_temperature(llm, sample, outcome)
+    finally:
+        outcome.spent = before + budget.spent
+        outcome.bought = _bought(outcome, ordered, budget)
+
+
+def _encoded(llm: LLM, prompts: Sequence[Prompt], outcome: Outcome) -> list[list[int]]:
+    """The prompts that leave room for the answers."""
     wish = outcome.wish
     ids, left_out = fit(_mixed(prompts), llm, wish.max_tokens)
     if not ids:
@@ -120,31 +157,102 @@ def tune(
             f"no prompt leaves room for {wish.max_tokens} tokens in the {llm.max_model_len} "
             f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
         )
-    encoded = [tokens for _, tokens in ids]
-    outcome.prompt_count = len(encoded)
+    outcome.prompt_count = len(ids)
     outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
-    sample = _sample(encoded, wish)
-    advance("loading drafters")
-    for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
-        _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
+    outcome.left_out = list(dict.fromkeys(outcome.left_out))
+    return [tokens for _, tokens in ids]
+
+
+def _measure_target(
+    llm: LLM,
+    sample: Sample,
+    candidates: int,
+    outcome: Outcome,
+    advance: Advance,
+    budget: Budget,
+) -> Sample:
+    """The target's costs and plain decoding, once; returns what drafters are measured on."""
+    wish = outcome.wish
     advance("measuring the target")
     with_room = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
-    outcome.target = target_costs(with_room, batch_sizes(wish.concurrency, LARGEST_BATCH))
-    advance("measuring plain decoding")
-    outcome.plain, runs = measure_plain(with_room, outcome.target, sample)
+    if outcome.target is None:
+        sizes = batch_sizes(wish.concurrency, LARGEST_BATCH)
+        share = budget.part(TARGET_SHARE)
+        outcome.target = target_costs(with_room, sizes, share, advance)
+    sample = fitting_sample(sample, outcome.target, budget, candidates)
+    if outcome.plain is None:
+        advance("measuring plain decoding")
+        outcome.plain, runs = measure_plain(with_room, outcome.target, sample)
+        outcome.unrest = unrest_of(runs[0])
+        outcome.copied = _copied_share(sample, runs)
     with_room.close()
-    outcome.unrest = unrest_of(runs[0])
-    outcome.copied = _copied_share(sample, runs)
+    return sample
+
+
+def _measure_candidates(
+    llm: LLM,
+    candidates: Sequence[Candidate],
+    sample: Sample,
+    outcome: Outcome,
+    advance: Advance,
+    budget: Budget,
+) -> None:
+    """Each whole or not at all, until their share of the time is spent."""
+    known = {method.spec for method in outcome.methods} | {what for what, _ in outcome.left_out}
+    outcome.not_tried = []
+    share = budget.part(CANDIDATE_SHARE)
     for candidate in candidates:
+        if candidate.spec in known or candidate.label in known:
+            continue
+        if not share.fits("candidate"):
+            outcome.not_tried.append(candidate.label)
+            continue
         advance(f"measuring {candidate.label}")
-        _measure(llm, candidate, sample, outcome)
-    advance("measuring another temperature")
-    _other_temperature(llm, sample, outcome)
-    contestants = choose(outcome)
-    params = sample.params()
-    rounds = Rounds.of(encoded, wish.rounds, params, wish.concurrency)
-    confirm(llm, contestants, rounds, outcome.results, advance)
-    outcome.chosen = winner(outcome.results)
+        with budget.piece("candidate"):
+            _measure(llm, candidate, sample, outcome)
+
+
+def _confirm(
+    llm: LLM,
+    prompts: list[list[int]],
+    sample: Sample,
+    outcome: Outcome,
+    advance: Advance,
+    budget: Budget,
+) -> None:
+    """Rounds of the best settings; those of other contestants than before begin anew."""
+    assert outcome.target is not None
+    wish, results = outcome.wish, outcome.results
+    contestants, size = choose(outcome), outcome.size
+    if not results or [r.contestant for r in results] != contestants[: len(results)]:
+        results.clear()
+        outcome.rounds = wish.rounds
+        contestants, size = affordable(
+            contestants, outcome.target, wish.concurrency, wish.max_tokens, wish.rounds, budget
+        )
+    elif len(results[0].ratios) >= outcome.rounds:
+        outcome.rounds += wish.rounds  # all that were wanted are there: as many again
+    contestants = [result.contestant for result in results] or contestants
+    outcome.size = size
+    rounds = Rounds.of(prompts, outcome.rounds, sample.params(), wish.concurrency, size)
+    confirm(llm, contestants, rounds, results, advance, budget)
+    done = len(results[0].ratios) if results else 0
+    enough = done >= min(LEAST_ROUNDS, outcome.rounds)
+    outcome.chosen = winner(results) if enough else None
+
+
+def _bought(outcome: Outcome, candidates: Sequence[Candidate], budget: Budget) -> Bought:
+    done = len(outcome.results[0].ratios) if outcome.results else 0
+    return Bought(
+        seconds=budget.seconds,
+        spent=outcome.spent,
+        candidates=len(candidates) - len(outcome.not_tried),
+        candidates_wanted=len(candidates),
+        rounds=done,
+        rounds_wanted=outcome.rounds or outcome.wish.rounds,
+        prompts_a_round=outcome.size,
+        not_tried=tuple(outcome.not_tried),
+    )
 
 
 def unrest_of(run: Run) -> float:
@@ -157,10 +265,7 @@ def unrest_of(run: Run) -> float:
 
 def _mixed(prompts: Sequence[Prompt]) -> list[Prompt]:
     """One of each category in turn, so that any part of them has all."""
-    by_category: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    return [item for row in zip_longest(*by_category.values()) for item in row if item is not None]
+    return spread(prompts, lambda prompt: prompt.category)
 
 
 def _sample(prompts: list[list[int]], wish: Wish) -> Sample:

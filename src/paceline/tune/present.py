@@ -67,7 +67,7 @@ def report_of(outcome: Outcome) -> Report:
         rows = [(a.rule, a.measured, a.verdict, marks[a.holds]) for a in advice]
         table = Table(("rule of the field", "measured here", "so", "rule"), rows)
         report.add("Why", table)
-    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None))
+    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *_bought(outcome))
     if settings:
         report.add("Pictures", *_figures(outcome, wish.concurrency))
     return report
@@ -120,6 +120,10 @@ def _unrest(outcome: Outcome) -> list[Text]:
         "Do not trust these figures; tune again when it is idle."
     )
     return [Text(said, warning=True)]
+
+
+def _bought(outcome: Outcome) -> list[Text]:
+    return [] if outcome.bought is None else [Text(outcome.bought.line)]
 
 
 def _left_out(outcome: Outcome) -> list[Text]:
@@ -247,6 +251,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
             for result in outcome.results
         ],
         "advice": [asdict(item) for item in advise(outcome)],
+        "budget": None if outcome.bought is None else asdict(outcome.bought),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
     }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.core.batch import Check, TokenLogprob
+from paceline.core.ranking import top
 from paceline.verify.layout import layout_of
 
 
@@ -38,9 +39,9 @@ class Report:
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
         # A row without a choice is its request's end; nobody reads what is gathered there.
         parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
-        top = logprobs.topk(count, dim=-1)
-        parts.append(top.values.flatten())
-        values = torch.cat([part.to(torch.float64) for part in (*parts, top.indices.flatten())])
+        best = top(logprobs, count)
+        parts.append(logprobs.gather(1, best).flatten())
+        values = torch.cat([part.to(torch.float64) for part in (*parts, best.flatten())])
         return cls(values, nodes, scores.shape[0], count)
 
     def read(

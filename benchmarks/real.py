@@ -1,0 +1,139 @@
+"""The real model of the benchmarks: SmolLM2-135M-Instruct on public prompts.
+
+Unlike the small pair it ends its answers, and what it writes after the end token is no text that
+anybody would read (and is easy, or hard, to draft). So answers end where the model ends them, and
+contestants are compared by tokens a second: of greedy requests all write the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import inflate
+from prompts import Prompt, encode, read_texts, spread
+
+if TYPE_CHECKING:
+    from paceline.drafters import Loading
+    from paceline.llm import LLM
+
+NAME = "smollm2"
+TARGET = "paceline/smollm2"
+DRAFTS = {
+    "draft": "paceline/smollm2-draft",
+    "medusa": "paceline/smollm2-medusa",
+    "eagle3": "paceline/smollm2-eagle3",
+}
+# MT-Bench is Spec-Bench's multi-turn conversation; the others of its six tasks follow.
+ACCEPTANCE_SETS = ("mt_bench", "gsm8k", "humaneval", "summarization")
+SETS = (*ACCEPTANCE_SETS, "translation", "qa", "math_reasoning", "rag")
+
+
+def target_folder(given: str | None) -> Path:
+    """Where the model lies: what ``--target`` says, else as it was pulled.
+
+    Raises SystemExit with one line if it is not there.
+    """
+    try:
+        return inflate.resolve(given or TARGET)
+    except inflate.InflateError as error:
+        if given:
+            raise SystemExit(f"error: {error}") from None
+        raise SystemExit(
+            f"error: {TARGET} is not here; fetch it with `paceline pull {NAME}`, "
+            "or name its folder with --target"
+        ) from None
+
+
+def find(kind: str, given: str | None) -> str | None:
+    """The folder of a draft's or a head's weights. Without ``--KIND`` it is the published one, and
+    if that is not here it is left out with one line. Raises SystemExit if a given one is not."""
+    if given == "none":
+        return None
+    try:
+        return str(inflate.resolve(given or DRAFTS[kind]))
+    except inflate.InflateError as error:
+        if given:
+            raise SystemExit(f"error: --{kind}: {error}") from None
+        print(f"left out {kind}: {DRAFTS[kind]} is not here", file=sys.stderr)
+        return None
+
+
+def texts(folder: str | Path, sets: Sequence[str]) -> dict[str, list[str]]:
+    """{set: what the user says first}; no text twice, as some drafters remember what they saw."""
+    seen: set[str] = set()
+    found: dict[str, list[str]] = {}
+    for name in sets:
+        found[name] = []
+        for _, text in read_texts(folder, name):
+            if text not in seen:
+                seen.add(text)
+                found[name].append(text)
+    return found
+
+
+def load_sets(
+    folder: str | Path, sets: Sequence[str], render: Callable[[str], list[int]], limit: int
+) -> dict[str, list[list[int]]]:
+    """{set: all prompts as token ids}, through the chat template, also the beginnings of functions.
+
+    Prompts longer than ``limit`` are left out, with one line. Raises SystemExit if none is left.
+    """
+    result = {}
+    for name, every in texts(folder, sets).items():
+        rendered = [render(text) for text in every]
+        result[name] = [ids for ids in rendered if len(ids) <= limit]
+        if not result[name]:
+            raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
+        if left := len(rendered) - len(result[name]):
+            print(f"{name}: {left} of {len(rendered)} prompts are too long", file=sys.stderr)
+    return result
+
+
+def load_suites(
+    folder: str | Path, sets: Sequence[str], tokenizer: Any, per_set: int, limit: int
+) -> dict[str, list[Prompt]]:
+    """{set: ``per_set`` prompts, evenly spread (0: all)}."""
+    every = load_sets(folder, sets, lambda text: encode(tokenizer, "chat", text), limit)
+    return {
+        name: [Prompt(name, ids) for ids in spread(found, per_set)] for name, found in every.items()
+    }
+
+
+def mixed(llm: LLM, folder: str | Path, sets: str | None, limit: int) -> list[list[int]]:
+    """One prompt of each set in turn, as long as there are any."""
+
+    def render(text: str) -> list[int]:
+        return llm.render_chat([{"role": "user", "content": text}])
+
+    columns = load_sets(folder, sets.split(",") if sets else SETS, render, limit).values()
+    longest = max(map(len, columns))
+    return [column[n] for n in range(longest) for column in columns if n < len(column)]
+
+
+def end_tokens(loading: Loading) -> frozenset[int]:
+    """Where answers end, as ``LLM.end_tokens``."""
+    own = loading.tokenizer.eos_token_id
+    return loading.target.eos_token_ids | (
+        frozenset([own]) if isinstance(own, int) else frozenset()
+    )
+
+
+def ends_of(folder: Path) -> frozenset[int]:
+    """The same of a folder, without loading the model."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    found = [AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)]
+    if (folder / "generation_config.json").is_file():
+        found.append(GenerationConfig.from_pretrained(folder))
+    ids = [one.eos_token_id for one in found]
+    return frozenset(n for own in ids for n in ([own] if isinstance(own, int) else own or []))
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Options that name the drafts and heads; "none" leaves one out."""
+    for kind, name in DRAFTS.items():
+        parser.add_argument(f"--{kind}", help=f"folder, or none to leave it out; default: {name}")

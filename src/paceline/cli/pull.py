@@ -1,0 +1,116 @@
+"""``paceline pull``: fetch a model by name, once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.options import quiet_libraries
+from paceline.cli.output import print_json
+from paceline.cli.progress import showing
+from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
+
+
+def pull(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Name of a model, as in smollm2.")
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Print the models that can be pulled, and stop.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Fetch a real model into the cache folder, once; nothing else fetches anything.
+
+    What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
+    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    """
+    if show_list:
+        _print_list(as_json)
+        return
+    if name is None:
+        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+    fetch(name, as_json)
+
+
+def in_short(entry: Pullable) -> str:
+    """What would be pulled and how large it is, in one line."""
+    return (
+        f"{entry.full_name} ({entry.what}, {entry.licence}) is not here yet: "
+        f"{megabytes(entry.download)} to download from the {entry.source}, "
+        f"{megabytes(entry.on_disk)} on the disk."
+    )
+
+
+def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
+    """Pull with progress on stderr, and say where the model is unless ``quiet``."""
+    quiet_libraries()
+    from paceline.pull import pull as pull_model
+
+    with showing():
+        result = pull_model(name)
+    entry = result.entry
+    if quiet:
+        return
+    if as_json:
+        print_json(
+            {
+                "name": entry.full_name,
+                "folder": str(result.folder),
+                "source": entry.source,
+                "place": entry.place,
+                "licence": entry.licence,
+                "sha256": result.sha256,
+                "bytes": result.size,
+                "fetched": result.fetched,
+            }
+        )
+        return
+    word = "ready" if result.fetched else "already there"
+    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
+    print(f"  {result.folder}")
+    print(f"  SHA-256 of the weights {result.sha256}")
+    print(f"Try: paceline chat --model {entry.full_name}")
+
+
+def _record(entry: Pullable) -> dict[str, object]:
+    folder = pulled(entry)
+    return {
+        "name": entry.name,
+        "what": entry.what,
+        "source": entry.source,
+        "place": entry.place,
+        "licence": entry.licence,
+        "download_bytes": entry.download,
+        "disk_bytes": entry.on_disk,
+        "sha256": entry.weights_sha256,
+        "folder": None if folder is None else str(folder),
+    }
+
+
+def _print_list(as_json: bool) -> None:
+    if as_json:
+        print_json({"models": [_record(entry) for entry in PULLABLE.values()]})
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("name", "model", "source", "licence", "size", "here"):
+        table.add_column(heading, overflow="fold")
+    for entry in PULLABLE.values():
+        size = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
+        table.add_row(
+            entry.name,
+            entry.what,
+            f"{entry.source}: {entry.place}",
+            entry.licence,
+            size,
+            "no" if pulled(entry) is None else "yes",
+        )
+    console = Console()
+    console.print(table)
+    for entry in PULLABLE.values():
+        sha256 = entry.weights_sha256 or "checked against the hub's own"
+        console.print(f"{entry.name}: SHA-256 of the weights {sha256}", soft_wrap=True)

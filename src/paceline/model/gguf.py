@@ -1,0 +1,266 @@
+"""GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
+
+The ``gguf`` package and accelerate are an extra (``paceline[gguf]``); they are imported only once
+a GGUF file is named. What a file holds is looked at first, so that what cannot be read is refused
+by its name before gigabytes are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ModelLoadError, UnsupportedModelError
+from paceline.stages import stage
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_END_ROLES = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+_PLAIN = {"F32", "F16", "BF16", "F64"}
+# Vocabularies whose merges never cross a digit, where transformers does not know it by itself:
+# llama.cpp parts digits first for all of these, and then as GPT-2 does.
+_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name means: the file, or the only one in a folder without a
+    config.json; None if it means none. Raises ModelLoadError if it may mean several."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        raise ModelLoadError(
+            f"folder {name} holds {len(found)} GGUF files; name one, as in {found[0]}"
+        )
+    return found[0] if found else None
+
+
+def require_gguf(purpose: str) -> None:
+    """Raises ModelLoadError where the extra is not installed."""
+    for package in ("gguf", "accelerate"):
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise ModelLoadError(
+                f"the package {package} is needed {purpose}; run `pip install 'paceline[gguf]'`"
+            ) from None
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a file says of itself. ``types``: tensors by quantisation, the most frequent first."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    types: Mapping[str, int]
+    parameters: int
+    stored_bytes: int
+    rope_factors: bool  # rotary scaling as a tensor, which transformers leaves out
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields["general.architecture"])
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """The packed types in it; empty if all tensors are plain numbers."""
+        return tuple(name for name in self.types if name not in _PLAIN)
+
+    @cached_property
+    def end_tokens(self) -> list[int]:
+        """Ids that end an answer."""
+        ids = [self.fields.get(f"tokenizer.ggml.{role}_token_id") for role in _END_ROLES]
+        return list(dict.fromkeys(int(token) for token in ids if token is not None))
+
+    @property
+    def pre_tokenizer(self) -> str | None:
+        """How the file says that text is split before its merges; None if it does not say."""
+        said = self.fields.get("tokenizer.ggml.pre")
+        return None if said is None else str(said)
+
+    @property
+    def splits_otherwise(self) -> bool:
+        """Whether its way to split text is one that nobody here knows."""
+        bytes_level = self.fields.get("tokenizer.ggml.model") == "gpt2"
+        known = _DIGITS_APART | _AS_GPT2 | _known_splits()
+        return bytes_level and self.pre_tokenizer is not None and self.pre_tokenizer not in known
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Look into a GGUF file and check that it can be read as a model.
+
+    Raises ModelLoadError (no such file, no GGUF, damaged, no extra installed) and
+    UnsupportedModelError (an architecture or a quantisation that is not read).
+    """
+    _check_there(path)
+    require_gguf("to read GGUF files")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        fields = {
+            key: None if _is_list(field) else field.contents()
+            for key, field in reader.fields.items()
+        }
+    except Exception as error:  # numpy's and struct's, of whatever the bytes lead to
+        kind = _unknown_type(error)
+        if kind is not None:
+            raise UnsupportedModelError(
+                f"{path} holds the quantisation type number {kind}, which the installed gguf "
+                "package does not know; update it, or take another quantisation"
+            ) from None
+        raise ModelLoadError(
+            f"GGUF file {path} is damaged or cut short; download or copy it again"
+        ) from None
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    file = GgufFile(
+        path,
+        fields,
+        dict(types.most_common()),
+        sum(int(tensor.n_elements) for tensor in reader.tensors),
+        sum(int(tensor.n_bytes) for tensor in reader.tensors),
+        any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors),
+    )
+    _check(file, reader)
+    return file
+
+
+def _is_list(field: Any) -> bool:
+    """Vocabularies and merges: long, and nothing here asks for them."""
+    return len(field.types) > 1
+
+
+def _check_there(path: Path) -> None:
+    if not path.is_file():
+        near = []
+        if path.parent.is_dir():
+            names = [entry.name for entry in path.parent.glob(f"*{SUFFIX}")]
+            near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        raise ModelLoadError(f"GGUF file {path} does not exist; {hint}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelLoadError(f"GGUF file {path} cannot be read: {error.strerror}") from None
+    if start != _MAGIC:
+        raise ModelLoadError(
+            f"{path} does not begin as GGUF files do; download or copy it again, or name another"
+        )
+
+
+def _unknown_type(error: Exception) -> str | None:
+    number, found, _ = str(error).partition(" is not a valid GGMLQuantizationType")
+    return number if found else None
+
+
+def _check(file: GgufFile, reader: GGUFReader) -> None:
+    """Refuse by name what transformers or the gguf package cannot read."""
+    name = file.fields.get("general.architecture")
+    if not isinstance(name, str):
+        raise ModelLoadError(f"GGUF file {file.path} names no architecture; it holds no model")
+    known = architectures()
+    if name not in known:
+        raise UnsupportedModelError(
+            f"{file.path} holds a model of the architecture {name}, which transformers does not "
+            f"read from GGUF; it reads {', '.join(sorted(known))}"
+        )
+    parts = file.fields.get("split.count") or 1
+    if int(parts) > 1:
+        raise ModelLoadError(
+            f"{file.path} is one of {parts} parts of a model; join them with llama.cpp's "
+            "gguf-split --merge"
+        )
+    if not reader.tensors:
+        raise ModelLoadError(
+            f"GGUF file {file.path} holds no weights; give the file of the model, not that of its "
+            "vocabulary"
+        )
+    for kind in file.types:
+        if not _dequantisable(kind):
+            raise UnsupportedModelError(
+                f"{file.path} holds tensors in {kind}, which the gguf package cannot dequantise; "
+                "take another quantisation, such as Q8_0, Q4_K_M or F16"
+            )
+
+
+@contextmanager
+def dequantising(path: Path) -> Iterator[None]:
+    """A stage for what transformers does in the block, in place of a bar of its own on stderr."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    with stage(f"dequantising {path.name}", unit="tensors") as progress:
+
+        def shown(items: Any, **_: Any) -> Iterator[Any]:
+            progress.resize(len(items))
+            for item in items:
+                yield item
+                progress.advance()
+
+        bar = reader.tqdm
+        reader.tqdm = shown
+        try:
+            yield
+        finally:
+            reader.tqdm = bar
+
+
+def architectures() -> frozenset[str]:
+    """The names that transformers reads from GGUF."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    new: dict[str, Any] = {}
+    with suppress(ImportError, AttributeError):  # an older transformers has none
+        new = importlib.import_module("transformers.integrations.gguf").GGUF_ARCHS
+    return frozenset({*GGUF_SUPPORTED_ARCHITECTURES, *new} - {"general", "tokenizer"})
+
+
+def _known_splits() -> frozenset[str]:
+    """Values of tokenizer.ggml.pre that transformers knows."""
+    name = "transformers.integrations.gguf.gguf_tokenizer_mapping"
+    try:
+        return frozenset(importlib.import_module(name).GGUF_PRE_TOKENIZER_SPLITS)
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def _dequantisable(kind: str) -> bool:
+    """Tried on one block of zeros: the package keeps no public list."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    number = GGMLQuantizationType[kind]
+    block = np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8)
+    try:
+        dequantize(block, number)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def mend_tokenizer(backend: Tokenizer, file: GgufFile) -> None:
+    """Split text as the file says where transformers does not know how."""
+    if file.pre_tokenizer in _DIGITS_APART and file.fields.get("tokenizer.ggml.model") == "gpt2":
+        from tokenizers import pre_tokenizers
+
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )

@@ -1,0 +1,91 @@
+"""Penalties at the tokens that occurred are penalties over the whole vocabulary, bit for bit."""
+
+import gc
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import penalties
+from paceline.core.params import SamplingParams
+from paceline.core.penalties import penalised
+from paceline.core.sequence import Sequence
+
+VOCAB = 40
+WISHES = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": -0.4},
+    {"repetition_penalty": 0.7, "presence_penalty": -1.0, "frequency_penalty": 1.9},
+    {},
+]
+
+
+def dense(scores, seqs, depths, paths):
+    """The former way: counts of every token of the vocabulary."""
+    rows = []
+    for row, (seq, depth) in enumerate(zip(seqs, depths, strict=True)):
+        width, p = scores.shape[1], seq.params
+        output, prompt = torch.zeros(width), torch.zeros(width)
+        drafted = [] if paths is None else paths[row, :depth].tolist()
+        for token in [*seq.tokens[seq.prompt_length :], *drafted]:
+            if token < width:
+                output[token] += 1
+        for token in seq.tokens[: seq.prompt_length]:
+            if token < width:
+                prompt[token] += 1
+        own, factor = scores[row], torch.tensor(p.repetition_penalty)
+        changed = torch.where(own > 0, own / factor, own * factor)
+        own = torch.where(prompt + output > 0, changed, own)
+        frequency, presence = torch.tensor(p.frequency_penalty), torch.tensor(p.presence_penalty)
+        rows.append(own - frequency * output - presence * (output > 0))
+    return torch.stack(rows)
+
+
+tokens = st.lists(st.integers(0, VOCAB + 5), min_size=1, max_size=30)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    requests=st.lists(st.tuples(tokens, st.integers(0, 30), st.integers(0, 3)), min_size=1),
+    depths=st.lists(st.integers(0, 4), min_size=12, max_size=12),
+    seed=st.integers(0, 1000),
+    pathless=st.booleans(),
+)
+def test_sparse_is_dense(requests, depths, seed, pathless):
+    generator = torch.Generator().manual_seed(seed)
+    made = [
+        Sequence(n, list(own), min(prompt, len(own)), SamplingParams(**WISHES[wish]))
+        for n, (own, prompt, wish) in enumerate(requests)
+    ]
+    seqs = (made * 12)[:12]
+    paths = None if pathless else torch.randint(5, (12, 4), generator=generator)
+    depths = [0] * 12 if pathless else depths
+    scores = torch.randn(12, VOCAB, generator=generator) * 3
+    scores[0, ::3], scores[1, 1::4] = -torch.inf, 0.0
+    before = scores.clone()
+    assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
+    assert torch.equal(scores, before)
+    for seq in made:  # counts go on from step to step
+        seq.tokens += [*seq.tokens[:2], 7]
+    assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
+
+
+def test_tokens_taken_back_are_not_counted():
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    seq = Sequence(0, [1, 2, 3, 4], 2, SamplingParams(frequency_penalty=1.0))
+    penalised(scores, [seq], [0], None)
+    seq.tokens[3:] = [5]
+    assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
+    seq.prompt_length = 3
+    assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
+
+
+def test_nothing_is_kept_of_a_sequence_that_has_gone():
+    gc.collect()
+    before = len(penalties._kept)
+    seq = Sequence(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
+    penalised(torch.zeros(1, VOCAB), [seq], [0], None)
+    assert len(penalties._kept) == before + 1
+    del seq
+    gc.collect()
+    assert len(penalties._kept) == before

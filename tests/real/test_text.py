@@ -1,0 +1,147 @@
+"""SmolLM2 with every kind of draft: greedy text is transformers', seeded text the plain one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, Grammar, SamplingParams
+from paceline.drafters import DRAFTERS
+from paceline.model.names import PREFIX
+
+TOKENS = 20
+CHATS = (
+    "What is the capital of France? Answer with one word.",
+    "Repeat this list exactly, nothing else: apples, pears, plums, apples, pears, plums.",
+)
+# Of the model itself, of another vocabulary, or of nothing: none is trained for it.
+SPECS = {
+    "none": "none",
+    "ngram": "ngram:min=1",
+    "suffix": "suffix",
+    "lookahead": "lookahead:window=3,ngram=3",
+    "recycling": "recycling:k=2,nodes=6",
+    "early_exit": "early_exit:layers=8",
+    "layer_skip": "layer_skip:skip=10-19",
+    "model": "model:paceline/tiny-draft",
+    "tree": "tree:paceline/tiny-draft,nodes=6",
+    "hybrid": "hybrid:suffix+ngram:min=1",
+}
+# Trained for it, where this version ships them.
+TRAINED = {
+    "eagle": "smollm2-eagle",
+    "eagle2": "smollm2-eagle",
+    "eagle3": "smollm2-eagle3",
+    "medusa": "smollm2-medusa",
+    "model": "smollm2-draft",
+}
+SEEDED = SamplingParams(max_tokens=TOKENS, temperature=0.8, top_p=0.9, seed=5)
+GREEDY = SamplingParams(max_tokens=TOKENS)
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    return [llm.render_chat([{"role": "user", "content": text}]) for text in CHATS]
+
+
+@pytest.fixture(scope="module")
+def by_transformers(model: str, plain: LLM) -> list[list[int]]:
+    """Greedy answers of ``transformers.generate`` in float32, with its end tokens."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for ids in prompts(plain):
+        out = theirs.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+        )
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def seeded(plain: LLM) -> list[int]:
+    return plain.generate(prompts(plain)[0], SEEDED)[0].token_ids
+
+
+def test_every_kind_of_draft_is_here() -> None:
+    assert set(SPECS) | set(TRAINED) == set(DRAFTERS)
+
+
+def check(llm: LLM, greedy: list[list[int]], seeded: list[int]) -> int:
+    """Both greedy chats and a seeded one in one batch; the accepted tokens."""
+    asked = prompts(llm)
+    found = llm.generate([*asked, asked[0]], [GREEDY, GREEDY, SEEDED])
+    assert [completion.token_ids for completion in found] == [*greedy, seeded]
+    return sum(completion.stats.accepted_tokens for completion in found)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_text_is_that_of_transformers(
+    plain: LLM, by_transformers: list[list[int]], seeded: list[int], kind: str
+) -> None:
+    llm = plain.beside(SPECS[kind], draft_length=4, max_batch_size=3)
+    accepted = check(llm, by_transformers, seeded)
+    assert accepted or kind in ("none", "lookahead", "layer_skip", "model", "tree")
+    llm.close()
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_trained_drafts(
+    plain: LLM, by_transformers: list[list[int]], seeded: list[int], kind: str
+) -> None:
+    import paceline
+
+    assets = Path(paceline.__file__).parent / "assets" / TRAINED[kind]
+    if not any(assets.glob("*.safetensors")):
+        pytest.skip(f"this version ships no {PREFIX}{TRAINED[kind]}")
+    spec = f"{kind}:{PREFIX}{TRAINED[kind]}"
+    llm = plain.beside(spec, draft_length=4, max_batch_size=3)
+    assert check(llm, by_transformers, seeded) > 0
+    llm.close()
+
+
+def test_it_answers_sensibly(plain: LLM) -> None:
+    """Weights, tokenizer and chat template belong together."""
+    answers = plain.generate(prompts(plain), GREEDY)
+    assert "Paris" in answers[0].text
+    assert answers[0].finish_reason == "stop", "the end of its turn ends the answer"
+    assert "apples, pears" in answers[1].text
+
+
+def test_a_stream_is_the_text_at_the_end(plain: LLM) -> None:
+    llm = plain.beside("ngram:min=1", draft_length=4)
+    wish = SamplingParams(max_tokens=24, temperature=1.0, seed=2, logprobs=2)
+    for ids in prompts(llm):
+        events = list(llm.stream(ids, wish))
+        (final,) = [event.completion for event in events if event.completion is not None]
+        assert "".join(event.text for event in events) == final.text
+        assert [t for event in events for t in event.token_ids] == final.token_ids
+        assert plain.generate(ids, wish)[0].text == final.text
+    llm.close()
+
+
+def test_a_schema(plain: LLM) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "river": {"enum": ["Seine", "Danube"]},
+            "people": {"type": "integer", "maximum": 9_999_999},
+        },
+        "required": ["city", "river", "people"],
+        "additionalProperties": False,
+    }
+    ids = plain.render_chat([{"role": "user", "content": "Describe Paris as a JSON object."}])
+    wish = SamplingParams(max_tokens=60, grammar=Grammar.json(schema))
+    llm = plain.beside("hybrid:suffix+ngram:min=1", draft_length=4)
+    ours, theirs = llm.generate(ids, wish)[0], plain.generate(ids, wish)[0]
+    assert ours.token_ids == theirs.token_ids and ours.finish_reason == "stop"
+    assert set(json.loads(ours.text)) == {"city", "river", "people"}
+    llm.close()
