@@ -201,7 +201,7 @@ def test_models_without_a_template_take_text_and_no_messages(tmp_path: Path) -> 
             ["two<|im_end|>", "<think>\n\n</think>\n\nthree<|im_end|>"],
             1,
         ),
-        (THINKING, ("2?", "two", "3?", "3", "4?"), ["two<|im_end|>", "3<|im_end|>"], 0),
+        (THINKING, ("2?", "two", "3?", "3", "4?"), ["two<|im_end|>", "3<|im_end|>"], 2),
     ],
 )
 def test_answers_are_found_in_what_templates_write(
@@ -252,10 +252,9 @@ def test_loss_on_all_and_the_weights_of_messages(tmp_path: Path) -> None:
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path: Path) -> None:
-    """ "ASSISTANT: " ends in a blank that the answer's first token takes along."""
+    """The blank behind ``ASSISTANT:`` becomes a part of the answer's first token."""
     tokenizer = speaking(PLAIN)
-    merged = tokenizer.encode(" the")
-    assert len(merged) == 1
+    assert len(tokenizer.encode(" the", add_special_tokens=False)) == 1
     whole, runs = learnt(tokenizer, file_of(tmp_path, {"messages": talk("2?", "the dog")}))
     assert whole.endswith("ASSISTANT: the dog\n")
     assert runs == [" dog\n"]
