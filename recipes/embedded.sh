@@ -25,18 +25,15 @@ for item in stories=30 math_synthetic=20 math=5 code=22 chat=23; do
 done
 
 # 1. The target: deep and narrow.
-paceline train lm "${corpus[@]}" "${valid[@]}" --out "$out/target" --compile \
+paceline train lm "${corpus[@]}" "${valid[@]}" --out "$out/target" --compile --loss-on all \
   --steps "${STEPS:-1150}" "$@"
 
 # 2. Text that the target writes itself: greedy (also past the ends of texts) and sampled.
 write() { # name, then options of `paceline train sample`
   local file="$out/written-$1.jsonl"
   shift
-  [ -s "$file" ] || {
-    paceline train sample --model "$out/target/model" "${corpus[@]}" --out "$file.part" \
-      --count "${RECORDS:-4000}" --batch 64 "$@"
-    mv "$file.part" "$file"
-  }
+  [ -s "$file" ] || paceline train sample --model "$out/target/model" "${corpus[@]}" --out "$file" \
+    --count "${RECORDS:-4000}" --max-tokens 160 --batch 64 "$@"
 }
 write greedy --temperature 0
 write greedy-on --temperature 0 --ignore-eos --max-tokens 128 --seed 1
@@ -45,7 +42,7 @@ write sampled --temperature 0.8 --seed 2
 # 3. The draft: two layers, first taught by the text, then distilled from the target.
 draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
 paceline train lm "${corpus[@]}" "${valid[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
-  --out "$out/draft-text" --compile --steps "${TEXT_STEPS:-500}" "$@"
+  --out "$out/draft-text" --compile --loss-on all --steps "${TEXT_STEPS:-500}" "$@"
 paceline train lm "${corpus[@]}" "${valid[@]}" --teacher "$out/target/model" \
   --init "$out/draft-text/model" --argmax-weight 0.3 --text-weight 0 "${draft[@]}" \
   --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
@@ -57,11 +54,9 @@ long=()
 for item in summ=60 docs=20 chat=20; do
   long+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
 done
-[ -s "$out/written-long.jsonl" ] || {
-  paceline train sample --model "$out/target/model" "${long[@]}" --longest 420 --seed 3 \
-    --out "$out/written-long.jsonl.part" --count "${RECORDS:-4000}" --max-tokens 128 --batch 64
-  mv "$out/written-long.jsonl.part" "$out/written-long.jsonl"
-}
+[ -s "$out/written-long.jsonl" ] || paceline train sample --model "$out/target/model" "${long[@]}" \
+  --longest 420 --seed 3 --out "$out/written-long.jsonl" --count "${RECORDS:-4000}" \
+  --max-tokens 128 --batch 64
 own=(--target "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
 for item in greedy=38 greedy-on=22 sampled=5 long=20; do
   own+=(--data "$out/written-${item%=*}.jsonl=${item#*=}")

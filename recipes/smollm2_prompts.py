@@ -9,6 +9,7 @@ under share-alike licences are skipped. The same input gives the same output.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
@@ -46,6 +47,10 @@ ON_A_FUNCTION = (
 )
 _TURN = re.compile(r"(?:\A|\n\n)(User|Assistant): ")
 _STUB = re.compile(r'^def \w+\([^\n]*\):\n    """.+?"""\n', re.S | re.M)
+
+
+def corpus(folder: Path, name: str) -> Path:
+    return folder / f"{name}.train.jsonl.gz"
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
@@ -120,7 +125,7 @@ def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
     for task, name, ask, share, sources in PLAN:
         every = [
             record
-            for record in records(folder / f"{name}.train.jsonl.gz")
+            for record in records(corpus(folder, name))
             if any(source in record["source"] for source in sources)
         ]
         wanted, taken, rounds = round(count * share / whole), 0, 0
@@ -149,8 +154,24 @@ def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
     return found
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prompts for a chat model to answer.")
+    parser.add_argument("data", type=Path, help="folder with chat.train.jsonl.gz and the others")
+    parser.add_argument("out", type=Path, help="JSONL file to write")
+    parser.add_argument("count", type=int, nargs="?", default=20000, help="prompts (20000)")
+    wishes = parser.parse_args()
+    missing = [
+        name for name in sorted({row[1] for row in PLAN}) if not corpus(wishes.data, name).is_file()
+    ]
+    if missing:
+        parser.error(
+            f"{wishes.data} has no {', '.join(f'{name}.train.jsonl.gz' for name in missing)}"
+        )
+    made = prompts(wishes.data, wishes.count)
+    lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in made)
+    wishes.out.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(made)} prompts in {wishes.out}", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    data, out = Path(sys.argv[1]), Path(sys.argv[2])
-    made = prompts(data, int(sys.argv[3]) if len(sys.argv) > 3 else 20000)
-    out.write_text("".join(json.dumps(item) + "\n" for item in made), encoding="utf-8")
-    print(f"{len(made)} prompts in {out}")
+    main()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.train.data import Source, encode
-from paceline.train.sample import continuations, openings
+from paceline.train.data import Source
+from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
 from tiny_models import SENTENCES
 
@@ -42,14 +42,27 @@ def test_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> None:
     assert "It is 42" not in text or "And 1 + 1?" in text
 
 
-def test_records_read_back_as_the_same_tokens(tmp_path: Path) -> None:
-    starts = openings([corpus(tmp_path, [CHAT])], TOKENIZER, 1, seed=0)
-    added = TOKENIZER.encode("It is 42.<|end|>", add_special_tokens=False)
-    (record,) = continuations(lambda prompts: [added for _ in prompts], TOKENIZER, starts, 8)
-    assert record["license"] == "MIT"
-    file = tmp_path / "written.jsonl"
-    file.write_text(json.dumps(record) + "\n")
-    assert encode(file, TOKENIZER).tolist() == starts[0].token_ids + added
+def test_questions_and_prompts_are_opened_whole(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    ids = TOKENIZER.encode("What is 12 + 30?")
+    for record, expected in (
+        ({"turns": ["What is 12?", "And?"], "question_id": 1}, "<|user|>What is 12?<|end|>"),
+        ({"messages": [{"role": "user", "content": "Hi."}]}, "<|user|>Hi.<|end|>"),
+    ):
+        file.write_text(json.dumps(record) + "\n")
+        (opening,) = openings([Source(file, 1.0)], TOKENIZER, 1, seed=0)
+        assert TOKENIZER.decode(opening.token_ids) == f"<|endoftext|>{expected}<|assistant|>"
+    file.write_text(json.dumps({"ids": [*ids, 9, 9], "prompt": len(ids)}) + "\n")
+    (opening,) = openings([Source(file, 1.0)], TOKENIZER, 1, seed=0)
+    assert opening.token_ids == ids
+
+
+def test_long_conversations_are_opened_where_they_are_wanted(tmp_path: Path) -> None:
+    source = corpus(tmp_path, [f"User: {'word ' * 90}\n\nAssistant: yes"])
+    with pytest.raises(DataError, match="within 192 tokens"):
+        openings([source], TOKENIZER, 1, seed=0)
+    (opening,) = openings([source], TOKENIZER, 1, seed=0, longest_chat=1000)
+    assert len(opening.token_ids) > 192
 
 
 def test_records_that_are_too_short_are_an_error(tmp_path: Path) -> None:

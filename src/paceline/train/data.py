@@ -176,7 +176,8 @@ class _Packer:
         self._separator = separator_of(tokenizer)
         self._vocab_size = len(tokenizer)
         self._dtype = np.uint16 if self._vocab_size <= 1 << 16 else np.uint32
-        self._after_plain = True  # a separator ends the plain text before it: it is learnt as well
+        # A separator ends the plain text before it, so it is learnt as well; None: there is none.
+        self._after_plain: bool | None = None
         self._compared = False
 
     def document(self, record: dict[str, Any], loss_on: str) -> _Document:
@@ -224,6 +225,7 @@ class _Packer:
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         rows, learnt, starts = [], [], []
         for item in documents:
+            plain = item.spans is None and not item.prompt
             if item.ids is not None:
                 ids = item.ids.astype(self._dtype)
                 learn = np.arange(len(ids)) >= item.prompt
@@ -236,8 +238,8 @@ class _Packer:
                 if not len(ids) or ids[0] != self._separator:
                     ids = np.concatenate([np.array([self._separator], self._dtype), ids])
                     learn = np.concatenate([[True], learn])
-                learn[0] = self._after_plain
-            self._after_plain = item.spans is None and not item.prompt
+                learn[0] = plain if self._after_plain is None else self._after_plain
+            self._after_plain = plain
             if len(ids):
                 starts.append(before)
                 before += len(ids)
@@ -261,15 +263,15 @@ def _checked(document: _Document) -> _Document:
 def _learnt(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None, count: int
 ) -> np.ndarray:
-    """Which of ``count`` tokens hold a character of the spans; all if there are none given."""
+    """Which of ``count`` tokens begin in one of the spans; all if there are none given."""
     if spans is None:
         return np.ones(count, dtype=np.bool_)
     learn = np.zeros(count, dtype=np.bool_)
     if count:
-        first, last = np.array(offsets).T
-        last = np.maximum(last, first + 1)  # of no width: the blank that a tokenizer puts in front
+        # A token that begins before an answer holds the end of its prompt: no decoding meets it.
+        first = np.array(offsets)[:, 0]
         for start, end in spans:
-            learn |= (first < end) & (last > start)
+            learn |= (first >= start) & (first < end)
     return learn
 
 

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Trains what drafts for SmolLM2-135M-Instruct: an EAGLE-3 head, Medusa heads and a small draft
+# model, on answers that it writes itself to prompts from a folder of corpus files.
+#
+#   recipes/smollm2.sh DATA_FOLDER OUT_FOLDER [options that every `paceline train` knows]
+#
+# Every stage resumes where it was cut off when the same command is run again. MODEL is the target,
+# PROMPTS how many questions it is asked, TOKENS how long it may answer, SHARDS how many processes
+# answer side by side (one a core; 1 on a GPU); EAGLE_STEPS, MEDUSA_STEPS and DRAFT_STEPS set the
+# length of the training. VALID is a folder of held-out prompts (mt_bench.jsonl ...), if there is one.
+set -euo pipefail
+data=${1:?folder with chat.train.jsonl.gz and the others}
+out=${2:?folder for the runs}
+shift 2
+model=${MODEL:-paceline/smollm2}
+shards=${SHARDS:-2}
+here=$(cd "$(dirname "$0")" && pwd)
+
+# Waiting threads that sleep instead of spinning, and no page faults for every large buffer.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-8589934592}
+export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
+mkdir -p "$out"
+
+# 1. Questions, dealt out: of each shard's three parts two are answered greedily, one sampled.
+[ -s "$out/prompts.jsonl" ] || {
+  python "$here/smollm2_prompts.py" "$data" "$out/prompts.jsonl.part" "${PROMPTS:-20000}"
+  mv "$out/prompts.jsonl.part" "$out/prompts.jsonl"
+}
+for ((shard = 0; shard < shards; shard++)); do
+  awk -v n="$shards" -v k="$shard" 'NR % n == k && int(NR / n) % 3 != 2' "$out/prompts.jsonl" \
+    > "$out/prompts-greedy-$shard.jsonl"
+  awk -v n="$shards" -v k="$shard" 'NR % n == k && int(NR / n) % 3 == 2' "$out/prompts.jsonl" \
+    > "$out/prompts-sampled-$shard.jsonl"
+done
+
+# 2. Answers by the target, some of them asked about again.
+answer() { # shard, greedy or sampled, then options of `paceline train sample`
+  local shard=$1 how=$2
+  shift 2
+  paceline train sample --model "$model" --data "$out/prompts-$how-$shard.jsonl" \
+    --out "$out/written-$how-$shard.jsonl" --max-tokens "${TOKENS:-256}" --max-prompt 640 \
+    --follow-ups 0.15 --batch 48 --dtype bfloat16 --kv-cache-memory 2GB --seed "$shard" "$@"
+}
+threads=()
+[ "$shards" -gt 1 ] && threads=(--threads 1)
+running=()
+for ((shard = 0; shard < shards; shard++)); do
+  (
+    answer "$shard" greedy ${threads[@]+"${threads[@]}"}
+    answer "$shard" sampled --temperature 0.8 --top-p 0.95 ${threads[@]+"${threads[@]}"}
+  ) &
+  running+=($!)
+done
+for process in "${running[@]}"; do wait "$process"; done
+
+# Greedy answers weigh two thirds, whatever their number.
+own=(--target "$model")
+for ((shard = 0; shard < shards; shard++)); do
+  own+=(--data "$out/written-greedy-$shard.jsonl=2" --data "$out/written-sampled-$shard.jsonl=1")
+done
+for set in mt_bench gsm8k humaneval spec_bench; do
+  [ -z "${VALID:-}" ] || own+=(--valid "$VALID/$set.jsonl")
+done
+
+# 3. What drafts.
+paceline train eagle3 "${own[@]}" --draft-vocab-size 8192 --ttt-steps 4 --seq-len 896 \
+  --out "$out/eagle3" --steps "${EAGLE_STEPS:-2000}" "$@"
+paceline train medusa "${own[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
+  --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"
+paceline train draft "${own[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \
+  --ffn-size 512 --argmax-weight 0.3 --seq-len 512 --batch-tokens 4096 --max-positions 2048 \
+  --out "$out/draft" --steps "${DRAFT_STEPS:-1000}" "$@"
+
+echo "the head is in $out/eagle3/head: paceline generate --model $model --draft eagle3:$out/eagle3/head"

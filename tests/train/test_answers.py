@@ -1,0 +1,151 @@
+"""Prompts for a target, and the records of what it answers."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import DataError
+from paceline.train.answers import FOLLOW_UPS, Answer, AnswerWriter, Job, Wishes, jobs_of
+from paceline.train.data import Source, encode_stream
+from paceline.train.tokenizer import train_tokenizer
+from tiny_models import SENTENCES
+
+TOKENIZER = train_tokenizer(SENTENCES, 320)
+END = TOKENIZER.convert_tokens_to_ids("<|end|>")
+
+
+class Echo:
+    """Answers each prompt after as many steps as it is long; at most ``batch`` are under way."""
+
+    def __init__(self, batch: int = 2, finish: str = "stop") -> None:
+        self.batch, self.finish = batch, finish
+        self.queue: deque[tuple[int, list[int]]] = deque()
+        self.seen: list[list[int]] = []
+        self.most = 0
+
+    def add(self, number: int, token_ids: list[int]) -> None:
+        self.queue.append((number, token_ids))
+        self.seen.append(token_ids)
+
+    def step(self) -> list[Answer]:
+        self.most = max(self.most, len(self.queue))
+        number, _ = self.queue.popleft()
+        words = TOKENIZER.encode(f"answer {number}", add_special_tokens=False)
+        return [Answer(number, [] if self.finish == "error" else [*words, END], self.finish)]
+
+
+def prompts(folder: Path, *records: Any) -> list[Source]:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [Source(file, 1.0)]
+
+
+def question(text: str) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    return {"messages": [message], "license": "MIT", "source": "us", "task": "chat"}
+
+
+def write(
+    jobs: list[Job], decoder: Echo, kept: tuple[str, ...] = (), max_prompt: int = 99
+) -> list[dict[str, Any]]:
+    lines: list[str] = []
+    writer = AnswerWriter(decoder, TOKENIZER, max_prompt, 0.5, lines.append)
+    assert writer.write(jobs, decoder.batch, kept) == len(lines)
+    return [json.loads(line) for line in lines]
+
+
+def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
+    sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(9)))
+    jobs = jobs_of(sources, TOKENIZER, Wishes())
+    assert jobs == jobs_of(sources, TOKENIZER, Wishes())
+    records = write(jobs, Echo())
+    assert sorted(record["job"] for record in records) == list(range(9))
+    for record in records:
+        text = f"<|user|>What is {record['job']}?<|end|><|assistant|>answer {record['job']}<|end|>"
+        assert record["text"] == f"<|endoftext|>{text}"
+        assert record["license"], record["source"] == ("MIT", "us")
+        assert (record["temperature"], record["finish"], record["task"]) == (0.5, "stop", "chat")
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    stream = encode_stream(file, TOKENIZER)
+    assert TOKENIZER.decode(stream.ids) == "".join(record["text"] for record in records)
+    said = TOKENIZER.decode(stream.ids[stream.learn])
+    assert said == "".join(f"answer {record['job']}<|end|>" for record in records)
+
+
+def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
+    sources = prompts(tmp_path, *(question("the dog " * (n % 8)) for n in range(8)))
+    decoder = Echo(batch=2)
+    write(jobs_of(sources, TOKENIZER, Wishes()), decoder)
+    lengths = [len(ids) for ids in decoder.seen]
+    assert lengths == sorted(lengths)
+    assert decoder.most <= 4 * 2 + 1
+
+
+def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
+    sources = prompts(tmp_path, question("the dog " * 40), *map(question, "abcdef"))
+    jobs = jobs_of(sources, TOKENIZER, Wishes(max_prompt=20))
+    assert len(jobs) == 6
+    few = jobs_of(sources, TOKENIZER, Wishes(count=3, max_prompt=20))
+    assert len(few) == 3
+    assert {job.number for job in few} <= {job.number for job in jobs}
+    with pytest.raises(DataError, match=r"no prompt that can be answered: line 1: it has \d+ tok"):
+        jobs_of(sources, TOKENIZER, Wishes(max_prompt=2))
+
+
+def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:
+    sources = prompts(tmp_path, {"question_id": 1, "turns": ["One?", "Two?", "Three?"]})
+    records = write(jobs_of(sources, TOKENIZER, Wishes()), Echo())
+    assert [record["turn"] for record in records] == [1, 2, 3]
+    assert records[2]["text"].startswith(records[1]["text"] + "<|user|>Three?<|end|>")
+    cut = write(jobs_of(sources, TOKENIZER, Wishes()), Echo(finish="length"))
+    assert len(cut) == 1  # an answer without an end is not asked about
+    long = write(jobs_of(sources, TOKENIZER, Wishes()), Echo(), max_prompt=20)
+    assert len(long) == 1
+
+
+def test_a_share_of_the_answers_is_asked_about(tmp_path: Path) -> None:
+    sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(100)))
+    jobs = jobs_of(sources, TOKENIZER, Wishes(follow_ups=0.3))
+    asked = [job for job in jobs if job.later]
+    assert 15 <= len(asked) <= 45
+    assert {job.later[0] for job in asked} <= set(FOLLOW_UPS)
+    records = write(jobs, Echo(), max_prompt=200)
+    assert sum(record["turn"] == 2 for record in records) == len(asked)
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
+    """After any number of records: what remains is written, also further questions."""
+    sources = prompts(
+        tmp_path, question("One?"), {"question_id": 1, "turns": ["A?", "B?", "C?"]}, question("Z?")
+    )
+    jobs = jobs_of(sources, TOKENIZER, Wishes())
+    whole = write(jobs, Echo())
+    kept = tuple(json.dumps(record) for record in whole[:cut])
+    rest = write(jobs, Echo(), kept)
+
+    def keys(records: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+        return sorted((r["job"], r["turn"], r["text"]) for r in records)
+
+    assert keys(whole[:cut] + rest) == keys(whole)
+
+
+def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
+    jobs = jobs_of(prompts(tmp_path, question("One?")), TOKENIZER, Wishes())
+    writer = AnswerWriter(Echo(finish="error"), TOKENIZER, 99, 0.0, lambda line: pytest.fail(line))
+    assert writer.write(jobs, 2) == 0
+    assert writer.failed == 1
+
+
+def test_texts_are_continued_and_conversations_in_texts_opened(tmp_path: Path) -> None:
+    texts = [{"text": text, "license": "MIT"} for text in SENTENCES]
+    jobs = jobs_of(prompts(tmp_path, *texts), TOKENIZER, Wishes(count=3, longest=12))
+    assert len(jobs) == 3
+    assert all(len(job.token_ids) == 12 for job in jobs)
+    assert all(job.source.startswith("continued from") for job in jobs)
