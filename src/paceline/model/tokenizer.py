@@ -50,7 +50,7 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
             "same model may hold one that can"
         ) from None
     mend_tokenizer(tokenizer.backend_tokenizer, file)
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def first_line(error: BaseException) -> str:
