@@ -220,7 +220,10 @@ def dequantising(path: Path) -> Iterator[None]:
                 yield item
                 progress.advance()
 
-        bar = reader.tqdm
+        bar = getattr(reader, "tqdm", None)
+        if bar is None:
+            yield
+            return
         reader.tqdm = shown
         try:
             yield
