@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest soak check format bench clean
+.PHONY: help install demo test test-oldest soak check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -72,5 +72,28 @@ format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 bench: $(VENV)/.installed  ## measure decoding beside transformers (ARGS=--quick for minutes)
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
 
+# Nobody answers at this proxy: what reaches for a network fails.
+OFFLINE := env -u PYTHONPATH -u PACELINE_MODEL HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 \
+	PACELINE_CACHE=$(CURDIR)/build/cache
+FRESH := $(OFFLINE) $(CURDIR)/build/venv/bin
+
+dist-check: $(VENV)/.installed-dev  ## build sdist and wheel, install the wheel alone, run it offline
+	rm -rf build
+	$(BIN)/python -m hatchling build -d build/dist -t sdist
+	mkdir -p build/source && tar -xzf build/dist/*.tar.gz -C build/source --strip-components 1
+	cd build/source && $(CURDIR)/$(BIN)/python -m hatchling build -d ../dist -t wheel
+	$(PYTHON) -m venv build/venv
+	build/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$(TORCH)" build/dist/*.whl
+	cd build && $(FRESH)/paceline --version
+	cd build && $(FRESH)/paceline pull --list
+	cd build && $(FRESH)/paceline generate "Once upon a time" --max-tokens 20
+	cd build && $(FRESH)/paceline chat "What is 12 + 30?" --max-tokens 20 --draft hybrid:suffix+ngram
+	cd build && $(FRESH)/paceline demo --json --rounds 1 --max-tokens 16
+	cd build && $(FRESH)/paceline doctor
+	cd build && $(FRESH)/paceline serve --print-config
+	cd build && ! $(FRESH)/paceline chat "Hello" --model paceline/smollm2
+	build/venv/bin/python -m pip check
+	@echo "the wheel works alone"
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

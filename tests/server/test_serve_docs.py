@@ -20,7 +20,8 @@ from running_server import Running
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
-PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+# The page shows the real model; the tests ask the server that they have.
+PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("smollm2", "tiny")
 
 
 def blocks(language: str) -> list[str]:

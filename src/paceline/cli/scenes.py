@@ -50,7 +50,8 @@ REAL_SCENES = (
     Scene("fact", "What is the capital of France, and what is it known for?", True),
     Scene(
         "code",
-        f"Rename the parameter numbers to values in this Python function:\n\n```python\n{_CODE}```",
+        "Change this Python function so that it returns 0 for an empty list:\n\n"
+        f"```python\n{_CODE}```",
         True,
     ),
     Scene("summary", f"Summarize the following text in two sentences.\n\n{_TEXT}", True),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,14 +109,22 @@ def read_gguf(path: Path) -> GgufFile:
     """
     _check_there(path)
     require_gguf("to read GGUF files")
+    status = path.stat()
+    return _read(path.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4)  # a vocabulary takes seconds, and model and tokenizer both ask
+def _read(path: Path, modified: int, size: int) -> GgufFile:
+    """The file as it was at a time."""
     from gguf import GGUFReader
 
     try:
-        reader = GGUFReader(path)
-        fields = {
-            key: None if _is_list(field) else field.contents()
-            for key, field in reader.fields.items()
-        }
+        with stage(f"reading the header of {path.name}"):
+            reader = GGUFReader(path)
+            fields = {
+                key: None if _is_list(field) else field.contents()
+                for key, field in reader.fields.items()
+            }
     except Exception as error:  # numpy's and struct's, of whatever the bytes lead to
         kind = _unknown_type(error)
         if kind is not None:
@@ -212,7 +220,10 @@ def dequantising(path: Path) -> Iterator[None]:
                 yield item
                 progress.advance()
 
-        bar = reader.tqdm
+        bar = getattr(reader, "tqdm", None)
+        if bar is None:
+            yield
+            return
         reader.tqdm = shown
         try:
             yield

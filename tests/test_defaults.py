@@ -1,0 +1,167 @@
+"""Which model and draft commands take by themselves, and what they say about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import real_model
+from paceline import defaults
+from paceline.cli.main import app
+from paceline.cli.options import ModelOptions
+from paceline.cli.tune import TargetOptions
+from paceline.defaults import EMBEDDED, REAL, default_draft, default_drafts, default_model
+from paceline.model import names, store
+from paceline.server.config import ServeConfig
+from paceline.tune.candidates import at_hand
+from pulled_model import plant
+from tiny_models import TinyPair
+
+
+@pytest.fixture
+def nothing_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.delenv("PACELINE_MODEL")
+
+
+@pytest.fixture
+def real_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair) -> Path:
+    return plant(monkeypatch, tmp_path / "cache", tiny_pair.target)
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation that ships what is trained for the real model."""
+    monkeypatch.setattr(defaults, "has_assets", lambda name: True)
+
+
+def test_the_suite_sees_nobodys_cache() -> None:
+    assert default_model().model == EMBEDDED and default_model().note is None
+    assert store.pulled(store.SMOLLM2) is None
+    assert real_model.folder() is None or real_model.folder() != store.model_folder(store.SMOLLM2)
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PACELINE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert store.cache_folder() == tmp_path / ".cache" / "paceline"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store.cache_folder() == tmp_path / "xdg" / "paceline"
+    monkeypatch.setenv("PACELINE_CACHE", "~/own")
+    assert store.cache_folder() == tmp_path / "own"
+
+
+def test_the_toy_where_nothing_was_pulled(
+    nothing_pulled: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ModelOptions().model == TargetOptions().model == EMBEDDED
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1]
+    assert "paceline/tiny, a toy, because paceline/smollm2 has not been pulled" in lines[0]
+    assert ModelOptions().resolved_draft == "paceline/tiny-draft"
+
+
+def test_the_real_one_where_it_was(real_pulled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ModelOptions().model == TargetOptions().model == REAL
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "paceline/smollm2, because it has been pulled" in lines[0]
+    assert names.resolve(REAL) == str(real_pulled)
+
+
+def test_what_is_named_wins(
+    real_pulled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ModelOptions(model="other").model == "other"
+    monkeypatch.setenv("PACELINE_MODEL", "somebody/model")
+    assert ModelOptions().model == TargetOptions().model == "somebody/model"
+    assert capsys.readouterr().err == ""
+
+
+def test_drafts_without_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "has_assets", lambda name: "tiny" in name)
+    assert default_draft(REAL) == "hybrid:suffix+ngram"
+    assert default_drafts(REAL) == ("hybrid:suffix+ngram", "ngram")
+    assert default_draft("other") is None and default_drafts("other") == ()
+    assert not any("smollm2" in item.spec for item in at_hand(REAL, []))
+
+
+def test_drafts_with_them(heads: None) -> None:
+    assert default_draft(REAL) == "eagle3:paceline/smollm2-eagle3"
+    assert ModelOptions(model=REAL).resolved_draft == default_draft(REAL)
+    assert ServeConfig(model=REAL).drafts == default_drafts(REAL)
+    assert {"smollm2-draft", "smollm2-eagle3", "smollm2-medusa"} <= {
+        item.spec.partition(",")[0].rpartition("/")[2] for item in at_hand(REAL, [])
+    }
+
+
+def test_every_default_is_a_spec_that_can_be_read() -> None:
+    from paceline.config import DraftSpec
+    from paceline.drafters import DRAFTERS
+
+    for table in (defaults.DRAFTS, defaults.CANDIDATES):
+        for spec in (spec for specs in table.values() for spec in specs):
+            parsed = DraftSpec.parse(spec, tuple(DRAFTERS))
+            assert parsed.kind in DRAFTERS
+            if parsed.kind == "hybrid":
+                parsed.members(tuple(DRAFTERS))
+
+
+def test_a_shipped_head_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As soon as its files lie among the assets."""
+    monkeypatch.setattr(names, "_assets", lambda name: tmp_path / name.partition("/")[2])
+    name = "paceline/smollm2-eagle3"
+    with pytest.raises(names.ModelLoadError, match="there is no built-in model"):
+        names.resolve(name)
+    (tmp_path / "smollm2-eagle3").mkdir()
+    (tmp_path / "smollm2-eagle3" / "model.safetensors").write_bytes(b"")
+    assert names.resolve(name) == str(tmp_path / "smollm2-eagle3")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "Once", "--max-tokens", "3", "--json"),
+        ("chat", "Hello", "--max-tokens", "3", "--json"),
+        ("doctor", "--json"),
+        ("serve", "--print-config"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_take_it(arguments: tuple[str, ...], real_pulled: Path) -> None:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    assert "model: paceline/smollm2, because it has been pulled" in result.stderr
+    if arguments[0] == "doctor":
+        assert json.loads(result.stdout)["target"] == REAL
+    if arguments[0] == "serve":
+        assert 'model = "paceline/smollm2"' in result.stdout
+
+
+def test_a_pull_is_offered_at_a_terminal(
+    nothing_pulled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked, and only there; the answer no leaves it at the error's advice."""
+    from paceline.cli import options, pull
+
+    fetched: list[str] = []
+    monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))
+    asked: list[str] = []
+
+    def confirm(question: str, **_: object) -> bool:
+        asked.append(question)
+        return len(asked) > 1
+
+    monkeypatch.setattr(options.typer, "confirm", confirm)
+    assert ModelOptions(model=REAL).model == REAL and not asked  # no terminal
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(getattr(options.sys, stream), "isatty", lambda: True, raising=False)
+    ModelOptions(model=REAL)
+    assert len(asked) == 1 and not fetched and "93 MB to download" in asked[0]
+    ModelOptions(model=REAL)
+    assert fetched == ["smollm2"]
+    ModelOptions(model="paceline/tiny")
+    assert len(asked) == 2
