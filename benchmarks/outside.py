@@ -91,6 +91,8 @@ class Recorder:
         steps = [own for own in self.steps[warm:] if own]
         totals = [sum(own.values()) for own in steps]
         pairs = list(zip(steps, totals, strict=True))
+        if not pairs:
+            return {"steps": 0}
         names = sorted({name for own in steps for name in own} - {"forward"})
         parts = {n: statistics.median(own.get(n, 0.0) / t for own, t in pairs) for n in names}
         outside = [1 - own.get("forward", 0.0) / total for own, total in pairs]
@@ -115,7 +117,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--contexts", default="200,4000")
     parser.add_argument("--length", default="auto", help="draft length")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each request")
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--prompts", type=Path, default=default_folder())
     parser.add_argument("--json", type=Path)
@@ -139,12 +141,12 @@ def main() -> None:
             for batch in batches:
                 prompts = prompts_of(base.tokenizer, context, batch, args.prompts)
                 for kind in args.kinds.split(","):
-                    params = SamplingParams(
-                        max_tokens=(args.steps + args.warm) * 2, ignore_eos=True, **kinds[kind]
-                    )
+                    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, **kinds[kind])
                     found = recorder.measure(llm, prompts, params, args.warm)
                     row = {"draft": draft, "context": context, "batch": batch, "kind": kind}
                     rows.append(row | found)
+                    if not found["steps"]:
+                        continue  # a draft that knew the answer: it ended within the warm-up
                     parts = " ".join(f"{n} {share:.1%}" for n, share in found["parts"].items())
                     print(
                         f"{draft:10} {context:5} x{batch:<3} {kind:10} outside "

@@ -32,13 +32,15 @@ from paceline.model.identity import ModelIdentity
 from paceline.profiling import trace
 from paceline.report.document import Figure, Report, Text
 from paceline.train.card import write_card
+from paceline.train.data import Source, Stream
+from paceline.train.documents import Windows
 from paceline.train.feature_cache import FeatureCache
 from paceline.train.head_card import write_card as write_lines
 from paceline.train.heldout import written_texts
 from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
 from paceline.train.observed import Observed
-from paceline.train.saved_run import keep_stream
+from paceline.train.token_streams import TokenStreams
 from paceline.tuned import (
     VERSION,
     DraftChoice,
@@ -98,15 +100,13 @@ def medusa(folder: Path, number: int) -> None:
 
 
 def features(folder: Path, number: int) -> None:
-    head = nn.Linear(4, 6, bias=False)
-
-    def observe(ids: torch.Tensor) -> Observed:
+    def observe(windows: Windows) -> Observed:
         final = torch.full((1, 3, 4), float(number))
-        return Observed(ids, final, final, head(final), final)
+        return Observed(windows.ids, windows.learn, final, final, final, None)
 
-    FeatureCache(folder / "f", observe, nn.Embedding(9, 4), head).look(
-        torch.zeros(1, 3).long(), [number]
-    )
+    ids = torch.zeros(1, 3).long()
+    windows = Windows(ids, ids == 0, (3,), (number,))
+    FeatureCache(folder / "f", observe, nn.Embedding(9, 4)).look(windows)
 
 
 def held_out(folder: Path, number: int) -> None:
@@ -143,6 +143,12 @@ def profile(folder: Path, number: int) -> None:
     made.write(folder / "p.toml")
 
 
+def token_stream(folder: Path, number: int) -> None:
+    ids = np.full(99, number, np.uint16)
+    stream = Stream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
+    TokenStreams(folder, None, (), "all").keep(Source(Path("t.jsonl"), 1.0), stream)  # type: ignore[arg-type]
+
+
 KINDS = {
     "profile": Kind(profile),
     "html report": Kind(lambda folder, number: report(folder, number, "r.html")),
@@ -153,9 +159,7 @@ KINDS = {
     "cached features": Kind(features),
     "held-out texts": Kind(held_out, limit=10),
     "card": Kind(lambda folder, number: write_lines(folder, ["x" * 99, str(number)])),
-    "token stream": Kind(
-        lambda folder, number: keep_stream(folder / "t.npy", np.full(99, number, np.uint16))
-    ),
+    "token stream": Kind(token_stream),
     "trace": Kind(lambda folder, number: trace._export(Recorder(number), folder / "t.json")),
     "packed trace": Kind(
         lambda folder, number: trace._export(Recorder(number), folder / "t.json.gz")

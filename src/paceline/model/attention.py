@@ -4,8 +4,8 @@ Once per forward the spans of a batch become *pieces*, each one call of scaled-d
 attention; every layer then writes its new keys and values and runs the pieces:
 
     decoding, blocks in one run    a strided view of the cache, no copy
-    decoding, scattered blocks     keys gathered by slot index
-    several decoding sequences     gathered together, padded on the left, one call
+    decoding, scattered blocks     keys gathered block by block
+    several decoding sequences     gathered together, padded, one call; long contexts one call each
     prefill chunks                 one call each
 
 Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``,
@@ -41,12 +41,12 @@ def paged_attention(
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
-    heads, total = query.shape[1], query.shape[2]
+    heads, total, size = query.shape[1], query.shape[2], step.cache.block_size
     layout = step.pieces(layer, heads // keys.shape[1], query.dtype)
     if len(layout.items) == 1 and layout.order is None:
-        return _attend(layout.items[0], query, keys, values, scaling, softcap, sinks, total)
+        return _attend(layout.items[0], query, keys, values, size, scaling, softcap, sinks, total)
     outputs = [
-        _attend(piece, query, keys, values, scaling, softcap, sinks, total)
+        _attend(piece, query, keys, values, size, scaling, softcap, sinks, total)
         for piece in layout.items
     ]
     joined = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
@@ -69,13 +69,25 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
     )
 
 
-def _rows_of(cache: Tensor, piece: Piece) -> Tensor:
-    """``[batch, kv_heads, keys, width]``."""
+def _rows_of(cache: Tensor, piece: Piece, size: int, part: str) -> Tensor:
+    """``[batch, kv_heads, keys, width]`` from a cache, "keys" or "values", in blocks of ``size``.
+
+    What is gathered holds until the next layer's.
+    """
     if piece.gather is None:
         return _view(cache, piece.slot, piece.keys)
     _, heads, width = cache.shape
-    rows = cache.index_select(0, piece.gather)
-    return rows.view(piece.batch, piece.keys, heads, width).transpose(1, 2)
+    # Whole blocks take half to three quarters of the time of single rows, and memory that the
+    # layers before have used is there already.
+    into = piece.scratch.get((part, heads * width))
+    if into is None:
+        into = cache.new_empty(len(piece.gather), size * heads * width)
+        piece.scratch[part, heads * width] = into
+    torch.index_select(cache.view(-1, size * heads * width), 0, piece.gather, out=into)
+    if piece.void is not None:
+        into.view(-1, heads * width).index_fill_(0, piece.void, 0)
+    rows = into.view(piece.batch, -1, heads, width)
+    return rows[:, piece.skip : piece.skip + piece.keys].transpose(1, 2)
 
 
 def _attend(
@@ -83,6 +95,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    size: int,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -94,7 +107,7 @@ def _attend(
         query = query.index_select(2, piece.pick)
     elif batch * rows != total:
         query = query.narrow(2, piece.start, batch * rows)
-    key, value = _rows_of(keys, piece), _rows_of(values, piece)
+    key, value = _rows_of(keys, piece, size, "keys"), _rows_of(values, piece, size, "values")
     if softcap is not None or sinks is not None:
         return _attend_explicitly(piece, query, key, value, scaling, softcap, sinks)
     if not piece.folded:

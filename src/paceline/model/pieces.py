@@ -14,6 +14,9 @@ from paceline.core.transfer import to_device, upload
 from paceline.model.masks import FULL, Pattern, long_mask, short_mask
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
+# Spans with more keys are attended one by one: to read them in place, or to pad nothing, is then
+# worth more than to share a call.
+ALONE = 1024
 
 
 class KeyValueStore(Protocol):
@@ -29,7 +32,8 @@ class Piece:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
     The rows are ``start .. start + batch * rows`` of the packed batch, or those named by
-    ``pick`` when padded. Keys are the slots ``slot .. slot + keys`` or those in ``gather``.
+    ``pick`` when padded. Keys are the slots ``slot .. slot + keys``, or those of the cache blocks
+    in ``gather``, of each sequence the first ``skip`` left out and ``keys`` after them.
     """
 
     start: int
@@ -37,11 +41,14 @@ class Piece:
     rows: int
     keys: int
     slot: int = 0
-    gather: Tensor | None = None  # int64 [batch * keys]
+    gather: Tensor | None = None  # int64 [batch * blocks]
+    skip: int = 0
+    void: Tensor | None = None  # int64: gathered rows that no sequence wrote, see _padded
     pick: Tensor | None = None  # int64 [batch * rows]
     causal: bool = False  # rows == keys, lower triangle
     mask: Tensor | None = None  # additive; [group * rows, keys], or [batch, 1, group * rows, keys]
     folded: bool = True
+    scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # for what is gathered
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class _Layout:
 
         Also on a CPU, though spans in one run could be read in place: 8 sequences of 300 keys,
         4 heads over 2, 12 layers took 6.7 ms one by one and 4.3 ms padded in bf16, 6.3 and
-        4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3).
+        4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not so where
+        there are many keys, see ALONE.
         """
         spans = self.step.spans
         if not self.step.together or len(spans) == 1:
@@ -144,6 +152,9 @@ class _Layout:
             for i, span in enumerate(spans)
             if span.rows <= SHORT
         }
+        if self.device.type == "cpu":
+            groups += [[i] for i, count in keys.items() if count > ALONE]
+            keys = {i: count for i, count in keys.items() if count <= ALONE}
         shortest = -1
         for i in sorted(keys, key=keys.__getitem__):
             if shortest < 0 or keys[i] > shortest * 1.5 + 64:
@@ -168,11 +179,10 @@ class _Layout:
         first = self.pattern.first_key(span)
         keys = span.kv_length - first
         slot = _run_start(table, first, span.kv_length, size)
-        gather = None
+        piece = Piece(span.start, 1, span.rows, keys, slot or 0)
         if slot is None:
-            slot = 0
-            gather = upload(_slots(table, first, span.kv_length, size), self.device)
-        piece = Piece(span.start, 1, span.rows, keys, slot, gather)
+            blocks = to_device(_blocks(table, first, span.kv_length, size), self.device)
+            piece = replace(piece, gather=blocks, skip=first % size)
         if span.rows == 1 and self._sees_all(span):
             return piece
         if span.rows <= SHORT:
@@ -192,39 +202,48 @@ class _Layout:
         return on_path and (self.pattern == FULL or nodes == 1)
 
     def _padded(self, members: list[int]) -> tuple[Piece, list[int]]:
-        """Short spans in one call: keys right-aligned, absent rows and keys masked."""
+        """Short spans in one call: whole blocks of keys, absent rows and other keys masked.
+
+        Behind a span's last key its block may hold what another request left there. A mask does
+        not keep out what is not a number, so these rows are emptied.
+        """
         spans = [self.step.spans[i] for i in members]
-        firsts = [self.pattern.first_key(span) for span in spans]
-        lengths = [span.kv_length - first for span, first in zip(spans, firsts, strict=True)]
-        keys, rows = max(lengths), max(span.rows for span in spans)
         size = self.step.cache.block_size
-        gather: list[Tensor] = []
+        firsts = [self.pattern.first_key(span) for span in spans]
+        tables = [
+            _blocks(self.step.tables[i], first, span.kv_length, size)
+            for i, first, span in zip(members, firsts, spans, strict=True)
+        ]
+        count, rows = max(map(len, tables)), max(span.rows for span in spans)
+        keys = count * size
         pick: list[int] = []
         order: list[int] = []
+        void: list[int] = []
         bias = torch.full((len(spans), self.group, rows, keys), float("-inf"), dtype=self.dtype)
         host = torch.device("cpu")
         plain = True  # every row sees every gathered key
-        for place, (i, span) in enumerate(zip(members, spans, strict=True)):
-            first, length = firsts[place], lengths[place]
-            own = _slots(self.step.tables[i], first, span.kv_length, size)
-            gather.extend((own[:1].expand(keys - length), own))
+        for place, (own, first, span) in enumerate(zip(bias, firsts, spans, strict=True)):
+            begin, length = first % size, span.kv_length - first
+            void += range(place * keys + begin + length, (place + 1) * keys)
             here, absent = list(_row_range(span)), rows - span.rows
             pick.extend(here + [here[0]] * absent)
             order.extend(here + [-1] * absent)
-            bias[place, :, :, keys - length :] = 0
+            own[:, :, begin : begin + length] = 0
             if not (span.rows == 1 and self._sees_all(span)):
                 mask = short_mask(span, self.pattern, length, 1, self.dtype, host)
-                bias[place, :, : span.rows, keys - length :] = mask
+                own[:, : span.rows, begin : begin + length] = mask
                 plain = False
-        plain = plain and min(lengths) == keys
+            plain = plain and length == keys
         even = pick == list(range(pick[0], pick[0] + len(pick)))
         folded = bias.view(len(spans), 1, self.group * rows, keys)
+        gather = [block for own in tables for block in own + own[:1] * (count - len(own))]
         piece = Piece(
             start=pick[0],
             batch=len(members),
             rows=rows,
             keys=keys,
-            gather=upload(torch.cat(gather), self.device),
+            gather=to_device(gather, self.device),
+            void=to_device(void, self.device) if void else None,
             pick=None if even else to_device(pick, self.device),
             mask=None if plain else upload(folded, self.device),
         )
@@ -235,9 +254,6 @@ def _row_range(span: Span) -> range:
     return range(span.start, span.start + span.rows)
 
 
-def _slots(table: Sequence[int], start: int, stop: int, size: int) -> Tensor:
-    """int64 on the host: slots of the logical indices ``start .. stop``."""
-    first = start // size
-    blocks = torch.tensor(table[first : -(-stop // size)], dtype=torch.int64)
-    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
-    return slots[start - first * size : stop - first * size]
+def _blocks(table: Sequence[int], start: int, stop: int, size: int) -> list[int]:
+    """The cache blocks that hold the logical indices ``start .. stop``."""
+    return list(table[start // size : -(-stop // size)])

@@ -8,7 +8,6 @@ run continues exactly.
 from __future__ import annotations
 
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -22,20 +21,15 @@ from torch import nn
 from paceline.errors import ConfigError, DataError
 from paceline.model.loading import load_module, load_tokenizer, resolve_device, resolve_dtype
 from paceline.train.acceptance import Acceptance, match_matrix, total, walk
-from paceline.train.data import Source, Stream, encode_stream
+from paceline.train.data import Source
 from paceline.train.documents import Documents, Windows
 from paceline.train.feature_cache import FeatureCache
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import learning_rate_scale
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
-from paceline.train.saved_run import (
-    keep_stream,
-    previous,
-    read_state,
-    token_stream,
-    write_state,
-)
+from paceline.train.saved_run import previous, read_state, write_state
+from paceline.train.token_streams import TokenStreams
 from paceline.train.unrolled import mixed_laws
 
 if TYPE_CHECKING:
@@ -117,11 +111,13 @@ class HeadTrainer(ABC):
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
-        streams = [self._stream(source) for source in self.sources]
+        kept = TokenStreams(out / "tokens", self.tokenizer, config.exclude_licenses, config.loss_on)
+        streams = [kept.read(source) for source in self.sources]
         self.rows, self.long_rows = self._window_rows()
-        self._keep(streams)
         weights = [source.weight for source in self.sources]
         self.documents = Documents(streams, weights, config.seed, self.rows)
+        for source, stream in zip(self.sources, streams, strict=True):
+            kept.keep(source, stream)
         torch.manual_seed(config.seed)
         self.head = self.new_head().to(self.device, dtype)
         self._target_forward: Callable[..., Any] = self.target
@@ -195,30 +191,6 @@ class HeadTrainer(ABC):
     def vocab_size(self) -> int:
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
-
-    def _stream_file(self, source: Source) -> Path:
-        # Files of one name may lie in different folders.
-        place = zlib.crc32(str(source.path.resolve()).encode())
-        return self.out / "tokens" / f"{source.path.name}.{place:08x}.npz"
-
-    def _stream(self, source: Source) -> Stream:
-        file = self._stream_file(source)
-
-        def encoded() -> Stream:
-            file.unlink(missing_ok=True)  # damaged, if there is one: ``_keep`` writes it again
-            config = self.config
-            return encode_stream(
-                source.path, self.tokenizer, config.exclude_licenses, config.loss_on
-            )
-
-        return token_stream(file, len(self.tokenizer), encoded)
-
-    def _keep(self, streams: list[Stream]) -> None:
-        """Save the token streams for a resumed run: the first thing that is written."""
-        for source, stream in zip(self.sources, streams, strict=True):
-            file = self._stream_file(source)
-            if not file.is_file():
-                keep_stream(file, stream)
 
     def _window_rows(self) -> tuple[int, int]:
         """Tokens of the longest piece of a document, and of joined ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,17 +18,16 @@ from paceline.model.loading import load_module, load_tokenizer, resolve_device
 from paceline.stages import stage
 from paceline.train.acceptance import Acceptance
 from paceline.train.chat import own_text
-from paceline.train.data import Mixture, Source, Stream, encode_stream, read_records
+from paceline.train.data import Mixture, Source, Stream, read_records
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import (
-    keep_stream,
     previous,
     read_state,
     save_model,
-    token_stream,
     write_state,
 )
+from paceline.train.token_streams import TokenStreams
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 
 if TYPE_CHECKING:
@@ -175,19 +173,13 @@ class LMTrainer:
         return max(self.config.seq_len, min(self.config.max_positions, *map(_room, streams)))
 
     def _stream(self, source: Source) -> Stream:
-        # Files of one name may lie in different folders.
-        place = zlib.crc32(str(source.path.resolve()).encode())
-        cached = self.out / "tokens" / f"{source.path.name}.{place:08x}.npz"
-
-        def encoded() -> Stream:
-            config = self.config
-            stream = encode_stream(
-                source.path, self.tokenizer, config.exclude_licenses, config.loss_on
-            )
-            keep_stream(cached, stream)
-            return stream
-
-        return token_stream(cached, len(self.tokenizer), encoded)
+        config = self.config
+        kept = TokenStreams(
+            self.out / "tokens", self.tokenizer, config.exclude_licenses, config.loss_on
+        )
+        stream = kept.read(source)
+        kept.keep(source, stream)
+        return stream
 
     def _new_model(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM

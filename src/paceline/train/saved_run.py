@@ -1,4 +1,4 @@
-"""What an interrupted run leaves behind: its state, its token streams.
+"""What an interrupted run leaves behind: its state.
 
 The state is one file. It is replaced as a whole, its predecessor stays beside it until the run has
 ended, and every tensor in it carries a checksum: a run never goes on from something else than what
@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
 
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
 from paceline.model.loading import weight_files
 from paceline.model.tensorfile import digest, seal
-from paceline.train.data import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -115,30 +112,3 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
     tokenizer.save_pretrained(folder)
     for file in weight_files(folder):
         seal(file)
-
-
-def token_stream(file: Path, vocab_size: int, encode: Callable[[], Stream]) -> Stream:
-    """The token stream kept in ``file``; encoded anew if there is no such file or it is damaged."""
-    try:
-        with np.load(file) as saved:
-            stream = Stream(str(saved["name"]), saved["ids"], saved["learn"], saved["starts"])
-        if stream.fits(vocab_size):
-            return stream
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-        pass
-    return encode()
-
-
-def keep_stream(file: Path, stream: Stream) -> None:
-    """Save a token stream for a resumed run. Raises WriteError."""
-    what = "the token stream"
-    with telling(what, file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with write_aside(file, what, durable=False) as sink:
-        np.savez(
-            sink,
-            name=np.array(stream.name),
-            ids=stream.ids,
-            learn=stream.learn,
-            starts=stream.starts,
-        )
