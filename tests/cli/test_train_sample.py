@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
+from paceline.cli.train_sample import PromptOptions
+from paceline.train.answers import Wishes
 from tiny_models import SENTENCES, TinyPair
+
+
+def test_options_are_the_fields_of_the_wishes() -> None:
+    """Written twice so that --help stays fast; here they are held together."""
+    options, wishes = asdict(PromptOptions()), asdict(Wishes())
+    assert list(options) == list(wishes)
+    assert options | {"exclude_licenses": ()} == wishes
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_models_without_a_template_take_text_and_no_messages(tmp_path: Path) -> 
             ["two<|im_end|>", "<think>\n\n</think>\n\nthree<|im_end|>"],
             1,
         ),
-        (THINKING, ("2?", "two", "3?", "3", "4?"), ["two<|im_end|>", "3<|im_end|>"], 2),
+        (THINKING, ("2?", "two", "3?", "3", "4?"), ["two<|im_end|>", "3<|im_end|>"], 0),
     ],
 )
 def test_answers_are_found_in_what_templates_write(

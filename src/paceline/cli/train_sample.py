@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from paceline.cli.options import quiet_libraries, set_threads
+from paceline.cli.options import expand, quiet_libraries, set_threads
 from paceline.cli.progress import showing
 from paceline.cli.values import parse_bytes
 from paceline.files import LongRecord
@@ -52,6 +52,105 @@ class _Decoder:
         return found
 
 
+@dataclass(frozen=True)
+class PromptOptions:
+    """Fields of Wishes, which cannot be imported here: it would load numpy for --help."""
+
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompts to take.",
+            show_default="all conversations, 1000 texts",
+            rich_help_panel=_PROMPTS,
+        ),
+    ] = None
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of choice and text.", rich_help_panel=_PROMPTS)
+    ] = 0
+    exclude_licenses: Annotated[
+        list[str],
+        typer.Option(
+            "--exclude-license",
+            help="Leave out such records; repeatable.",
+            rich_help_panel=_PROMPTS,
+        ),
+    ] = field(default_factory=lambda: ["CC-BY-SA"])
+    longest: Annotated[
+        int,
+        typer.Option(
+            min=12, help="Longest beginning of a text, in tokens.", rich_help_panel=_PROMPTS
+        ),
+    ] = 96
+    max_prompt: Annotated[
+        int, typer.Option(min=1, help="Longest conversation, in tokens.", rich_help_panel=_PROMPTS)
+    ] = 640
+    follow_ups: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the conversations that are asked a further question. Questions of "
+            "several turns are always asked to the end.",
+            rich_help_panel=_PROMPTS,
+        ),
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Fields of SamplingParams."""
+
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="New tokens of each.", rich_help_panel=_ANSWERS)
+    ] = 256
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", "-t", min=0, help="0 is greedy.", rich_help_panel=_ANSWERS),
+    ] = 0.0
+    top_p: Annotated[
+        float, typer.Option(help="Keep this much probability.", rich_help_panel=_ANSWERS)
+    ] = 1.0
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Go on past the end of a text.", rich_help_panel=_ANSWERS
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the model is run; which texts come out depends on it for sampled ones alone."""
+
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 32
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 ...")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto"
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="As in 2GB.", show_default="by batch and model"),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Processor threads.", show_default=False)
+    ] = None
+
+    def load(self, model: str, seed: int) -> LLM:
+        """Raises PacelineError."""
+        from paceline import LLM
+
+        memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
+        with stage(f"loading {model}"):
+            return LLM(
+                model,
+                dtype=self.dtype,
+                device=self.device,
+                max_batch_size=self.batch,
+                kv_cache_memory=memory,
+                seed=seed,
+            )
+
+
+@expand
 def sample(
     model: Annotated[str, typer.Option(help="The model that writes.")],
     data: Annotated[
@@ -64,114 +163,39 @@ def sample(
         ),
     ],
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
-    count: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompts to take.",
-            show_default="all conversations, 1000 texts",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None,
-    max_prompt: Annotated[
-        int,
-        typer.Option(min=1, help="Longest conversation, in tokens.", rich_help_panel=_PROMPTS),
-    ] = 640,
-    longest: Annotated[
-        int,
-        typer.Option(
-            min=12, help="Longest beginning of a text, in tokens.", rich_help_panel=_PROMPTS
-        ),
-    ] = 96,
-    follow_ups: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Share of the conversations that are asked a further question. Questions of "
-            "several turns are always asked to the end.",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = 0.0,
-    exclude_licenses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude-license",
-            help="Leave out such records; repeatable.",
-            show_default="CC-BY-SA",
-            rich_help_panel=_PROMPTS,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="New tokens of each.", rich_help_panel=_ANSWERS)
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", "-t", min=0, help="0 is greedy.", rich_help_panel=_ANSWERS),
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Keep this much probability.", rich_help_panel=_ANSWERS)
-    ] = 1.0,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Go on past the end of a text.", rich_help_panel=_ANSWERS
-        ),
-    ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of choice and text.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32 ...")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="As in 2GB.", show_default="by batch and model"),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Processor threads.", show_default=False)
-    ] = None,
+    prompts: PromptOptions,
+    answers: AnswerOptions,
+    engine: EngineOptions,
 ) -> None:
     """Let a model answer prompts or continue texts, as data to train its drafts on.
 
     Run the same command again to go on where it stopped: until all is written, the records lie in
     OUT.partial.
     """
-    quiet_libraries()
-    set_threads(threads)
-    memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory)
     console = Console(stderr=True)
+    quiet_libraries()
+    set_threads(engine.threads)
     if out.is_file():
-        console.print(
-            f"{out} is there already; delete it to write it anew", highlight=False, soft_wrap=True
-        )
+        told = f"{out} is there already; delete it to write it anew"
+        console.print(told, highlight=False, soft_wrap=True)
         return
-    from paceline import LLM, SamplingParams
+    from paceline import SamplingParams
     from paceline.train.answers import AnswerWriter, Wishes, jobs_of
     from paceline.train.data import Source
 
     sources = [Source.parse(spec) for spec in data]
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, max_tokens=max_tokens, ignore_eos=ignore_eos
-    )
-    excluded = ("CC-BY-SA",) if exclude_licenses is None else tuple(exclude_licenses)
-    wishes = Wishes(count, seed, excluded, longest, max_prompt, follow_ups)
-    key = {"model": model, "data": data, "top_p": top_p, "max_tokens": max_tokens}
-    key |= {"temperature": temperature, "ignore_eos": ignore_eos, **asdict(wishes)}
-    with showing(console), LongRecord(out, "the records", json.dumps(key)) as lines:
+    params = SamplingParams(**asdict(answers))
+    key = json.dumps({"model": model, "data": data, **asdict(prompts), **asdict(answers)})
+    with showing(console), LongRecord(out, "the records", key) as lines:
         if lines.lines:
             say(f"going on after {lines.lines:,} records in {lines.partial}")
-        with stage(f"loading {model}"):
-            llm = LLM(
-                model,
-                dtype=dtype,
-                device=device,
-                max_batch_size=batch,
-                kv_cache_memory=memory,
-                seed=seed + lines.lines,
-            )
+        llm = engine.load(model, prompts.seed + lines.lines)
+        room = min(prompts.max_prompt, llm.max_model_len - 1)
+        excluded = tuple(prompts.exclude_licenses)
+        wishes = Wishes(**asdict(prompts) | {"max_prompt": room, "exclude_licenses": excluded})
         jobs = jobs_of(sources, llm.tokenizer, wishes)
-        writer = AnswerWriter(
-            _Decoder(llm, params), llm.tokenizer, max_prompt, temperature, lines.add
-        )
-        writer.write(jobs, batch, lines.kept())
+        decoder = _Decoder(llm, params)
+        writer = AnswerWriter(decoder, llm.tokenizer, room, answers.temperature, lines.add)
+        writer.write(jobs, engine.batch, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         say(f"{lines.lines:,} records in {out}{failed}")

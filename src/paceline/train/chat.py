@@ -277,14 +277,24 @@ class ChatWriter:
             start = self._place(whole, said, common)[0]
         if k == len(talk.messages) - 1:
             return start, self._without_blanks(whole, start, len(whole))
+        ended = whole.startswith(said, start) and self._mark(whole, start + len(said))
+        if said and ended and "tool_calls" not in talk.messages[k]:
+            return start, self._end(whole, start + len(said))
         upto = self._written(talk, k + 1)
         if len(upto) > start and whole.startswith(upto):
             return start, self._without_blanks(whole, start, len(upto))
         self.searched += 1
-        end = self._place(whole, said, start)[1]
-        rest = whole[end:].lstrip()
-        mark = max((m for m in self._marks if rest.startswith(m)), key=len, default="")
-        return start, len(whole) - len(rest) + len(mark) if mark else end
+        return start, self._end(whole, self._place(whole, said, start)[1])
+
+    def _mark(self, whole: str, place: int) -> str:
+        """The end token that stands at a place; "" if there is none."""
+        return max((m for m in self._marks if whole.startswith(m, place)), key=len, default="")
+
+    def _end(self, whole: str, place: int) -> int:
+        """Where an answer whose words end at ``place`` ends: behind its end token."""
+        blanks = len(whole) - place - len(whole[place:].lstrip())
+        mark = self._mark(whole, place + blanks)
+        return place + blanks + len(mark) if mark else place
 
     def _place(self, whole: str, said: str, first: int) -> tuple[int, int]:
         """Where an answer's words stand; templates may strip blanks and drop thoughts."""

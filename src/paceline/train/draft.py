@@ -9,6 +9,7 @@ what KL began (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from paceline.model.loading import load_tokenizer
 from paceline.model.vocabulary import differences
 from paceline.stages import stage
 from paceline.train.acceptance import Acceptance, total, walk
+from paceline.train.data import Stream
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import LMConfig, LMTrainer, Progress
 
@@ -93,6 +95,13 @@ class DraftTrainer(LMTrainer):
                     "out for a new one"
                 )
         return tokenizer
+
+    def _validation(self) -> dict[str, Stream]:
+        found = {}
+        for source in self.valid_sources:
+            with suppress(DataError):  # mere prompts: acceptance is measured on them, no loss
+                found[source.name] = self._stream(source)
+        return found
 
     def _distilled(
         self,

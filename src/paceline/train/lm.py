@@ -126,7 +126,7 @@ class LMTrainer:
         streams = [self._stream(source) for source in self.sources]
         self.long_len = self._long_windows(streams)
         self.mixture = Mixture(streams, [s.weight for s in self.sources], config.seed)
-        self.validation = {s.name: self._stream(s) for s in self.valid_sources}
+        self.validation = self._validation()
         torch.manual_seed(config.seed)
         self.model = self._new_model()
         self.teacher = self._load_teacher()
@@ -180,6 +180,10 @@ class LMTrainer:
         stream = kept.read(source)
         kept.keep(source, stream)
         return stream
+
+    def _validation(self) -> dict[str, Stream]:
+        """What the text loss is measured on."""
+        return {source.name: self._stream(source) for source in self.valid_sources}
 
     def _new_model(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM
