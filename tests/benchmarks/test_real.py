@@ -1,4 +1,4 @@
-"""The scripts with ``--pairs smollm2``, run with a tiny target; and with the real one, where it is."""
+"""The scripts with ``--pairs smollm2``: with a tiny target, and with the real one where it is."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_never_slower(
     arguments = ["--pairs", "smollm2", *line(folders, "target", "prompts-dir"), "--quick"]
     arguments += ["--draft", f"eagle3:{folders['eagle3']}", "--tokens", "8", "--rounds", "1"]
     arguments += ["--concurrency", "1,2", "--lengths", "2", "--dtype", "float32"]
-    code, out, found = start(never_slower, monkeypatch, capsys, arguments)
+    code, _, found = start(never_slower, monkeypatch, capsys, arguments)
     assert code == 0 and found is not None
     args = never_slower.parse(["--pairs", "smollm2", *line(folders, "target")])
     assert args.draft == "ngram" and args.sections == ["sweep", "sampled"]
