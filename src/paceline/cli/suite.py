@@ -42,7 +42,7 @@ class SuiteOptions:
     ] = None
     path: Annotated[
         str | None,
-        typer.Argument(help="The suite's file of questions.", metavar="[PATH]", show_default=False),
+        typer.Argument(help="The suite's file of questions.", metavar="PATH", show_default=False),
     ] = None
 
     def source(self, prompts: str | None) -> str:
