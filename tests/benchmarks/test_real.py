@@ -128,6 +128,7 @@ def test_never_slower(
     arguments += ["--concurrency", "1,2", "--lengths", "2", "--dtype", "float32"]
     code, _, found = start(never_slower, monkeypatch, capsys, arguments)
     assert code == 0 and found is not None
+    monkeypatch.setattr(real, "DRAFTS", {"eagle3": "nowhere"})
     args = never_slower.parse(["--pairs", "smollm2", *line(folders, "target")])
     assert args.draft == "ngram" and args.sections == ["sweep", "sampled"]
 
@@ -180,7 +181,7 @@ def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) 
     work = serving.work_of(serving.parse([*arguments, "--suites", FEW, "--max-tokens", "6"]))
     assert len(work.prompts) == 8 and work.ends and work.draft == "ngram"
     assert json.loads(work.body("x", "off", False))["ignore_eos"] is False
-    llm = LLM(work.model, draft=None, dtype="float32")
+    llm = LLM(work.model, draft="ngram", dtype="float32")
     free = serving.counted(llm, serving.Work(work.prompts, 6, work.model))
     assert free.tokens == 8 * 6
     assert serving.counted(llm, work).tokens <= 8 * 6

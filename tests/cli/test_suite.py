@@ -85,7 +85,6 @@ def test_a_suite_of_one_task(
     assert shown.exit_code == 0, shown.output
     assert "GSM8K at temperature 0" in shown.stdout and "2.00x" in shown.stdout
     assert "Multi-turn" not in shown.stdout and "3 questions from" in shown.stdout
-    assert fast.diary[-1].endswith("x256") is False  # its own limit, not the context's
     again = run(
         *("--suite", "gsm8k", str(file), *pair_of(tiny_pair), "-m", "ngram", "--json"),
         *("--rounds", "2", "--temperature", "0,1", "--per-category", "2"),

@@ -73,7 +73,7 @@ class SuiteRecord:
         heats = []
         for number, done in enumerate(self.answered):
             for turns in zip(*(d.turns for d in done.dialogues.values()), strict=False):
-                if len({turn.ask for turn in turns}) == 1:
+                if all(turn.ask == turns[0].ask for turn in turns):
                     job = Job(done.question.task, 1, done.temperature, number, (turns[0].ask,))
                     outcomes = dict(zip(done.dialogues, (t.outcome for t in turns), strict=True))
                     heats.append(Heat(job, done.turn, outcomes))
