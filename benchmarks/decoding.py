@@ -1,11 +1,11 @@
 """Decoding speed: Paceline beside transformers, in one process, taking turns, medians.
 
 Pairs: `tiny`, the embedded pair as it is, `inflated`, the same functions at the cost of real models
-(see inflate.py), and `smollm2`, a real model whose answers end by themselves (see real.py). Every
-contestant gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new tokens
-(the end token is ignored by all), and is timed from prompt to last token, prefill included.
-Within each round all contestants decode a prompt one after another, in an order that rotates; a
-figure is the median over rounds. Prefix sharing between rounds is off.
+(see inflate.py), and `smollm2`, a real model, whose answers end where it ends them (see real.py).
+Every contestant gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new
+tokens (the end token is ignored by all, but for `smollm2`), and is timed from prompt to last token,
+prefill included. Within each round all contestants decode a prompt one after another, in an order
+that rotates; a figure is the median over rounds. Prefix sharing between rounds is off.
 
     python benchmarks/decoding.py --quick
     python benchmarks/decoding.py --pairs tiny --rounds 5 --json tiny.json

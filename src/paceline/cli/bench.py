@@ -18,6 +18,7 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing
+from paceline.cli.suite import SuiteOptions, run_suite
 from paceline.cli.values import parse_bytes, parse_draft_length
 from paceline.errors import ConfigError, PromptError
 from paceline.stages import stage
@@ -162,6 +163,7 @@ def bench(
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
+    suite: SuiteOptions,
     output: ReportOptions,
     time: BenchBudget,
 ) -> None:
@@ -172,6 +174,10 @@ def bench(
     """
     budget = time.begin()
     output.check()
+    if suite.suite is not None:
+        methods, rule = _methods(engine, options)
+        return run_suite(engine, wanted, options, suite, output, methods, rule)
+    suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
     given = options_of(
@@ -267,18 +273,24 @@ def _bought(
     return Bought(budget.seconds, spent, done, wanted, tuple(missing), sureness_of(record, rows))
 
 
-def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
-    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
+def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method], str]:
+    """What is compared, and by which rule. Raises ConfigError."""
     options.check()
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
     from paceline.bench.methods import parse_lengths, parse_methods
-    from paceline.bench.runner import Settings, Sweep
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
     names = options.method or _default_methods(engine.model, draft)
-    methods = parse_methods(names, draft, length, parse_lengths(options.lengths))
+    return parse_methods(names, draft, length, parse_lengths(options.lengths)), rule
+
+
+def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
+    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
+    from paceline.bench.runner import Settings, Sweep
+
+    methods, rule = _methods(engine, options)
     seed = options.seed
     if seed is None and rule == "coupled":
         seed = 0  # this rule needs one

@@ -1,0 +1,230 @@
+"""``paceline bench --suite``: the tables that the public benchmarks publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from click.core import ParameterSource
+
+from paceline.cli.measuring import PromptOptions, ReportOptions, finish, partial_results
+from paceline.cli.options import ModelOptions
+from paceline.cli.progress import progress_bar
+from paceline.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.bench.contestants import Starter
+    from paceline.bench.conversations import Manner, SuiteRecord
+    from paceline.bench.methods import Method
+    from paceline.bench.suite_tables import SuiteResult
+    from paceline.bench.suites import Question, Suite
+    from paceline.cli.bench import BenchOptions
+    from paceline.llm import LLM
+
+_MAX_TOKENS = 1024  # Spec-Bench's own
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Which public benchmark is reproduced, if any."""
+
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="spec-bench, mt-bench, gsm8k or humaneval: decode PATH as that benchmark does, "
+            "turn by turn to the end of each answer, and print its table.",
+            rich_help_panel="Prompts",
+        ),
+    ] = None
+    path: Annotated[
+        str | None,
+        typer.Argument(help="The suite's file of questions.", metavar="PATH", show_default=False),
+    ] = None
+
+    def source(self, prompts: str | None) -> str:
+        """The suite's file. Raises ConfigError."""
+        if self.path is not None and prompts is not None:
+            raise ConfigError(f"both {self.path} and --prompts {prompts}: name one file")
+        found = self.path or prompts
+        if found is None:
+            raise ConfigError(
+                f"--suite {self.suite} needs the file of its questions: "
+                f"paceline bench --suite {self.suite} PATH"
+            )
+        return found
+
+    def check_alone(self) -> None:
+        """Without a suite there is nothing that a path could mean. Raises ConfigError."""
+        if self.path is not None:
+            raise ConfigError(
+                f"what is {self.path}? Its prompts are measured with --prompts {self.path}, "
+                "a public benchmark with --suite NAME"
+            )
+
+
+def run_suite(
+    engine: ModelOptions,
+    wanted: PromptOptions,
+    options: BenchOptions,
+    chosen: SuiteOptions,
+    output: ReportOptions,
+    methods: Sequence[Method],
+    rule: str,
+) -> None:
+    """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
+    from paceline.bench.conversations import SuiteRecord, answer_all, fitting
+    from paceline.bench.suites import load_questions, suite_of
+
+    assert chosen.suite is not None, "the caller looked"
+    suite, source = suite_of(chosen.suite), chosen.source(wanted.prompts)
+    if options.concurrencies() != [1]:
+        raise ConfigError(
+            f"--suite {suite.name} has batch 1, as published; leave out --concurrency, "
+            "or measure the file with --prompts"
+        )
+    if options.price is not None:
+        raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
+    how = _manner(options, rule)
+    questions = load_questions(suite, source, wanted.category, wanted.per_category)
+    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    kept, left_out = fitting(questions, llm)
+    if not kept:
+        raise PromptError(
+            f"all {len(left_out)} questions are too long: {llm.target.name} sees "
+            f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
+        )
+    starter, record, complete = _starter(llm, engine, rule), SuiteRecord(), False
+    runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
+    with partial_results() as interrupted, progress_bar("warming up", runs) as advance:
+        contestants = []
+        for method in methods:
+            advance(0, f"loading {method.name}")
+            contestants.append(starter.open(method, 1))
+        complete = answer_all(llm, contestants, kept, how, record, advance)
+    if not record.answered:
+        finish(interrupted)
+        raise ConfigError("the time was up before all methods had answered a question; give more")
+    settings = _settings(engine, source, options, how, kept, rule)
+    result = _result(suite, llm, methods, settings, record, complete)
+    names = [question.name for question in left_out]
+    base = replace(result.base, left_out=names, interrupted=bool(interrupted))
+    _show(replace(result, base=base), output, options.allow_idle)
+    finish(interrupted)
+    if base.complaints(options.allow_idle):
+        raise typer.Exit(1)
+
+
+def _manner(options: BenchOptions, rule: str) -> Manner:
+    """As published where the command line leaves it open: 1024 tokens, one round."""
+    from paceline.bench.conversations import Manner
+
+    seed = options.seed
+    if seed is None and rule == "coupled":
+        seed = 0  # this rule needs one
+    return Manner(
+        options.max_tokens if _given("max_tokens") else _MAX_TOKENS,
+        options.temperatures(),
+        options.rounds if _given("rounds") else 1,
+        seed=seed,
+        seconds=_seconds(),
+    )
+
+
+def _given(option: str) -> bool:
+    """Whether the command line has it, though it has a default."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return False
+    return context.get_parameter_source(option) not in (None, ParameterSource.DEFAULT)
+
+
+def _seconds() -> float | None:
+    """A suite is measured whole, however long that takes, unless a time was asked for."""
+    context = click.get_current_context(silent=True)
+    if context is None or not _given("seconds"):
+        return None
+    return float(context.params["seconds"])
+
+
+def _starter(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
+    from paceline.bench.contestants import Starter
+    from paceline.cli.values import parse_bytes
+
+    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
+
+
+def _settings(
+    engine: ModelOptions,
+    source: str,
+    options: BenchOptions,
+    how: Manner,
+    questions: Sequence[Question],
+    rule: str,
+) -> dict[str, Any]:
+    return {
+        "model": engine.model,
+        "source": source,
+        "tasks": list(dict.fromkeys(question.task for question in questions)),
+        "questions": len(questions),
+        "max_tokens": how.max_tokens,
+        "rounds": how.rounds,
+        "batch": 1,
+        "concurrency": [1],
+        "temperature": list(how.temperatures),
+        "ignore_eos": how.ignore_eos,
+        "bonus_token_counted": True,
+        "seed": how.seed,
+        "rule": rule,
+        "lossy": engine.lossy,
+    }
+
+
+def _result(
+    suite: Suite,
+    llm: LLM,
+    methods: Sequence[Method],
+    settings: dict[str, Any],
+    record: SuiteRecord,
+    complete: bool,
+) -> SuiteResult:
+    from paceline.bench.figures import idle
+    from paceline.bench.result import Result, machine_of
+    from paceline.bench.runner import Heat, Job, Record
+    from paceline.bench.suite_figures import task_figures
+    from paceline.bench.suite_tables import SuiteResult
+    from paceline.bench.texts import compare, judge_of
+
+    ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
+    everything = Record(
+        [
+            Heat(Job(done.question.task, 1, done.temperature, 0, ()), 0, {name: turn.outcome})
+            for done in record.answered
+            for name, dialogue in done.dialogues.items()
+            for turn in dialogue.turns
+        ]
+    )
+    base = Result(
+        model=settings["model"],
+        machine=machine_of(llm.target),
+        settings=settings,
+        methods=methods,
+        rows=(),
+        texts=compare(record.texts(), judge_of(llm.target), ours),
+        idle=idle(everything, {method.name for method in methods if method.speculates}),
+    )
+    return SuiteResult.of(suite, base, task_figures(suite, record), record, complete)
+
+
+def _show(result: SuiteResult, output: ReportOptions, allow_idle: bool) -> None:
+    import sys
+
+    from paceline.bench.suite_tables import suite_report
+
+    output.emit(result.record(), suite_report(result))
+    for line in result.base.complaints(allow_idle):
+        print(f"error: {line}", file=sys.stderr)
