@@ -42,57 +42,29 @@ def truncated(laws: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     limits = [_limit(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
     head = _head(laws, params, limits) if nucleus or any(limits) else laws
-    bar = torch.zeros(laws.shape[0], 1, device=device)
     if any(limits) or any(p.min_p > 0 for p in params):
-        threshold = bar
+        threshold = torch.zeros(laws.shape[0], 1, device=device)
         if any(p.min_p > 0 for p in params):
             threshold = laws.amax(dim=-1, keepdim=True) * column(params, lambda p: p.min_p, device)
         if any(limits):
             limit = to_device(limits, device).unsqueeze(1)
             kth = head.gather(1, (limit - 1).clamp_(min=0))
             threshold = torch.maximum(threshold, torch.where(limit > 0, kth, 0.0))
-        bar = threshold
-        if nucleus:
-            laws, head = _at_least(laws, threshold), _at_least(head, threshold)
+        laws = _at_least(laws, threshold)
+        head = _at_least(head, threshold) if nucleus else head
+    mass = laws.sum(dim=-1, keepdim=True)
     if nucleus:
         share = column(params, lambda p: p.top_p, device)
-        mass = laws.sum(dim=-1, keepdim=True)
         before = head.cumsum(dim=-1) - head  # mass of the tokens that rank before each
         size = (before < share * mass).sum(dim=-1, keepdim=True).clamp_(min=1)
-        bar = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
-    if device.type == "cpu":
-        return _cut_by_numpy(laws, bar, params)
-    laws = _at_least(laws, bar)
-    mass = laws.sum(dim=-1, keepdim=True)
+        last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
+        laws = _at_least(laws, last)
+        mass = laws.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
         # The others' laws stay bit for bit what they are without such neighbours.
         truncates = to_device([p.truncates for p in params], device, torch.bool).unsqueeze(1)
         mass = torch.where(truncates, mass, 1.0)
     return laws.div_(mass)
-
-
-def _cut_by_numpy(
-    laws: torch.Tensor, bar: torch.Tensor, params: Seq[SamplingParams]
-) -> torch.Tensor:
-    """The same row by row, writing what stays: of most laws some hundred entries."""
-    cut = torch.zeros_like(laws)
-    rows: npt.NDArray[np.float32] = laws.numpy()
-    outs: npt.NDArray[np.float32] = cut.numpy()
-    limits: npt.NDArray[np.float32] = bar.numpy()
-    kept: list[npt.NDArray[np.intp]] = []
-    for row, out, limit, p in zip(rows, outs, limits, params, strict=True):
-        if p.truncates:
-            kept.append(np.flatnonzero(~(row < limit)))  # also what is not a number
-            out[kept[-1]] = row[kept[-1]]
-        else:
-            out[:] = row
-    masses: npt.NDArray[np.float32] = cut.sum(dim=-1).numpy()
-    places = iter(kept)
-    for out, mass, p in zip(outs, masses, params, strict=True):
-        if p.truncates:
-            own = next(places)
-            out[own] /= mass
-    return cut
 
 
 def _limit(params: SamplingParams, width: int) -> int:
