@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Recorder:
         }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="paceline/tiny")
     parser.add_argument("--dtype", default="auto")
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--prompts", type=Path, default=default_folder())
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     from paceline import LLM, SamplingParams
 
     kinds = wishes()

@@ -5,7 +5,8 @@ attention; every layer then writes its new keys and values and runs the pieces:
 
     decoding, blocks in one run    a strided view of the cache, no copy
     decoding, scattered blocks     keys gathered block by block
-    several decoding sequences     gathered together, padded, one call; long contexts one call each
+    several decoding sequences     gathered together, padded on the left, one call
+    several with long contexts     one call each, as above
     prefill chunks                 one call each
 
 Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``,
@@ -41,12 +42,12 @@ def paged_attention(
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
-    heads, total, size = query.shape[1], query.shape[2], step.cache.block_size
+    heads, total = query.shape[1], query.shape[2]
     layout = step.pieces(layer, heads // keys.shape[1], query.dtype)
     if len(layout.items) == 1 and layout.order is None:
-        return _attend(layout.items[0], query, keys, values, size, scaling, softcap, sinks, total)
+        return _attend(layout.items[0], query, keys, values, scaling, softcap, sinks, total)
     outputs = [
-        _attend(piece, query, keys, values, size, scaling, softcap, sinks, total)
+        _attend(piece, query, keys, values, scaling, softcap, sinks, total)
         for piece in layout.items
     ]
     joined = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
@@ -69,23 +70,20 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
     )
 
 
-def _rows_of(cache: Tensor, piece: Piece, size: int, part: str) -> Tensor:
-    """``[batch, kv_heads, keys, width]`` from a cache, "keys" or "values", in blocks of ``size``.
+def _rows_of(cache: Tensor, piece: Piece, part: str) -> Tensor:
+    """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values".
 
-    What is gathered holds until the next layer's.
+    What is gathered holds until the next layer gathers, into the same memory: fresh memory costs a
+    third of the copy.
     """
     if piece.gather is None:
         return _view(cache, piece.slot, piece.keys)
     _, heads, width = cache.shape
-    # Whole blocks take half to three quarters of the time of single rows, and memory that the
-    # layers before have used is there already.
-    into = piece.scratch.get((part, heads * width))
+    run = piece.unit * heads * width
+    into = piece.scratch.get((part, run))
     if into is None:
-        into = cache.new_empty(len(piece.gather), size * heads * width)
-        piece.scratch[part, heads * width] = into
-    torch.index_select(cache.view(-1, size * heads * width), 0, piece.gather, out=into)
-    if piece.void is not None:
-        into.view(-1, heads * width).index_fill_(0, piece.void, 0)
+        into = piece.scratch[part, run] = cache.new_empty(len(piece.gather), run)
+    torch.index_select(cache.view(-1, run), 0, piece.gather, out=into)
     rows = into.view(piece.batch, -1, heads, width)
     return rows[:, piece.skip : piece.skip + piece.keys].transpose(1, 2)
 
@@ -95,7 +93,6 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    size: int,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -107,7 +104,7 @@ def _attend(
         query = query.index_select(2, piece.pick)
     elif batch * rows != total:
         query = query.narrow(2, piece.start, batch * rows)
-    key, value = _rows_of(keys, piece, size, "keys"), _rows_of(values, piece, size, "values")
+    key, value = _rows_of(keys, piece, "keys"), _rows_of(values, piece, "values")
     if softcap is not None or sinks is not None:
         return _attend_explicitly(piece, query, key, value, scaling, softcap, sinks)
     if not piece.folded:

@@ -32,8 +32,8 @@ class Piece:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
     The rows are ``start .. start + batch * rows`` of the packed batch, or those named by
-    ``pick`` when padded. Keys are the slots ``slot .. slot + keys``, or those of the cache blocks
-    in ``gather``, of each sequence the first ``skip`` left out and ``keys`` after them.
+    ``pick`` when padded. Keys are the slots ``slot .. slot + keys``, or those gathered: ``gather``
+    counts them in runs of ``unit`` slots, and the first ``skip`` are left out.
     """
 
     start: int
@@ -41,9 +41,9 @@ class Piece:
     rows: int
     keys: int
     slot: int = 0
-    gather: Tensor | None = None  # int64 [batch * blocks]
+    gather: Tensor | None = None  # int64
+    unit: int = 1
     skip: int = 0
-    void: Tensor | None = None  # int64: gathered rows that no sequence wrote, see _padded
     pick: Tensor | None = None  # int64 [batch * rows]
     causal: bool = False  # rows == keys, lower triangle
     mask: Tensor | None = None  # additive; [group * rows, keys], or [batch, 1, group * rows, keys]
@@ -181,8 +181,8 @@ class _Layout:
         slot = _run_start(table, first, span.kv_length, size)
         piece = Piece(span.start, 1, span.rows, keys, slot or 0)
         if slot is None:
-            blocks = to_device(_blocks(table, first, span.kv_length, size), self.device)
-            piece = replace(piece, gather=blocks, skip=first % size)
+            blocks = to_device(table[first // size : -(-span.kv_length // size)], self.device)
+            piece = replace(piece, gather=blocks, unit=size, skip=first % size)
         if span.rows == 1 and self._sees_all(span):
             return piece
         if span.rows <= SHORT:
@@ -202,48 +202,39 @@ class _Layout:
         return on_path and (self.pattern == FULL or nodes == 1)
 
     def _padded(self, members: list[int]) -> tuple[Piece, list[int]]:
-        """Short spans in one call: whole blocks of keys, absent rows and other keys masked.
-
-        Behind a span's last key its block may hold what another request left there. A mask does
-        not keep out what is not a number, so these rows are emptied.
-        """
+        """Short spans in one call: keys right-aligned, absent rows and keys masked."""
         spans = [self.step.spans[i] for i in members]
-        size = self.step.cache.block_size
         firsts = [self.pattern.first_key(span) for span in spans]
-        tables = [
-            _blocks(self.step.tables[i], first, span.kv_length, size)
-            for i, first, span in zip(members, firsts, spans, strict=True)
-        ]
-        count, rows = max(map(len, tables)), max(span.rows for span in spans)
-        keys = count * size
+        lengths = [span.kv_length - first for span, first in zip(spans, firsts, strict=True)]
+        keys, rows = max(lengths), max(span.rows for span in spans)
+        size = self.step.cache.block_size
+        gather: list[Tensor] = []
         pick: list[int] = []
         order: list[int] = []
-        void: list[int] = []
         bias = torch.full((len(spans), self.group, rows, keys), float("-inf"), dtype=self.dtype)
         host = torch.device("cpu")
         plain = True  # every row sees every gathered key
-        for place, (own, first, span) in enumerate(zip(bias, firsts, spans, strict=True)):
-            begin, length = first % size, span.kv_length - first
-            void += range(place * keys + begin + length, (place + 1) * keys)
+        for place, (i, span) in enumerate(zip(members, spans, strict=True)):
+            first, length = firsts[place], lengths[place]
+            own = _slots(self.step.tables[i], first, span.kv_length, size)
+            gather.extend((own[:1].expand(keys - length), own))
             here, absent = list(_row_range(span)), rows - span.rows
             pick.extend(here + [here[0]] * absent)
             order.extend(here + [-1] * absent)
-            own[:, :, begin : begin + length] = 0
+            bias[place, :, :, keys - length :] = 0
             if not (span.rows == 1 and self._sees_all(span)):
                 mask = short_mask(span, self.pattern, length, 1, self.dtype, host)
-                own[:, : span.rows, begin : begin + length] = mask
+                bias[place, :, : span.rows, keys - length :] = mask
                 plain = False
-            plain = plain and length == keys
+        plain = plain and min(lengths) == keys
         even = pick == list(range(pick[0], pick[0] + len(pick)))
         folded = bias.view(len(spans), 1, self.group * rows, keys)
-        gather = [block for own in tables for block in own + own[:1] * (count - len(own))]
         piece = Piece(
             start=pick[0],
             batch=len(members),
             rows=rows,
             keys=keys,
-            gather=to_device(gather, self.device),
-            void=to_device(void, self.device) if void else None,
+            gather=upload(torch.cat(gather), self.device),
             pick=None if even else to_device(pick, self.device),
             mask=None if plain else upload(folded, self.device),
         )
@@ -254,6 +245,9 @@ def _row_range(span: Span) -> range:
     return range(span.start, span.start + span.rows)
 
 
-def _blocks(table: Sequence[int], start: int, stop: int, size: int) -> list[int]:
-    """The cache blocks that hold the logical indices ``start .. stop``."""
-    return list(table[start // size : -(-stop // size)])
+def _slots(table: Sequence[int], start: int, stop: int, size: int) -> Tensor:
+    """int64 on the host: slots of the logical indices ``start .. stop``."""
+    first = start // size
+    blocks = torch.tensor(table[first : -(-stop // size)], dtype=torch.int64)
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+    return slots[start - first * size : stop - first * size]

@@ -67,8 +67,8 @@ class Report:
         entries = []
         for row, token, logprob in zip(rows, emitted, own, strict=True):
             at = row * self.count
-            top = tuple(
+            others = tuple(
                 (int(values[ids + at + rank]), values[tops + at + rank]) for rank in range(wanted)
             )
-            entries.append(TokenLogprob(token, logprob, top))
+            entries.append(TokenLogprob(token, logprob, others))
         return tuple(entries)

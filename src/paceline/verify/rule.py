@@ -236,13 +236,17 @@ def _rows_of(logits: torch.Tensor, checks: Seq[Check]) -> torch.Tensor:
     return logits if logits.shape[0] == total else logits[:total]
 
 
+def _widened(q: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(q, (0, width - q.shape[1]))
+
+
 def _apply(method: Method, laws: torch.Tensor, checks: Seq[Check]) -> Outcome:
     """One procedure on the laws [R, V] of some checks with sampled drafts."""
     laws_of_draft = [check.tree.q for check in checks if check.tree.q is not None]
     width = max(q.shape[1] for q in laws_of_draft)
-    pad = torch.nn.functional.pad
-    q = torch.cat([pad(q, (0, width - q.shape[1])) for q in laws_of_draft])
-    p, q = aligned(laws, q)
+    wide = [q if q.shape[1] == width else _widened(q, width) for q in laws_of_draft]
+    # Neither rule writes to q, so a lone tree's needs no copy.
+    p, q = aligned(laws, torch.cat(wide) if len(wide) > 1 else wide[0])
     tokens = torch.cat([check.tree.tokens for check in checks])
     shapes = tuple(check.tree.parents for check in checks)
     return (block if method == "block" else siblings)(p, q, tokens, shapes)
