@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.doctor.chat_kinds import CHAT_KINDS
-from paceline.doctor.severity import ERROR, NOTE, OK, WARNING
+from paceline.doctor.severity import ERROR as ERROR
+from paceline.doctor.severity import NOTE as NOTE
+from paceline.doctor.severity import OK as OK
+from paceline.doctor.severity import WARNING as WARNING
 from paceline.doctor.severity import Kind as Kind
 from paceline.doctor.severity import Severity as Severity
 
