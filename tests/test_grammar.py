@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from paceline import LLM, ConfigError, Grammar, SamplingParams
+from paceline import LLM, Completion, ConfigError, Grammar, SamplingParams
 
 PERSON = {
     "type": "object",
@@ -33,17 +33,25 @@ def plain() -> LLM:
     return LLM("paceline/tiny", dtype="float32")
 
 
+MIXED = [
+    SamplingParams(grammar=Grammar.json(PERSON), max_tokens=60),
+    SamplingParams(grammar=Grammar.json(PERSON), max_tokens=60, temperature=1.0, seed=3),
+    SamplingParams(grammar=Grammar("regex", "(ab|cd)+e"), max_tokens=40, seed=1, temperature=1),
+    SamplingParams(max_tokens=20),  # a neighbour without a grammar
+]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[Completion]:
+    return plain.generate([PROMPT] * 4, MIXED)
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_constrained_text_does_not_depend_on_the_draft(plain: LLM, draft: str) -> None:
+def test_constrained_text_does_not_depend_on_the_draft(
+    plain: LLM, expected: list[Completion], draft: str
+) -> None:
     llm = plain.beside(draft, draft_length=4)
-    params = [
-        SamplingParams(grammar=Grammar.json(PERSON), max_tokens=60),
-        SamplingParams(grammar=Grammar.json(PERSON), max_tokens=60, temperature=1.0, seed=3),
-        SamplingParams(grammar=Grammar("regex", "(ab|cd)+e"), max_tokens=40, seed=1, temperature=1),
-        SamplingParams(max_tokens=20),  # a neighbour without a grammar
-    ]
-    expected = plain.generate([PROMPT] * 4, params)
-    found = llm.generate([PROMPT] * 4, params)
+    found = llm.generate([PROMPT] * 4, MIXED)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     for completion in found[:2]:
         assert completion.finish_reason == "stop"

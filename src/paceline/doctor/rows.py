@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,14 +47,22 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
     if not bool(values.any()):
         logit = ", so their logits are 0 whatever the text" if head else ""
         return f"all zero{logit}"
-    # Fresh ones have the spread of initialisation, and those of common tokens have left it.
+    # Fresh ones have the spread of initialisation, and those of ordinary tokens have left it.
     said = float(model.files.config.get("initializer_range") or 0.02)
-    others = _rows(entry, range(min(min(rows), entry.shape[0]) // 2, min(rows)) or rows)
-    assert others is not None
-    fresh, usual = float(values.std()), float(others.std(1).median())
-    if abs(fresh / said - 1) < _CLOSE and abs(usual / said - 1) > _FAR:
+    others = _rows(entry, sorted(set(range(_known(model, entry))) - set(rows)))
+    if others is None:
+        return None
+    fresh, usual = float(values.std()), float(others.std())
+    near = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))  # of few values it is not known well
+    if abs(fresh / said - 1) < near < abs(fresh / usual - 1) and abs(usual / said - 1) > _FAR:
         return f"with the spread of fresh ones ({fresh:.3g}, others {usual:.3g})"
     return None
+
+
+def _known(model: Model, entry: TensorEntry) -> int:
+    """Rows that stand for tokens."""
+    tokens = entry.shape[0] if model.tokenizer is None else len(model.tokenizer)
+    return min(tokens, entry.shape[0])
 
 
 def check_tied(model: Model) -> list[Finding]:
