@@ -257,5 +257,6 @@ app(["generate", "Once", "--draft", "none", "--max-tokens", "2"])
 def test_a_piped_command_says_what_it_waits_for() -> None:
     done = subprocess.run([sys.executable, "-c", _SLOW], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"loading paceline/tiny(: \d s so far| \.\.\.)", done.stderr)
+    assert re.match(r"(starting|loading paceline/tiny)(: \d+ s so far| \.\.\.)", done.stderr)
+    assert re.search(r"^loading paceline/tiny(: \d+ s so far| \.\.\.)$", done.stderr, re.M)
     assert "loading" not in done.stdout

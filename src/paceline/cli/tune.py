@@ -78,7 +78,7 @@ class TargetOptions:
     def open(self) -> LLM:
         """The target alone."""
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        with stage(f"loading {self.model}"):
+        with stage("starting"):
             quiet_libraries()
             set_threads(self.threads)
             from paceline import LLM
