@@ -21,7 +21,7 @@ def run(*arguments: str) -> Result:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("prompts") / "three.txt"
     texts = ("Once upon a time there was", "The quick brown fox", "one two one two one two")
-    file.write_text("\n\n".join(texts), encoding="utf-8")
+    file.write_text("\n---\n".join(texts), encoding="utf-8")
     return str(file)
 
 
@@ -170,10 +170,10 @@ def test_another_text_behind_the_same_name_is_noticed(
     certify: list[str], prompts: str, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.txt"
-    mine.write_text("Once upon a time\n\nThe quick", encoding="utf-8")
+    mine.write_text("Once upon a time\n---\nThe quick", encoding="utf-8")
     arguments = [str(mine) if word == prompts else word for word in certify]
     run(*arguments, "--seconds", "0")
-    mine.write_text("Once upon a day\n\nThe quick", encoding="utf-8")
+    mine.write_text("Once upon a day\n---\nThe quick", encoding="utf-8")
     assert "the text of the prompts is" in refused(*arguments, "--continue")
 
 

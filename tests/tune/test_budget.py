@@ -20,7 +20,7 @@ from paceline.tune.measure import Sample
 from paceline.tune.plan import Outcome, Wish, tune
 from paceline.tune.present import decision, record_of, report_of
 from paceline.tune.spending import affordable, fitting_sample
-from simulated_clock import Clock
+from simulated_clock import Clock, SecondEach
 from tuning_methods import target
 
 WISH = Wish(concurrency=1, max_tokens=12, rounds=2)
@@ -51,45 +51,48 @@ def candidates(folders: tuple[str, str]) -> list[Candidate]:
     return [*variants("ngram"), *variants(f"model:{folders[1]}"), *variants("suffix")]
 
 
+@pytest.fixture(autouse=True)
+def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.budget._CAUTION", 1.0)
+
+
 def run(
     llm: LLM, folders: tuple[str, str], seconds: float | None, outcome: Outcome | None = None
 ) -> tuple[Outcome, list[str]]:
-    """Everything that is announced takes a second, and there are so many."""
-    clock = Clock()
+    """Two batch sizes of the target, each drafter and each round of all take a second."""
     said: list[str] = []
-
-    def pass_time(what: str) -> None:
-        said.append(what)
-        clock.now += 1
-
     outcome = outcome or Outcome.start(WISH, llm)
-    tune(llm, candidates(folders), prompts(), outcome, pass_time, Budget(seconds, clock))
+    tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
     return outcome, said
 
 
 def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
-    outcome, said = run(llm, folders, 14)
-    assert outcome.bought is not None
-    assert outcome.not_tried and outcome.bought.not_tried == tuple(outcome.not_tried)
+    outcome, said = run(llm, folders, 6)
+    assert outcome.bought is not None and outcome.bought.spent <= 6
+    assert len(outcome.not_tried) == 3 and outcome.bought.not_tried == tuple(outcome.not_tried)
     measured = [what for what in said if what.startswith("measuring ")]
     assert not any(label in what for label in outcome.not_tried for what in measured)
     tried = len(outcome.methods) + len(outcome.left_out)
-    assert tried + len(outcome.not_tried) == 5 == outcome.bought.candidates_wanted
+    assert (tried, outcome.bought.candidates, outcome.bought.candidates_wanted) == (2, 2, 5)
     families = [method.family for method in outcome.methods]
     assert len(set(families)) == len(families)  # first one of each kind, then their variants
     assert "Not tried: " in outcome.bought.line and "--continue goes on" in outcome.bought.line
     assert record_of(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
-
-
-def test_without_time_to_confirm_nothing_is_chosen(llm: LLM, folders: tuple[str, str]) -> None:
-    outcome, _ = run(llm, folders, 5)
-    assert outcome.chosen is None
-    assert "Not" in decision(outcome)
+    # One round for all had time, which is too little to choose anybody.
+    assert outcome.bought.rounds == 1 and outcome.chosen is None
+    assert decision(outcome).startswith("Not confirmed: ")
     assert report_of(outcome).sections
 
 
+def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
+    outcome, _ = run(llm, folders, 9)
+    assert outcome.bought is not None and outcome.bought.spent <= 9
+    assert len(outcome.not_tried) == 1 and outcome.bought.rounds == 2
+    assert outcome.chosen is not None
+
+
 def test_a_later_run_tries_the_rest_and_confirms(llm: LLM, folders: tuple[str, str]) -> None:
-    outcome, _ = run(llm, folders, 14)
+    outcome, _ = run(llm, folders, 6)
     text = json.dumps(msgspec.to_builtins(outcome, str_keys=True))
     kept = msgspec.convert(json.loads(text), Outcome, strict=False)
     assert kept == outcome
