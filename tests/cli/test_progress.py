@@ -12,9 +12,11 @@ import time
 import pytest
 from rich.console import Console
 
+from paceline.budget import Budget
 from paceline.cli import progress
-from paceline.cli.progress import duration, progress_bar, showing
+from paceline.cli.progress import duration, progress_bar, showing, spending
 from paceline.stages import is_heard, say, stage
+from simulated_clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -222,6 +224,25 @@ def test_time_passed_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.line() == "copying: 25 of 100, part two, 1 min so far, about 3 min left"
     made.resize(50)
     assert made.line().endswith("about 1 min left")
+
+
+def test_with_a_budget_its_seconds_are_counted() -> None:
+    clock, console = Clock(), pipe()
+    with showing(console, seconds=0.02):
+        with spending("certifying", Budget(180, clock), 99) as advance:
+            clock.now = 63
+            advance("greedy: chat/0")
+            until(console, "certifying: 63 of 180 s, greedy: chat/0")
+            clock.now = 200
+            advance("the end")
+            until(console, "certifying: 180 of 180 s, the end")
+        with spending("certifying", Budget(None, clock), 99) as advance:
+            advance("greedy: chat/0")
+            until(console, "certifying: 1 of 99, greedy: chat/0")
+    made = progress._Stage("certifying", 180, "s", lambda stage: None)
+    made.advance(60)
+    made.start -= 20  # loading came before
+    assert made.line() == "certifying: 60 of 180 s, 20 s so far, about 2 min left"
 
 
 @pytest.mark.parametrize(

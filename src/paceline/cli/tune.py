@@ -18,7 +18,7 @@ from paceline.cli.measuring import (
     partial_results,
 )
 from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
-from paceline.cli.progress import showing
+from paceline.cli.progress import showing, spending
 from paceline.cli.values import parse_bytes
 from paceline.stages import stage
 
@@ -157,9 +157,9 @@ def _tuned(
     outcome = saved.found(Outcome) or Outcome.start(wish, llm)
     with (
         partial_results() as interrupted,
-        stage("tuning", turns(candidates, wish), "turns") as progress,
+        spending("tuning", budget, turns(candidates, wish)) as advance,
     ):
-        run(llm, candidates, prompts, outcome, lambda what: progress.advance(1, what), budget)
+        run(llm, candidates, prompts, outcome, advance, budget)
     saved.keep(outcome)
     return interrupted, outcome, llm
 
