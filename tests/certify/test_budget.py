@@ -82,13 +82,16 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
     assert make_report(certificate, str)
 
 
-def test_few_samples_are_not_enough_however_well_they_fit(llm: LLM, prompts: Named) -> None:
+def test_few_samples_are_not_enough_however_well_they_fit(
+    llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.certify.run.MOST_BIAS", 0.2)  # these laws have few cells
     effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()
     (place,) = certifier.evidence.places
     assert len(place.drawn) == len(place.plain) == 102
-    assert certificate.smallest_bias > 0.25
+    assert certificate.smallest_bias > 0.2
     assert f"only a bias of {certificate.smallest_bias:.0%} or more" in certificate.verdict
     assert not certificate.lossless
 
