@@ -12,9 +12,11 @@ import time
 import pytest
 from rich.console import Console
 
+from paceline.budget import Budget
 from paceline.cli import progress
-from paceline.cli.progress import duration, progress_bar, showing
+from paceline.cli.progress import duration, progress_bar, showing, spending
 from paceline.stages import is_heard, say, stage
+from simulated_clock import Clock
 
 
 @pytest.fixture(autouse=True)
@@ -224,6 +226,25 @@ def test_time_passed_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.line().endswith("about 1 min left")
 
 
+def test_with_a_budget_its_seconds_are_counted() -> None:
+    clock, console = Clock(), pipe()
+    with showing(console, seconds=0.02):
+        with spending("certifying", Budget(180, clock), 99) as advance:
+            clock.now = 63
+            advance("greedy: chat/0")
+            until(console, "certifying: 63 of 180 s, greedy: chat/0")
+            clock.now = 200
+            advance("the end")
+            until(console, "certifying: 180 of 180 s, the end")
+        with spending("certifying", Budget(None, clock), 99) as advance:
+            advance("greedy: chat/0")
+            until(console, "certifying: 1 of 99, greedy: chat/0")
+    made = progress._Stage("certifying", 180, "s", lambda stage: None)
+    made.advance(60)
+    made.start -= 20  # loading came before
+    assert made.line() == "certifying: 60 of 180 s, 20 s so far, about 2 min left"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -257,5 +278,6 @@ app(["generate", "Once", "--draft", "none", "--max-tokens", "2"])
 def test_a_piped_command_says_what_it_waits_for() -> None:
     done = subprocess.run([sys.executable, "-c", _SLOW], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"loading paceline/tiny(: \d s so far| \.\.\.)", done.stderr)
+    assert re.match(r"(starting|loading paceline/tiny)(: \d+ s so far| \.\.\.)", done.stderr)
+    assert re.search(r"^loading paceline/tiny(: \d+ s so far| \.\.\.)$", done.stderr, re.M)
     assert "loading" not in done.stdout

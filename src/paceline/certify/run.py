@@ -195,16 +195,18 @@ class Certifier:
         """A place with few samples would only be a weak spot: all of them, or none."""
         places = self.evidence.places
         have = len(places[task.place].drawn) if task.place < len(places) else 0
-        kinds = {"plain": task.samples - have, "speculative": task.samples - have, "rule": 1}
+        missing = task.samples - have
+        kinds = {"plain": missing, "speculative": missing, "rule": 1, _JUDGING: 1}
         wanted = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in kinds.items())
         return wanted < self.budget.left
 
     def _judge_in_time(self) -> None:
-        """The tests so far: from this it is known what they will take at the end."""
-        if self.budget.seconds is not None:
+        """The tests of the first place: it is then known what all will take at the end."""
+        budget = self.budget
+        if budget.seconds is not None and budget.estimate(_JUDGING) is None:
             self._results()
-            each = self.budget.estimate(_JUDGING) or 0.0
-            self.budget.reserve = max(self.budget.reserve, each * len(self.evidence.places))
+        each = budget.estimate(_JUDGING) or 0.0
+        budget.reserve = max(budget.reserve, each * len(self.evidence.places))
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from paceline.cli.measuring import (
     partial_results,
 )
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
-from paceline.cli.progress import showing
+from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, run_suite
 from paceline.cli.values import parse_bytes, parse_draft_length
 from paceline.errors import ConfigError, PromptError
@@ -236,10 +236,12 @@ def _measured(
 
     with partial_results() as interrupted:
         runs = plan.sweep.runs(prompts, plan.methods)
-        with stage("measuring", runs, "runs") as progress:
-            plan.sweep.run(
-                prompts, plan.methods, starter.open, record, progress.advance, predict, budget
-            )
+        with spending("measuring", budget, runs) as tell:
+
+            def advance(steps: int, what: str) -> None:
+                tell(what)
+
+            plan.sweep.run(prompts, plan.methods, starter.open, record, advance, predict, budget)
     record.spent = before + budget.spent
     saved.keep(record)
     if not record.heats:

@@ -17,7 +17,7 @@ from paceline.cli.measuring import (
     partial_results,
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
-from paceline.cli.progress import showing
+from paceline.cli.progress import showing, spending
 from paceline.cli.sampling import LawOptions
 from paceline.errors import ConfigError
 from paceline.stages import stage
@@ -142,8 +142,11 @@ def certify(
     saved = time.run_of("certify", engine.model, {**given, **digest_of(chosen)})
     with showing():
         certifier = _certifier(engine, chosen, params, effort, budget, saved)
-        with partial_results() as interrupted, stage("certifying", certifier.pieces) as progress:
-            certifier.run(lambda what: progress.advance(1, what))
+        with (
+            partial_results() as interrupted,
+            spending("certifying", budget, certifier.pieces) as advance,
+        ):
+            certifier.run(advance)
         saved.keep(certifier.evidence)  # before anything else can go wrong
         with stage("judging what was drawn"):
             certificate = certifier.certificate()

@@ -239,7 +239,7 @@ class ModelOptions:
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
         from paceline.cli.progress import showing
 
-        with showing(), stage(f"loading {self.model}"):
+        with showing(), stage("starting"):
             quiet_libraries()
             set_threads(self.threads)
             from paceline import LLM

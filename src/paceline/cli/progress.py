@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from paceline.budget import Budget
 from paceline.stages import Stage, is_heard, listening
 from paceline.stages import stage as begin_stage
 
@@ -85,7 +86,9 @@ class _Stage:
         if elapsed >= 1:
             parts.append(f"{duration(elapsed)} so far")
         if self.total and 0 < self.done < self.total and elapsed >= 5:
-            left = elapsed * (self.total - self.done) / self.done
+            left = self.total - self.done
+            if self.unit != "s":
+                left *= elapsed / self.done
             parts.append(f"about {duration(left)} left")
         return self.what + (": " + ", ".join(parts) if parts else " ...")
 
@@ -205,6 +208,25 @@ class _Lines:
             print(line, file=self._console.file, flush=True)
         self._last = time.monotonic()
         self._next = self._last + self._seconds
+
+
+@contextmanager
+def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str], None]]:
+    """A stage of so many seconds or, without an end, of so many pieces; given what comes next."""
+    if budget.seconds is None:
+        with begin_stage(what, pieces) as begun:
+            yield lambda note: begun.advance(1, note)
+        return
+    with begin_stage(what, budget.seconds, "s") as begun:
+        said = 0.0
+
+        def advance(note: str) -> None:
+            nonlocal said
+            now = min(budget.spent, budget.seconds or 0.0)
+            begun.advance(now - said, note)
+            said = now
+
+        yield advance
 
 
 class Advance:

@@ -18,7 +18,7 @@ from paceline.cli.measuring import (
     partial_results,
 )
 from paceline.cli.options import chosen_model, expand, quiet_libraries, set_threads
-from paceline.cli.progress import showing
+from paceline.cli.progress import showing, spending
 from paceline.cli.values import parse_bytes
 from paceline.defaults import IN_WORDS
 from paceline.stages import stage
@@ -86,7 +86,7 @@ class TargetOptions:
     def open(self) -> LLM:
         """The target alone."""
         memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        with stage(f"loading {self.model}"):
+        with stage("starting"):
             quiet_libraries()
             set_threads(self.threads)
             from paceline import LLM
@@ -165,9 +165,9 @@ def _tuned(
     outcome = saved.found(Outcome) or Outcome.start(wish, llm)
     with (
         partial_results() as interrupted,
-        stage("tuning", turns(candidates, wish), "turns") as progress,
+        spending("tuning", budget, turns(candidates, wish)) as advance,
     ):
-        run(llm, candidates, prompts, outcome, lambda what: progress.advance(1, what), budget)
+        run(llm, candidates, prompts, outcome, advance, budget)
     saved.keep(outcome)
     return interrupted, outcome, llm
 
