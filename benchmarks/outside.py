@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="paceline/tiny")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--drafts", default="none,ngram,suffix,hybrid,recycling")
+    parser.add_argument("--drafts", default="none,ngram,suffix,hybrid:ngram+suffix,recycling")
     parser.add_argument("--kinds", default=",".join(wishes()))
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--contexts", default="200,4000")

@@ -94,10 +94,10 @@ def test_only_the_top_row_uses_the_public_api(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) == "core"], ids=name)
-def test_core_needs_torch_and_the_standard_library_only(path: Path) -> None:
+def test_core_needs_torch_numpy_and_the_standard_library_only(path: Path) -> None:
     for module in imports(path):
         top = module.split(".")[0]
-        assert top in {"paceline", "torch"} or top in sys.stdlib_module_names, module
+        assert top in {"paceline", "torch", "numpy"} or top in sys.stdlib_module_names, module
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
