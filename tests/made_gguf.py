@@ -29,7 +29,7 @@ _COMMON: dict[str, Any] = {
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {}),
+    "qwen3": ("Qwen3", {"head_dim": 128}),  # as all of them; transformers takes it for granted
     "gemma2": ("Gemma2", {"query_pre_attn_scalar": WIDTH}),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": WIDTH}),
     "phi3": ("Phi3", {}),
@@ -46,8 +46,12 @@ def make_module(architecture: str, vocabulary: int, seed: int = 0) -> Any:
     family, more = ARCHITECTURES[architecture]
     text = "TextConfig" if family == "Gemma3" else "Config"
     config = getattr(transformers, f"{family}{text}")(
-        **{**_COMMON, "vocab_size": vocabulary, "tie_word_embeddings": architecture in _TIED},
-        **more,
+        **{
+            **_COMMON,
+            **more,
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": architecture in _TIED,
+        }
     )
     torch.manual_seed(seed)
     module = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -107,7 +111,8 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(SHARED)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_dimension_count(WIDTH)
+    width = getattr(config, "head_dim", None) or WIDTH
+    writer.add_rope_dimension_count(width)
     theta = (config.rope_parameters or {}).get("rope_theta")
     if theta is not None:
         writer.add_rope_freq_base(theta)
@@ -116,8 +121,8 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "llama":
-        writer.add_key_length(WIDTH)
-        writer.add_value_length(WIDTH)
+        writer.add_key_length(width)
+        writer.add_value_length(width)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":

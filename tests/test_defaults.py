@@ -136,7 +136,7 @@ def test_commands_take_it(arguments: tuple[str, ...], real_pulled: Path) -> None
     assert result.exit_code == 0, result.output
     assert "model: paceline/smollm2, because it has been pulled" in result.stderr
     if arguments[0] == "doctor":
-        assert json.loads(result.stdout)["target"] == REAL
+        assert json.loads(result.stdout)["model"] == REAL
     if arguments[0] == "serve":
         assert 'model = "paceline/smollm2"' in result.stdout
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -70,6 +72,7 @@ class GgufFile:
     types: Mapping[str, int]
     parameters: int
     stored_bytes: int
+    vocabulary: int  # tokens
     rope_factors: bool  # rotary scaling as a tensor, which transformers leaves out
 
     @property
@@ -142,6 +145,9 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         dict(types.most_common()),
         sum(int(tensor.n_elements) for tensor in reader.tensors),
         sum(int(tensor.n_bytes) for tensor in reader.tensors),
+        len(reader.fields["tokenizer.ggml.tokens"].data)
+        if "tokenizer.ggml.tokens" in reader.fields
+        else 0,
         any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors),
     )
     _check(file, reader)
@@ -173,8 +179,8 @@ def _check_there(path: Path) -> None:
 
 
 def _unknown_type(error: Exception) -> str | None:
-    number, found, _ = str(error).partition(" is not a valid GGMLQuantizationType")
-    return number if found else None
+    found = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+    return None if found is None else found[1]
 
 
 def _check(file: GgufFile, reader: GGUFReader) -> None:
@@ -264,14 +270,23 @@ def _dequantisable(kind: str) -> bool:
     return True
 
 
-def mend_tokenizer(backend: Tokenizer, file: GgufFile) -> None:
-    """Split text as the file says where transformers does not know how."""
-    if file.pre_tokenizer in _DIGITS_APART and file.fields.get("tokenizer.ggml.model") == "gpt2":
-        from tokenizers import pre_tokenizers
+def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
+    """The tokenizer without tokens that the file does not hold, splitting text as the file says.
 
+    transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, behind the last row of
+    the embedding where the file has none (Llama 3's).
+    """
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    content = json.loads(backend.to_str())
+    own = [token for token in content["added_tokens"] if token["id"] < file.vocabulary]
+    if len(own) < len(content["added_tokens"]):
+        backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": own}))
+    if file.pre_tokenizer in _DIGITS_APART and file.fields.get("tokenizer.ggml.model") == "gpt2":
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
+    return backend

@@ -76,7 +76,14 @@ def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | 
         config = read_config(name, str(path))
         check_architecture(config)
         module = _weights(name, str(path), config, dtype, attention or ATTENTION)
-    module.config.__dict__.pop("quantization_config", None)  # the weights are plain numbers now
+    # The weights are plain numbers now; transformers would refuse to save or cast the module.
+    for owner, left in (
+        (module.config, "quantization_config"),
+        (module, "hf_quantizer"),
+        (module, "quantization_method"),
+        (module, "is_quantized"),
+    ):
+        owner.__dict__.pop(left, None)
     if file.end_tokens:
         module.generation_config.eos_token_id = file.end_tokens
     return module

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ModelLoadError
-from paceline.model.gguf import gguf_file, mend_tokenizer, read_gguf
+from paceline.model.gguf import gguf_file, mended, read_gguf
 from paceline.model.names import resolve
 from paceline.stages import stage
 
@@ -49,7 +49,7 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer of {path} cannot be read: {first_line(error)}; another file of the "
             "same model may hold one that can"
         ) from None
-    mend_tokenizer(tokenizer.backend_tokenizer, file)
+    tokenizer._tokenizer = mended(tokenizer.backend_tokenizer, file)
     return tokenizer
 
 

