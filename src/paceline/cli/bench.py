@@ -145,6 +145,7 @@ class _Plan:
 
 @expand
 def bench(
+    context: typer.Context,
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
@@ -158,7 +159,7 @@ def bench(
     output.check()
     if suite.suite is not None:
         methods, rule = _methods(engine, options)
-        return run_suite(engine, wanted, options, suite, output, methods, rule)
+        return run_suite(context, engine, wanted, options, suite, output, methods, rule)
     suite.check_alone()
     plan = _plan(engine, wanted, options)
     from paceline.bench.contestants import Starter
