@@ -114,7 +114,8 @@ def render(llm: LLM, messages: Sequence[tuple[str, str]]) -> list[int]:
 
 def fitting(questions: Sequence[Question], llm: LLM) -> tuple[list[Question], list[Question]]:
     """Those whose first turn leaves room for an answer, and the others."""
-    kept, left = [], []
+    kept: list[Question] = []
+    left: list[Question] = []
     for question in questions:
         ids = render(llm, [*question.earlier, ("user", question.turns[0])])
         (kept if ids and len(ids) < llm.max_model_len else left).append(question)
