@@ -186,7 +186,8 @@ class Bench:
     def _prompts(self) -> list[list[int]]:
         """One of each category in turn, as many as the largest wave needs."""
         by_category: dict[str, list[list[int]]] = defaultdict(list)
-        room = self.plain.target.max_positions - max(self.amount.tokens, 3 * EARLY) - 16
+        longest = max(self.amount.tokens, 3 * EARLY if "useless" in self.args.sections else 0)
+        room = self.plain.target.max_positions - longest - 16
         if self.args.pairs == real.NAME:
             every = real.mixed(self.plain, self.args.prompts_dir, self.args.suites, room)
             return [every[n % len(every)] for n in range(max(self.most, self.amount.prompts))]

@@ -160,6 +160,7 @@ class BenchBudget(BudgetOptions):
 
 @expand
 def bench(
+    context: typer.Context,
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
@@ -176,7 +177,7 @@ def bench(
     output.check()
     if suite.suite is not None:
         methods, rule = _methods(engine, options)
-        return run_suite(engine, wanted, options, suite, output, methods, rule)
+        return run_suite(context, engine, wanted, options, suite, output, methods, rule)
     suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
-from click.core import ParameterSource
 
 from paceline.cli.measuring import PromptOptions, ReportOptions, finish, partial_results
 from paceline.cli.options import ModelOptions
@@ -67,6 +65,7 @@ class SuiteOptions:
 
 
 def run_suite(
+    context: typer.Context,
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
@@ -88,7 +87,7 @@ def run_suite(
         )
     if options.price is not None:
         raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
-    how = _manner(options, rule)
+    how = _manner(context, options, rule)
     questions = load_questions(suite, source, wanted.category, wanted.per_category)
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     kept, left_out = fitting(questions, llm)
@@ -118,7 +117,7 @@ def run_suite(
         raise typer.Exit(1)
 
 
-def _manner(options: BenchOptions, rule: str) -> Manner:
+def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Manner:
     """As published where the command line leaves it open: 1024 tokens, one round."""
     from paceline.bench.conversations import Manner
 
@@ -126,28 +125,23 @@ def _manner(options: BenchOptions, rule: str) -> Manner:
     if seed is None and rule == "coupled":
         seed = 0  # this rule needs one
     return Manner(
-        options.max_tokens if _given("max_tokens") else _MAX_TOKENS,
+        options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS,
         options.temperatures(),
-        options.rounds if _given("rounds") else 1,
+        options.rounds if _given(context, "rounds") else 1,
         seed=seed,
-        seconds=_seconds(),
+        seconds=_seconds(context),
     )
 
 
-def _given(option: str) -> bool:
+def _given(context: typer.Context, option: str) -> bool:
     """Whether the command line has it, though it has a default."""
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return False
-    return context.get_parameter_source(option) not in (None, ParameterSource.DEFAULT)
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
 
 
-def _seconds() -> float | None:
+def _seconds(context: typer.Context) -> float | None:
     """A suite is measured whole, however long that takes, unless a time was asked for."""
-    context = click.get_current_context(silent=True)
-    if context is None or not _given("seconds"):
-        return None
-    return float(context.params["seconds"])
+    return float(context.params["seconds"]) if _given(context, "seconds") else None
 
 
 def _starter(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
