@@ -105,7 +105,7 @@ def kind(
 def torn(kind: Kind) -> SamplingParams:
     """Bytes of characters in any order: whole ones, halves and such as are no text."""
     likely = [kind.byte(byte) for byte in (*"🙂é你".encode(), 0xFF, *b" x\n")]
-    # With byte fallback a run of bytes is text as a whole or not at all, so few are: whole ones, too.
+    # With byte fallback a run of bytes is text as a whole or not at all: some whole letters, too.
     whole = (texts(kind.name).ids.get(letter.encode()) for letter in "é你")
     bias = dict.fromkeys([*likely, *(token for token in whole if token is not None)], 60.0)
     return SamplingParams(max_tokens=24, temperature=1.0, seed=7, logit_bias=bias, ignore_eos=True)
