@@ -36,7 +36,7 @@ SCHEMA: dict[str, Any] = {
 }
 GRAMMARS = {
     "schema": Grammar.json(SCHEMA),
-    "regex": Grammar("regex", "(🙂|é|你 ?){12}x"),
+    "regex": Grammar("regex", "(🙂|é|你 ?){8}x"),
     "choice": Grammar("lark", 'start: " yes" | " no, never" | "👩‍👧" | "größer"'),
 }
 
@@ -80,10 +80,8 @@ class Kind:
         return str(self.llm.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def byte(self, byte: int) -> int:
-        """The token of one byte."""
-        spelt = texts(self.name)
-        fallback = spelt.tokenizer.backend_tokenizer.token_to_id(f"<0x{byte:02X}>")
-        return spelt.ids[bytes([byte])] if fallback is None else int(fallback)
+        """The token of one byte; of a letter the ordinary one."""
+        return texts(self.name).ids[bytes([byte])]
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -107,7 +105,9 @@ def kind(
 def torn(kind: Kind) -> SamplingParams:
     """Bytes of characters in any order: whole ones, halves and such as are no text."""
     likely = [kind.byte(byte) for byte in (*"🙂é你".encode(), 0xFF, *b" x\n")]
-    bias = dict.fromkeys(likely, 60.0)
+    # With byte fallback a run of bytes is text as a whole or not at all: some whole letters, too.
+    whole = (texts(kind.name).ids.get(letter.encode()) for letter in "é你")
+    bias = dict.fromkeys([*likely, *(token for token in whole if token is not None)], 60.0)
     return SamplingParams(max_tokens=24, temperature=1.0, seed=7, logit_bias=bias, ignore_eos=True)
 
 
@@ -209,7 +209,8 @@ def test_stop_strings_of_cut_characters(kind: Kind) -> None:
 @pytest.mark.parametrize("draft", ["ngram:min=1", "suffix", "model:{noisy}"])
 def test_drafts_change_nothing(kind: Kind, draft: str) -> None:
     llm = kind.llm.beside(draft.format(noisy=kind.noisy), draft_length=4, max_batch_size=4)
-    assert same_tokens(kind, llm, "greedy", "seeded", "torn") > 0
+    looks_up = not draft.startswith("model")
+    assert same_tokens(kind, llm, "greedy", *(("seeded", "torn") if looks_up else ())) > 0
     llm.close()
 
 
@@ -218,7 +219,7 @@ def fits(name: str, text: str) -> bool:
         person = json.loads(text)
         return set(person) == {"mood", "name", "age"} and person["mood"] in ("🙂", "größer", "你好")
     if name == "regex":
-        return re.fullmatch("(🙂|é|你 ?){12}x", text) is not None
+        return re.fullmatch("(🙂|é|你 ?){8}x", text) is not None
     return text in (" yes", " no, never", "👩‍👧", "größer")
 
 
@@ -231,7 +232,7 @@ CONSTRAINED = {
 }
 
 
-@pytest.mark.parametrize("draft", ["ngram:min=1", "suffix", "model:{other}"])
+@pytest.mark.parametrize("draft", ["ngram:min=1", "model:{other}"])
 def test_grammars_with_drafts(kind: Kind, draft: str) -> None:
     llm = kind.llm.beside(draft.format(other=kind.other), draft_length=4)
     prompts: list[str | list[int]] = [TEXT] * len(CONSTRAINED)
