@@ -312,6 +312,12 @@ FREE = {
     ("train/saved_run.py", "save_pretrained"),
     ("train/lm.py", "save_pretrained"),
     ("model/tensorfile.py", "open"),
+    ("pull/card.py", "write_text"),
+    ("pull/convert.py", "write_text"),
+    ("pull/convert.py", "save_pretrained"),
+    ("pull/convert.py", "save_file"),
+    ("pull/run.py", "write_text"),
+    ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
     ("profiling/trace.py", "open"),  # whether the place can be written to at all
     ("profiling/trace.py", "export_chrome_trace"),
 }
