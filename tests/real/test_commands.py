@@ -114,7 +114,7 @@ def test_certify(model: str, prompts: str) -> None:
 
 
 def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 1)
+    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
     out = str(tmp_path / "p.toml")
     found = record(
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),
