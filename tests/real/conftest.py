@@ -14,6 +14,8 @@ import pytest
 
 from paceline import LLM
 
+CACHE = 100 << 20  # bytes: some 1,000 tokens; the default is a share of all memory, for each LLM
+
 
 def _folder() -> Path:
     named = os.environ.get("PACELINE_TEST_MODEL")
@@ -40,6 +42,6 @@ def model() -> str:
 @pytest.fixture(scope="session")
 def plain(model: str) -> Iterator[LLM]:
     """float32, without drafts."""
-    llm = LLM(model, dtype="float32", draft_length=0)
+    llm = LLM(model, dtype="float32", draft_length=0, kv_cache_memory=CACHE)
     yield llm
     llm.close()

@@ -39,7 +39,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server(plain: LLM) -> Iterator[Running]:
-    llm = plain.beside("ngram:min=1", draft_length=4, max_batch_size=2)
+    llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20, max_batch_size=2)
     yield from serve(socket_service(llm, NAME, Limits(max_queue=8)))
 
 
@@ -96,7 +96,7 @@ def record(command: str, *arguments: str) -> dict[str, Any]:
 def test_bench(model: str, prompts: str) -> None:
     found = record(
         *("bench", "--model", model, "--draft", "ngram:min=1", "-m", "draft@3"),
-        *("--prompts", prompts, "--rounds", "1", "--max-tokens", "8"),
+        *("--prompts", prompts, "--rounds", "1", "--max-tokens", "8", "--allow-idle"),
     )
     rows = {row["method"]: row for row in found["figures"]}
     assert rows["plain"]["tokens"] == rows["draft@3"]["tokens"] >= 2 * 8
@@ -114,7 +114,7 @@ def test_certify(model: str, prompts: str) -> None:
 
 
 def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 1)
+    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
     out = str(tmp_path / "p.toml")
     found = record(
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),

@@ -86,7 +86,7 @@ def check(llm: LLM, greedy: list[list[int]], seeded: list[int]) -> int:
 def test_text_is_that_of_transformers(
     plain: LLM, by_transformers: list[list[int]], seeded: list[int], kind: str
 ) -> None:
-    llm = plain.beside(SPECS[kind], draft_length=4, max_batch_size=3)
+    llm = plain.beside(SPECS[kind], draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
     accepted = check(llm, by_transformers, seeded)
     assert accepted or kind in ("none", "lookahead", "layer_skip", "model", "tree")
     llm.close()
@@ -102,7 +102,7 @@ def test_trained_drafts(
     if not any(assets.glob("*.safetensors")):
         pytest.skip(f"this version ships no {PREFIX}{TRAINED[kind]}")
     spec = f"{kind}:{PREFIX}{TRAINED[kind]}"
-    llm = plain.beside(spec, draft_length=4, max_batch_size=3)
+    llm = plain.beside(spec, draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
     assert check(llm, by_transformers, seeded) > 0
     llm.close()
 
@@ -116,7 +116,7 @@ def test_it_answers_sensibly(plain: LLM) -> None:
 
 
 def test_a_stream_is_the_text_at_the_end(plain: LLM) -> None:
-    llm = plain.beside("ngram:min=1", draft_length=4)
+    llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
     wish = SamplingParams(max_tokens=24, temperature=1.0, seed=2, logprobs=2)
     for ids in prompts(llm):
         events = list(llm.stream(ids, wish))
@@ -140,7 +140,7 @@ def test_a_schema(plain: LLM) -> None:
     }
     ids = plain.render_chat([{"role": "user", "content": "Describe Paris as a JSON object."}])
     wish = SamplingParams(max_tokens=60, grammar=Grammar.json(schema))
-    llm = plain.beside("hybrid:suffix+ngram:min=1", draft_length=4)
+    llm = plain.beside("hybrid:suffix+ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
     ours, theirs = llm.generate(ids, wish)[0], plain.generate(ids, wish)[0]
     assert ours.token_ids == theirs.token_ids and ours.finish_reason == "stop"
     assert set(json.loads(ours.text)) == {"city", "river", "people"}
