@@ -15,6 +15,7 @@ import typer
 
 from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
+from paceline.model.store import cache_folder
 
 if TYPE_CHECKING:
     from paceline.bench.prompts import Prompt
@@ -192,10 +193,8 @@ def _default_path(command: str, model: str) -> Path:
 
 
 def runs_folder() -> Path:
-    """In ``$PACELINE_CACHE``, ``$XDG_CACHE_HOME/paceline`` or ``~/.cache/paceline``."""
-    own, shared = os.environ.get("PACELINE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(shared or "~/.cache") / "paceline"
-    return folder.expanduser() / "runs"
+    """Below the user's cache folder."""
+    return cache_folder() / "runs"
 
 
 def _shown(value: Any) -> str:

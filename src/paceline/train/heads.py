@@ -121,9 +121,11 @@ class HeadTrainer(ABC):
         torch.manual_seed(config.seed)
         self.head = self.new_head().to(self.device, dtype)
         self._target_forward: Callable[..., Any] = self.target
+        self._body_forward: Callable[..., Any] = self.target.base_model
         if compiled:
             # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
             self._target_forward = torch.compile(self.target, dynamic=True)
+            self._body_forward = torch.compile(self.target.base_model, dynamic=True)
         self.optimizer = self.new_optimizer()
         self.step = 0
         self.history: list[dict[str, Any]] = []
@@ -248,9 +250,9 @@ class HeadTrainer(ABC):
         Windows padded at the end need no mask: no token sees what comes after it.
         """
         product = self._head_is_product()
-        kept = {"logits_to_keep": 1} if product else {}
-        forward = self._target_forward
-        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True, **kept)
+        # Without the head: its product of even one row for each window copies the whole weight.
+        forward = self._target_forward if not product else self._body_forward
+        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
         final = out.hidden_states[-1]
         chosen = [out.hidden_states[layer] for layer in self.feature_layers]
         features = final if len(chosen) == 1 and chosen[0] is final else torch.cat(chosen, -1)
