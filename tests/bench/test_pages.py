@@ -130,7 +130,7 @@ def test_the_record_has_everything() -> None:
     record = result(job(), price=1.0, left_out=["a"]).record()
     assert set(record) == {
         *("model", "interrupted", "machine", "settings", "methods", "figures", "predicted"),
-        *("texts", "idle", "bugs", "prompts_left_out"),
+        *("texts", "idle", "bugs", "prompts_left_out", "budget"),
     }
     row = record["figures"][1]
     assert row["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}

@@ -113,6 +113,7 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
         ).record()
         for seed in (1, 2)
     ]
+    assert all(record["budget"].pop("spent") > 0 for record in found)
     assert found[0] == found[1]
 
 
