@@ -108,6 +108,20 @@ def test_after_the_block_nothing_is_said_any_more() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
+def test_of_many_alike_within_a_longer_one_the_longer_one_is_told() -> None:
+    console = pipe()
+    with showing(console, seconds=0.4), stage("measuring", 60, "prompts") as outer:
+        until(console, "measuring")
+        for _ in range(60):
+            with stage("decoding", 1, "answers"):
+                time.sleep(0.02)
+            outer.advance()
+    lines = shown(console).splitlines()
+    assert sum(line.startswith("decoding") for line in lines) <= 1
+    assert sum(line.startswith("measuring") for line in lines[1:]) >= 1
+    assert len(lines) < 12
+
+
 def test_many_short_stages_are_not_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_APART", 1000.0)
     console = pipe()

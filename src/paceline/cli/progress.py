@@ -165,6 +165,7 @@ class _Lines:
     def __init__(self, console: Console, seconds: float) -> None:
         self._console, self._seconds = console, seconds
         self._open: list[_Stage] = []
+        self._told: set[str] = set()  # what has had a line of its own
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._last = float("-inf")
@@ -183,6 +184,8 @@ class _Lines:
         begun = _Stage(what, total, unit, lambda stage: None)
         with self._lock:
             self._open.append(begun)
+            if what in self._told:  # one of many alike, such as the answers of a measurement
+                return begun
             # Something new is said soon, but not each of many short stages.
             soon = max(time.monotonic() + _SOON, self._last + _APART)
             self._next = min(self._next, soon, time.monotonic() + self._seconds)
@@ -200,7 +203,17 @@ class _Lines:
         while not self._ended.wait(min(0.25, self._seconds / 4)):
             with self._lock:
                 if self._open and time.monotonic() >= self._next:
-                    self._print(self._open[-1].line())
+                    told = self._newest()
+                    self._told.add(told.what)
+                    self._print(told.line())
+
+    def _newest(self) -> _Stage:
+        """The innermost stage that is new or lasts; of many short ones, what they are part of."""
+        now = time.monotonic()
+        for begun in reversed(self._open):
+            if begun.what not in self._told or now - begun.start >= self._seconds / 4:
+                return begun
+        return self._open[0]
 
     def _print(self, line: str) -> None:
         # Not by Rich: where nobody reads any more it would end the program, and the work goes on.
