@@ -57,7 +57,7 @@ REAL_SCENES = (
     Scene("summary", f"Summarize the following text in two sentences.\n\n{_TEXT}", True),
     Scene(
         "list",
-        "Continue this list of fruits up to number 12:\n\n1. Apple\n2. Banana\n3. Cherry\n4. Grape",
+        "List the twelve months of the year, one a line, with the number of days of each.",
         True,
     ),
     Scene(
