@@ -24,6 +24,7 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
     return Measurement(
         name=name,
+        plain_tokens=100,
         tokens=100,
         plain_seconds=2.0,
         speculative_seconds=1.0,
@@ -44,7 +45,7 @@ def test_figures() -> None:
 
 
 def test_total_adds_tokens_and_seconds() -> None:
-    slow = Measurement("y", 100, 6.0, 4.0, 20, 0, 100, None)
+    slow = Measurement("y", 100, 100, 6.0, 4.0, 20, 0, 100, None)
     whole = total([measurement("x"), slow])
     assert whole.tokens == 200
     assert whole.speedup == 8 / 5
@@ -52,6 +53,14 @@ def test_total_adds_tokens_and_seconds() -> None:
     assert whole.difference is None
     assert total([slow, measurement("x", TIE)]).difference == TIE
     assert total([measurement("x", TIE), measurement("y", BUG)]).difference == BUG
+
+
+def test_answers_of_different_lengths_are_compared_by_their_tokens_a_second() -> None:
+    """Behind a near tie a shorter answer is no faster one."""
+    short = Measurement("x", 100, 50, 2.0, 1.0, 0, 0, 50, TIE)
+    assert short.plain_rate == short.speculative_rate == 50
+    assert short.speedup == 1
+    assert total([short, measurement("y")]).speedup == (150 / 2) / (200 / 4)
 
 
 def test_scenes_are_of_different_kinds() -> None:

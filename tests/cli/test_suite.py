@@ -130,6 +130,8 @@ def test_ctrl_c_shows_what_was_complete(
         (["--suite", "spec-bench", "FILE", "--prompts", "x.jsonl"], "name one file"),
         (["--suite", "spec-bench", "FILE", "--concurrency", "4"], "has batch 1, as published"),
         (["--suite", "spec-bench", "FILE", "--price", "2"], "--price is not for --suite"),
+        (["--suite", "spec-bench", "FILE", "--continue"], "leave out --continue and --state"),
+        (["--suite", "spec-bench", "FILE", "--state", "s"], "leave out --continue and --state"),
         (["--suite", "spec-bench", "FILE", "-m", "ngrm"], "no method 'ngrm'; there are plain"),
         (["--suite", "spec-bench", "FILE", "--category", "cooking"], "no category cooking in"),
         (["--suite", "spec-bench", "/nowhere.jsonl"], "no prompt file /nowhere.jsonl"),

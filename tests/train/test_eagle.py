@@ -236,6 +236,18 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     resumed.run()
 
 
+def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long(
+    config: EagleTrainConfig, tmp_path: Path
+) -> None:
+    own = replace(config, seq_len=64, max_positions=64, long_every=3)
+    trainer = EagleTrainer(own, tmp_path, device="cpu")
+    assert [any(-1 in part.numbers for part in trainer._batch(step)) for step in range(6)] == [
+        False,
+        False,
+        True,
+    ] * 2
+
+
 def test_only_what_is_to_be_learnt_counts(finished: EagleTrainer) -> None:
     """What stands before is read, what does not count changes nothing."""
     ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]

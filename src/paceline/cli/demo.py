@@ -40,9 +40,14 @@ _REAL_DRAFTS = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One scene, decoded greedily by the target alone and with its draft. Times in seconds."""
+    """One scene, decoded greedily by the target alone and with its draft. Times in seconds.
+
+    Behind a near tie the two answers may end at different lengths, so each has its own tokens, and
+    the speedup is that of tokens a second.
+    """
 
     name: str
+    plain_tokens: int
     tokens: int
     plain_seconds: float
     speculative_seconds: float
@@ -53,7 +58,7 @@ class Measurement:
 
     @property
     def plain_rate(self) -> float:
-        return self.tokens / self.plain_seconds
+        return self.plain_tokens / self.plain_seconds
 
     @property
     def speculative_rate(self) -> float:
@@ -61,7 +66,7 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        return self.plain_seconds / self.speculative_seconds
+        return self.speculative_rate / self.plain_rate
 
     @property
     def acceptance_rate(self) -> float:
@@ -100,6 +105,7 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
     worst = sorted(differences, key=lambda difference: difference.is_tie)
     return Measurement(
         name="total",
+        plain_tokens=sum(m.plain_tokens for m in measurements),
         tokens=sum(m.tokens for m in measurements),
         plain_seconds=sum(m.plain_seconds for m in measurements),
         speculative_seconds=sum(m.speculative_seconds for m in measurements),
@@ -162,6 +168,7 @@ def measure(
     def figures(which: str, fast: Completion) -> Measurement:
         return Measurement(
             name=scene.name,
+            plain_tokens=len(expected.token_ids),
             tokens=len(fast.token_ids),
             plain_seconds=medians["plain"],
             speculative_seconds=medians[which],

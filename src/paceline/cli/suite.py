@@ -85,6 +85,8 @@ def run_suite(
             f"--suite {suite.name} has batch 1, as published; leave out --concurrency, "
             "or measure the file with --prompts"
         )
+    if _given(context, "go_on") or _given(context, "state"):
+        raise ConfigError("a suite is measured whole: leave out --continue and --state")
     if options.price is not None:
         raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
     how = _manner(context, options, rule)

@@ -48,10 +48,6 @@ class EagleTrainer(HeadTrainer):
     head: EagleHead
 
     @property
-    def lookahead(self) -> int:
-        return self.config.ttt_steps
-
-    @property
     def feature_layers(self) -> tuple[int, ...]:
         config = self.config
         return config.feature_layers or default_feature_layers(config.version, self.num_layers)

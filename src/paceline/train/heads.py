@@ -20,6 +20,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, DataError
 from paceline.model.loading import load_module, load_tokenizer, resolve_device, resolve_dtype
+from paceline.stages import stage
 from paceline.train.acceptance import Acceptance, match_matrix, total, walk
 from paceline.train.data import Source
 from paceline.train.documents import Documents, Windows
@@ -89,8 +90,8 @@ class HeadTrainer(ABC):
     """One resumable run. The folder ``out`` holds checkpoint.pt, token streams and, in the end,
     the head in ``out/head``.
 
-    A kind of head says what it reads (``feature_layers``, ``lookahead``), how it is made, its
-    loss and its drafts. Raises PacelineError, before anything is written, for a target, data or
+    A kind of head says what it reads (``feature_layers``), how it is made, its loss and its
+    drafts. Raises PacelineError, before anything is written, for a target, data or
     options that cannot be used.
     """
 
@@ -107,7 +108,8 @@ class HeadTrainer(ABC):
         saved = self._read_checkpoint()
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(config.target)
         dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
-        self.target: PreTrainedModel = load_module(config.target, dtype, self.device, "sdpa")
+        with stage(f"loading {config.target}"):
+            self.target: PreTrainedModel = load_module(config.target, dtype, self.device, "sdpa")
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
@@ -311,7 +313,7 @@ class HeadTrainer(ABC):
         config = self.config
         numbers = self.documents.batch(step, config.batch_tokens)
         long = config.long_every > 0 and step % config.long_every == config.long_every - 1
-        if long and self.long_rows > self.rows:
+        if long:
             return self.documents.joined(numbers, self.long_rows)
         return self.documents.windows(numbers, config.micro_tokens)
 
@@ -336,10 +338,12 @@ class HeadTrainer(ABC):
         if self._held_out is None:
             self._held_out = self._read_held_out()
         found: dict[str, list[Acceptance]] = {}
-        for text, seen in self._held_out:
-            drafts = self.drafts(seen, self.config.draft_length)
-            matches = match_matrix(drafts, seen.ids[0], text.prompt)
-            found.setdefault(text.source, []).append(walk(matches))
+        with stage("measuring held-out acceptance", len(self._held_out), "texts") as doing:
+            for text, seen in self._held_out:
+                drafts = self.drafts(seen, self.config.draft_length)
+                matches = match_matrix(drafts, seen.ids[0], text.prompt)
+                found.setdefault(text.source, []).append(walk(matches))
+                doing.advance()
         return {name: total(parts) for name, parts in found.items()}
 
     def _read_held_out(self) -> list[tuple[WrittenText, Observed]]:
