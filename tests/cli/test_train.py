@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cli.train import RunOptions
+from paceline.cli.training import TextOptions
 from paceline.train.lm import LMConfig
 
 SIZES = [
@@ -46,7 +47,7 @@ def test_options_are_the_fields_of_the_config() -> None:
     """Written twice so that --help stays fast; here they are held together."""
     defaults = {item.name: item.default for item in fields(LMConfig)}
     options = {}
-    for item in fields(RunOptions):
+    for item in (*fields(RunOptions), *fields(TextOptions)):
         factory = item.default_factory
         options[item.name] = tuple(factory()) if factory is not MISSING else item.default
     assert options == defaults

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
 from paceline.cli.train_draft import DraftOptions
+from paceline.cli.training import TextOptions
 from paceline.train.draft import DraftConfig
 from tiny_models import SENTENCES, TinyPair
 
@@ -51,7 +52,7 @@ def test_options_are_the_fields_of_the_config() -> None:
     for name in ("vocab_size", "tokenizer", "teacher", "init"):  # settled by target and draft
         del known[name]
     options = {}
-    for item in fields(DraftOptions):
+    for item in (*fields(DraftOptions), *fields(TextOptions)):
         factory = item.default_factory
         options[item.name] = tuple(factory()) if factory is not MISSING else item.default
     del options["target"], options["draft"]

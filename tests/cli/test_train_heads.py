@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cli.train_heads import Eagle3Options, EagleOptions, HeadOptions, parse_layers
+from paceline.cli.training import TextOptions
 from paceline.train.eagle import EagleTrainConfig
 from paceline.train.heads import HeadConfig
 from tiny_models import SENTENCES, TinyPair
@@ -52,7 +53,8 @@ def defaults(kind: type, *but: str) -> dict[str, Any]:
 
 def test_options_are_the_fields_of_the_config() -> None:
     """Written twice so that --help stays fast; here they are held together."""
-    assert defaults(HeadOptions, "target") == defaults(HeadConfig, "target")
+    run = defaults(HeadOptions, "target") | defaults(TextOptions)
+    assert run == defaults(HeadConfig, "target")
     own = {k: v for k, v in defaults(EagleTrainConfig).items() if k not in defaults(HeadConfig)}
     eagle3, eagle = defaults(Eagle3Options), defaults(EagleOptions)
     assert eagle3 | {"feature_layers": ()} | defaults(EagleOptions, "ttt_steps") == {

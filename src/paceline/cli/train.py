@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +15,10 @@ from paceline.cli.options import expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
 from paceline.cli.train_draft import draft
-from paceline.cli.train_heads import eagle, eagle3
+from paceline.cli.train_heads import eagle, eagle3, values_of
 from paceline.cli.train_medusa import medusa
 from paceline.cli.train_sample import sample
-from paceline.cli.training import train_to_end
+from paceline.cli.training import TextOptions, train_to_end
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -52,22 +52,6 @@ class RunOptions:
         list[str],
         typer.Option(metavar="FILE", help="Validation data; repeatable.", rich_help_panel=_DATA),
     ] = field(default_factory=list)
-    exclude_licenses: Annotated[
-        list[str],
-        typer.Option(
-            "--exclude-license",
-            help="Leave out records whose license contains this; repeatable.",
-            rich_help_panel=_DATA,
-        ),
-    ] = field(default_factory=lambda: ["CC-BY-SA"])
-    loss_on: Annotated[
-        str,
-        typer.Option(
-            metavar="[assistant|all]",
-            help="Of conversations, learn what the assistant says, or all.",
-            rich_help_panel=_DATA,
-        ),
-    ] = "assistant"
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Use the tokenizer of this folder.", rich_help_panel=_DATA),
@@ -125,10 +109,10 @@ class RunOptions:
         int, typer.Option(min=0, help="Of weights and batches.", rich_help_panel=_SCHEDULE)
     ] = 0
 
-    def config(self) -> LMConfig:
+    def config(self, text: TextOptions) -> LMConfig:
         from paceline.train.lm import LMConfig
 
-        return LMConfig.from_dict({item.name: getattr(self, item.name) for item in fields(self)})
+        return LMConfig.from_dict(values_of(self, text))
 
 
 @app.callback()
@@ -140,6 +124,7 @@ def group() -> None:
 @expand
 def lm(
     run: RunOptions,
+    text: TextOptions,
     out: Annotated[Path, typer.Option(help="Folder of the run; the model goes to OUT/model.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     compiled: Annotated[
@@ -165,7 +150,7 @@ def lm(
     from paceline.train.lm import LMTrainer
 
     with showing(console):
-        trainer = LMTrainer(run.config(), out, device, compiled)
+        trainer = LMTrainer(run.config(text), out, device, compiled)
         folder = train_to_end(trainer, out, eval_every, save_seconds)
         with stage("writing the model card"):
             card = write_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))

@@ -14,7 +14,7 @@ from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_thr
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
 from paceline.cli.train_heads import RunningOptions, values_of
-from paceline.cli.training import train_to_end
+from paceline.cli.training import TextOptions, train_to_end
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -70,22 +70,6 @@ class DraftOptions:
             rich_help_panel=_DATA,
         ),
     ] = field(default_factory=list)
-    exclude_licenses: Annotated[
-        list[str],
-        typer.Option(
-            "--exclude-license",
-            help="Leave out records whose license contains this; repeatable.",
-            rich_help_panel=_DATA,
-        ),
-    ] = field(default_factory=lambda: ["CC-BY-SA"])
-    loss_on: Annotated[
-        str,
-        typer.Option(
-            metavar="[assistant|all]",
-            help="Of conversations, learn what the assistant says, or all.",
-            rich_help_panel=_DATA,
-        ),
-    ] = "assistant"
     loss: Annotated[
         str,
         typer.Option(
@@ -125,16 +109,16 @@ class DraftOptions:
     held_out: Annotated[int, _number("Openings of each --valid file.", _HELD_OUT)] = 8
     held_out_tokens: Annotated[int, _number("Tokens written from each.", _HELD_OUT, 2)] = 96
 
-    def config(self) -> DraftConfig:
+    def config(self, text: TextOptions) -> DraftConfig:
         from paceline.train.draft import DraftConfig
 
-        values = values_of(self)
+        values = values_of(self, text)
         values["teacher"], values["init"] = values.pop("target"), values.pop("draft")
         return DraftConfig.from_dict(values)
 
 
 @expand
-def draft(run: DraftOptions, running: RunningOptions) -> None:
+def draft(run: DraftOptions, text: TextOptions, running: RunningOptions) -> None:
     """Distil a draft model for a target; the result goes to OUT/model.
 
     Run the same command again to resume from OUT/checkpoint.pt.
@@ -147,7 +131,7 @@ def draft(run: DraftOptions, running: RunningOptions) -> None:
     from paceline.train.draft_card import write_draft_card
 
     with showing(console):
-        trainer = DraftTrainer(run.config(), running.out, running.device, running.compiled)
+        trainer = DraftTrainer(run.config(text), running.out, running.device, running.compiled)
         folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
         with stage("writing the model card"):
             card = write_draft_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))

@@ -15,7 +15,7 @@ from rich.console import Console
 from paceline.cli.options import DEFAULT_MODEL, expand, quiet_libraries, set_threads
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
-from paceline.cli.training import train_to_end
+from paceline.cli.training import TextOptions, train_to_end
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -55,22 +55,6 @@ class HeadOptions:
             rich_help_panel=_DATA,
         ),
     ] = field(default_factory=list)
-    exclude_licenses: Annotated[
-        list[str],
-        typer.Option(
-            "--exclude-license",
-            help="Leave out records whose license contains this; repeatable.",
-            rich_help_panel=_DATA,
-        ),
-    ] = field(default_factory=lambda: ["CC-BY-SA"])
-    loss_on: Annotated[
-        str,
-        typer.Option(
-            metavar="[assistant|all]",
-            help="Of conversations, learn what the assistant says, or all.",
-            rich_help_panel=_DATA,
-        ),
-    ] = "assistant"
     cache_features: Annotated[
         bool,
         typer.Option(
@@ -251,22 +235,24 @@ def run_heads(
 
 
 @expand
-def eagle3(run: HeadOptions, head: Eagle3Options, running: RunningOptions) -> None:
+def eagle3(
+    run: HeadOptions, text: TextOptions, head: Eagle3Options, running: RunningOptions
+) -> None:
     """Train an EAGLE-3 head: three layers' features, unrolled as in drafting.
 
     Run the same command again to resume from OUT/checkpoint.pt.
     """
-    values = values_of(run, head) | {"feature_layers": parse_layers(head.feature_layers)}
+    values = values_of(run, text, head) | {"feature_layers": parse_layers(head.feature_layers)}
     _train_eagle(3, values, running)
 
 
 @expand
-def eagle(run: HeadOptions, head: EagleOptions, running: RunningOptions) -> None:
+def eagle(run: HeadOptions, text: TextOptions, head: EagleOptions, running: RunningOptions) -> None:
     """Train an EAGLE head (also for EAGLE-2): continues the target's last features.
 
     Run the same command again to resume from OUT/checkpoint.pt.
     """
-    _train_eagle(1, values_of(run, head), running)
+    _train_eagle(1, values_of(run, text, head), running)
 
 
 def _train_eagle(version: int, values: dict[str, Any], running: RunningOptions) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.options import expand
 from paceline.cli.train_heads import HeadOptions, RunningOptions, run_heads, values_of
+from paceline.cli.training import TextOptions
 
 if TYPE_CHECKING:
     from paceline.train.heads import HeadTrainer
@@ -55,7 +56,9 @@ class MedusaOptions:
 
 
 @expand
-def medusa(run: HeadOptions, head: MedusaOptions, running: RunningOptions) -> None:
+def medusa(
+    run: HeadOptions, text: TextOptions, head: MedusaOptions, running: RunningOptions
+) -> None:
     """Train Medusa heads: several tokens ahead from the target's last hidden state.
 
     Run the same command again to resume from OUT/checkpoint.pt.
@@ -64,7 +67,7 @@ def medusa(run: HeadOptions, head: MedusaOptions, running: RunningOptions) -> No
     def new_trainer() -> HeadTrainer:
         from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
 
-        config = MedusaTrainConfig(**values_of(run, head))
+        config = MedusaTrainConfig(**values_of(run, text, head))
         return MedusaTrainer(config, running.out, running.device, running.compiled)
 
     what = "Medusa-2 heads" if head.joint else "Medusa heads"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from paceline.cli.interrupts import deferred_interrupts
 from paceline.stages import say, stage
@@ -16,6 +19,30 @@ if TYPE_CHECKING:
     from paceline.train.lm import LMTrainer
 
     Trainer = HeadTrainer | DraftTrainer | LMTrainer
+
+_DATA = "Data"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What of the data is learnt: fields of every training config."""
+
+    exclude_licenses: Annotated[
+        list[str],
+        typer.Option(
+            "--exclude-license",
+            help="Leave out records whose license contains this; repeatable.",
+            rich_help_panel=_DATA,
+        ),
+    ] = field(default_factory=lambda: ["CC-BY-SA"])
+    loss_on: Annotated[
+        str,
+        typer.Option(
+            metavar="[assistant|all]",
+            help="Of conversations, learn what the assistant says, or all.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "assistant"
 
 
 @contextmanager
