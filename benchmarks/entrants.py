@@ -13,8 +13,7 @@ import inflate
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import DraftCounts, SequenceState
 from paceline.draft.swift import skippable, spread
 from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
 from paceline.errors import ConfigError
@@ -196,7 +195,9 @@ class Entrant:
         """Decode prompts together, prefill included: to exactly ``max_tokens`` new tokens each, or
         to one of ``ends`` if that comes before."""
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=not ends)
-        seqs = [Request(next(self._ids), list(ids), len(ids), params, ends) for ids in prompts]
+        seqs = [
+            SequenceState(next(self._ids), list(ids), len(ids), params, ends) for ids in prompts
+        ]
         self._wait()
         start = time.perf_counter()
         try:

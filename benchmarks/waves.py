@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -141,8 +141,10 @@ class Contestant:
         self._ends = ends
         self._ids = itertools.count()
 
-    def requests(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
-        return [Request(next(self._ids), list(p), len(p), params, self._ends) for p in prompts]
+    def requests(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[SequenceState]:
+        return [
+            SequenceState(next(self._ids), list(p), len(p), params, self._ends) for p in prompts
+        ]
 
     def run(
         self,

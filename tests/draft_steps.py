@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.verify.walk import matching
@@ -17,10 +17,10 @@ from paceline.verify.walk import matching
 Scores = Callable[[list[int]], torch.Tensor]  # tokens so far -> scores [vocab] of the next one
 
 
-def request(tokens: Sequence[int], seq_id: int = 0) -> Request:
+def request(tokens: Sequence[int], seq_id: int = 0) -> SequenceState:
     """A greedy request that has its prompt cached but for the last token."""
     params = SamplingParams(max_tokens=10_000)
-    return Request(seq_id, list(tokens), len(tokens), params, cached=len(tokens) - 1)
+    return SequenceState(seq_id, list(tokens), len(tokens), params, cached=len(tokens) - 1)
 
 
 def paths_of(tree: TokenTree) -> list[list[int]]:
@@ -38,7 +38,7 @@ class Step:
 
 
 def run_step(
-    drafter: Drafter, target: Scores, seqs: Sequence[Request], lengths: Sequence[int]
+    drafter: Drafter, target: Scores, seqs: Sequence[SequenceState], lengths: Sequence[int]
 ) -> list[Step]:
     """Propose, verify greedily, commit and observe, as the engine does it."""
     slices = [Slice(s, s.num_pending, n) for s, n in zip(seqs, lengths, strict=True)]

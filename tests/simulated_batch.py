@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile
 from paceline.engine.controller import AdaptiveLength
@@ -133,7 +133,7 @@ class Batches:
         seqs = []
         for _ in range(batch):
             params = SamplingParams(max_tokens=tokens)
-            seqs.append(Request(self.number, [1] * prompt, prompt, params, cached=prompt - 1))
+            seqs.append(SequenceState(self.number, [1] * prompt, prompt, params, cached=prompt - 1))
             self.number += 1
         began = {seq.seq_id: 0.0 for seq in seqs}
         while seqs:
@@ -146,7 +146,7 @@ class Batches:
         out.plain = tokens * self.truth.rest([0] * batch)
         return out
 
-    def _step(self, seqs: Sequence[Request], out: Outcome) -> None:
+    def _step(self, seqs: Sequence[SequenceState], out: Outcome) -> None:
         truth, dice = self.truth, self.dice
         lengths = list(self.control.lengths(seqs))
         if not truth.level:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import Hybrid
@@ -108,7 +108,7 @@ class Machine:
         text = list(range(1, count + 40))
         for guesser in self.guessers:
             guesser.text = text  # type: ignore[attr-defined]
-        seq = Request(seq_id, text[:1], 1, SamplingParams(max_tokens=count + 30))
+        seq = SequenceState(seq_id, text[:1], 1, SamplingParams(max_tokens=count + 30))
         before = self.seconds
         while len(seq.tokens) <= count:
             self._step(seq, text)
@@ -123,7 +123,7 @@ class Machine:
         for guesser in self.guessers:
             guesser.text = text  # type: ignore[attr-defined]
         params = SamplingParams(max_tokens=count)
-        open_ = [Request(self._next + n, text[:1], 1, params) for n in range(sequences)]
+        open_ = [SequenceState(self._next + n, text[:1], 1, params) for n in range(sequences)]
         self._next += sequences
         before = self.seconds
         while open_:
@@ -135,10 +135,10 @@ class Machine:
         plain = count * (STEP + TOKEN * (sequences - 1) + REST)
         return plain / (self.seconds - before)
 
-    def _step(self, seq: Request, text: Sequence[int]) -> None:
+    def _step(self, seq: SequenceState, text: Sequence[int]) -> None:
         self._advance([seq], text)
 
-    def _advance(self, seqs: Sequence[Request], text: Sequence[int]) -> None:
+    def _advance(self, seqs: Sequence[SequenceState], text: Sequence[int]) -> None:
         for seq in seqs:
             seq.cached = len(seq.tokens) - 1
         lengths = self.controller.lengths(seqs)
@@ -159,7 +159,7 @@ class Machine:
         self.controller.observe(commits, seconds, passes if self.parts else None)
         self.seconds += seconds
 
-    def _commit(self, seq: Request, tree: TokenTree, text: Sequence[int]) -> Commit:
+    def _commit(self, seq: SequenceState, tree: TokenTree, text: Sequence[int]) -> Commit:
         path: list[int] = []
         guesses, children = tree.tokens.tolist(), children_of(tree.parents)
         while True:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_tokenizers import KINDS, decode, tokens_of
 from paceline.core.batch import Commit
 from paceline.core.params import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 from paceline.request import Request
 
@@ -18,7 +18,7 @@ def answer(
     kind: str, prompt: list[int], steps: list[list[int]], params: SamplingParams, streams: bool
 ) -> tuple[Request, str]:
     """Commits as the engine makes them: up to the token at which the text says stop."""
-    seq = Sequence(0, list(prompt), len(prompt), params, stop_ids=frozenset({1}))
+    seq = SequenceState(0, list(prompt), len(prompt), params, stop_ids=frozenset({1}))
     request = Request(seq, prompt, 0, 0, KINDS[kind], streams)
     for place, step in enumerate(steps, 1):
         taken, reason = [], None

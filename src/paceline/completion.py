@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.batch import TokenLogprob
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CompletionStats:
     arrivals: list[tuple[float, int]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, seq: Sequence, lossy: bool = False) -> CompletionStats:
+    def of(cls, seq: SequenceState, lossy: bool = False) -> CompletionStats:
         counts, generated, seconds = seq.counts, seq.generated, seq.seconds
         arrivals = [(moment - seq.queued, count) for moment, count in seq.arrivals]
         return cls(

@@ -15,7 +15,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.completion import Completion, StreamEvent
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
-from paceline.core.sequence import Sequence as EngineSequence
+from paceline.core.sequence import SequenceState
 from paceline.door import Message as Message
 from paceline.door import Prompt as Prompt
 from paceline.door import Room, as_conversations, as_params, as_prompts, encode
@@ -292,7 +292,7 @@ class LLM:
         requests = []
         grammar = params.grammar
         for index in range(params.n):
-            seq = EngineSequence(
+            seq = SequenceState(
                 seq_id=next(self._ids),
                 tokens=list(tokens),
                 prompt_length=len(tokens),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.completion import Completion, CompletionStats, StreamEvent
 from paceline.core.batch import Commit, TokenLogprob
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.engine.recovery import Failure
 from paceline.engine.text import TextStream
 from paceline.errors import EngineLostError
@@ -24,7 +24,7 @@ class Request:
 
     def __init__(
         self,
-        seq: Sequence,
+        seq: SequenceState,
         prompt: str | list[int],
         number: int,
         index: int,

@@ -7,12 +7,12 @@ from paceline.core.draws import choose, coupled_choice, draft, draw_of, pick
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw
 
 
 def request(**params):
-    return Sequence(0, [1, 2, 3], 2, SamplingParams(**params))
+    return SequenceState(0, [1, 2, 3], 2, SamplingParams(**params))
 
 
 FREE, SEEDED, GREEDY = request(temperature=1.0), request(temperature=1.0, seed=3), request()

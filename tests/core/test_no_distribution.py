@@ -8,15 +8,15 @@ import torch
 from paceline.core.draws import choose, coupled_choice, draft, likeliest, pick
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_choice, laws_of_scores
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 
 VOCAB = 11
 NAN, INF = float("nan"), float("inf")
 
 
-def request(**params: object) -> Sequence:
-    return Sequence(0, [1, 2, 3, 3], 2, SamplingParams(**params))  # type: ignore[arg-type]
+def request(**params: object) -> SequenceState:
+    return SequenceState(0, [1, 2, 3, 3], 2, SamplingParams(**params))  # type: ignore[arg-type]
 
 
 def hopeless(kind: str) -> torch.Tensor:

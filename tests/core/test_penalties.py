@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.core import penalties
 from paceline.core.params import SamplingParams
 from paceline.core.penalties import penalised
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 
 VOCAB = 40
 WISHES = [
@@ -54,7 +54,7 @@ tokens = st.lists(st.integers(0, VOCAB + 5), min_size=1, max_size=30)
 def test_sparse_is_dense(requests, depths, seed, pathless):
     generator = torch.Generator().manual_seed(seed)
     made = [
-        Sequence(n, list(own), min(prompt, len(own)), SamplingParams(**WISHES[wish]))
+        SequenceState(n, list(own), min(prompt, len(own)), SamplingParams(**WISHES[wish]))
         for n, (own, prompt, wish) in enumerate(requests)
     ]
     seqs = (made * 12)[:12]
@@ -72,7 +72,7 @@ def test_sparse_is_dense(requests, depths, seed, pathless):
 
 def test_tokens_taken_back_are_not_counted():
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
-    seq = Sequence(0, [1, 2, 3, 4], 2, SamplingParams(frequency_penalty=1.0))
+    seq = SequenceState(0, [1, 2, 3, 4], 2, SamplingParams(frequency_penalty=1.0))
     penalised(scores, [seq], [0], None)
     seq.tokens[3:] = [5]
     assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
@@ -83,7 +83,7 @@ def test_tokens_taken_back_are_not_counted():
 def test_nothing_is_kept_of_a_sequence_that_has_gone():
     gc.collect()
     before = len(penalties._kept)
-    seq = Sequence(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
+    seq = SequenceState(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
     penalised(torch.zeros(1, VOCAB), [seq], [0], None)
     assert len(penalties._kept) == before + 1
     del seq

@@ -18,14 +18,14 @@ from paceline.core.sampling import (
     needs_paths,
     probabilities,
 )
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 
 VOCAB = 12
 
 
 def request(tokens=(1, 2, 3), prompt=2, stop=(), **params):
-    return Sequence(0, list(tokens), prompt, SamplingParams(**params), frozenset(stop))
+    return SequenceState(0, list(tokens), prompt, SamplingParams(**params), frozenset(stop))
 
 
 def slow_scores(logits, seq, path):

@@ -8,7 +8,7 @@ import torch
 from engine_models import adapted
 from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.draft import eagle
 from paceline.draft.base import held_bytes
 from paceline.draft.eagle import EagleDrafter
@@ -86,9 +86,9 @@ def finish(engine: Engine) -> None:
     assert own.pool.available == own.num_blocks
 
 
-def request(seq_id: int, tokens: list[int], **params: object) -> Sequence:
+def request(seq_id: int, tokens: list[int], **params: object) -> SequenceState:
     wish = SamplingParams(**{"max_tokens": 12, **params})  # type: ignore[arg-type]
-    return Sequence(seq_id, list(tokens), len(tokens), wish)
+    return SequenceState(seq_id, list(tokens), len(tokens), wish)
 
 
 PROMPTS = [list(range(5, 25)), [3, 1, 4, 1, 5], [7] * 9 + [8]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from paceline.core.draws import GREEDY_SHARPNESS, likeliest
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.grow import BestFirstTree, Growing, StaticTree, grow
 from paceline.draft.shape import Shape
@@ -32,8 +32,8 @@ KINDS = {
 }
 
 
-def request(params: SamplingParams, seq_id: int = 0) -> Sequence:
-    return Sequence(seq_id, [1, 2, 3 + seq_id], 2, params)
+def request(params: SamplingParams, seq_id: int = 0) -> SequenceState:
+    return SequenceState(seq_id, [1, 2, 3 + seq_id], 2, params)
 
 
 class Table:
@@ -43,7 +43,7 @@ class Table:
         self.seed, self.scale = seed, scale
         self.fed: dict[int, list[Path]] = {}
 
-    def after(self, seq: Sequence, path: Seq[int]) -> torch.Tensor:
+    def after(self, seq: SequenceState, path: Sequence[int]) -> torch.Tensor:
         key = 0
         for token in (seq.seq_id, *path):
             key = key * 31 + token + 1
@@ -69,7 +69,7 @@ class Table:
         grow(trees, first, forward, torch.Generator().manual_seed(seed))
         return [tree.finish() for tree in trees]
 
-    def law(self, seq: Sequence, path: Path) -> torch.Tensor:
+    def law(self, seq: SequenceState, path: Path) -> torch.Tensor:
         """float32 [V]: the drafter's law after a string, for this request."""
         rows = Rows((seq,), (len(path),), torch.tensor([path], dtype=torch.int64))
         return probabilities(self.after(seq, path)[None], rows)[0]
@@ -94,7 +94,7 @@ def check_slots(tree: TokenTree, slots: tuple[int, ...], fed: list[Path]) -> Non
 # --- best-first ----------------------------------------------------------------------------------
 
 
-def scores_by_hand(table: Table, seq: Sequence, depth: int, width: int) -> dict[Path, float]:
+def scores_by_hand(table: Table, seq: SequenceState, depth: int, width: int) -> dict[Path, float]:
     """Log-probability of every candidate: each level expands the ``width`` likeliest."""
     scores: dict[Path, float] = {}
     level: dict[Path, float] = {(): 0.0}
@@ -162,7 +162,7 @@ SHAPES = {
 }
 
 
-def ranked_by_hand(table: Table, seq: Sequence, path: Path) -> list[int]:
+def ranked_by_hand(table: Table, seq: SequenceState, path: Path) -> list[int]:
     """Tokens in the order in which candidates are taken, for requests without chance."""
     scores = table.law(seq, path).log() if not seq.params.greedy else table.after(seq, path)
     if seq.params.seed is not None:

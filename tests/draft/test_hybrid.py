@@ -7,7 +7,7 @@ import pytest
 from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import Hybrid
@@ -123,7 +123,7 @@ class Recorder(Guesser):
 
 def part(seq_id: int, feed: int = 1, length: int = 4, tokens: int = 3) -> Slice:
     known = list(range(1, tokens + 1))
-    seq = Request(seq_id, known, tokens, SamplingParams(), cached=tokens - max(1, feed))
+    seq = SequenceState(seq_id, known, tokens, SamplingParams(), cached=tokens - max(1, feed))
     return Slice(seq, feed, length)
 
 
@@ -160,7 +160,7 @@ def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
 def test_prefill_chunks_reach_every_member() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
     drafter = Hybrid([lookup, model], "cpu")
-    seq = Request(7, [1, 2, 3, 4, 5, 6], 6, SamplingParams())
+    seq = SequenceState(7, [1, 2, 3, 4, 5, 6], 6, SamplingParams())
     trees = drafter.propose(Plan((Slice(seq, 3, 0),)))
     assert [len(tree) for tree in trees] == [0]
     assert model.asked == [{7: 0}] and lookup.asked == [{7: 0}]

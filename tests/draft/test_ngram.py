@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.ngram import NGramDrafter
 from paceline.errors import ConfigError
 
 
-def request(tokens: list[int], prompt: int | None = None, seq_id: int = 0) -> Request:
-    seq = Request(seq_id, list(tokens), prompt or len(tokens), SamplingParams(max_tokens=99))
+def request(tokens: list[int], prompt: int | None = None, seq_id: int = 0) -> SequenceState:
+    seq = SequenceState(seq_id, list(tokens), prompt or len(tokens), SamplingParams(max_tokens=99))
     seq.cached = len(tokens) - 1
     return seq
 
 
-def propose(drafter: NGramDrafter, seq: Request, length: int = 8) -> TokenTree:
+def propose(drafter: NGramDrafter, seq: SequenceState, length: int = 8) -> TokenTree:
     return drafter.propose(Plan((Slice(seq, seq.num_pending, length),)))[0]
 
 

@@ -10,7 +10,7 @@ from engine_models import write_pair
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.draft.router import Router
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile
@@ -41,8 +41,8 @@ class Watched(Guesser):
         self.seen.remove(seq_id)
 
 
-def request(seq_id: int, drafter: str | None) -> Request:
-    return Request(seq_id, [1, 2, 3], 3, SamplingParams(drafter=drafter), cached=2)
+def request(seq_id: int, drafter: str | None) -> SequenceState:
+    return SequenceState(seq_id, [1, 2, 3], 3, SamplingParams(drafter=drafter), cached=2)
 
 
 def test_each_request_is_drafted_for_by_the_one_it_names() -> None:

@@ -12,7 +12,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.config import DraftSpec
 from paceline.core.batch import Batch, Commit, ModelOutput
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, _Window, parse_layers
 from paceline.draft.swift import SkipSearch, skippable
 from paceline.drafters import Loading, prepare
@@ -52,12 +52,12 @@ def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) ->
     return build_engine(model, prepared, wishes, seeded_generator(model.device, 0))
 
 
-def requests(params: SamplingParams) -> list[Sequence]:
+def requests(params: SamplingParams) -> list[SequenceState]:
     prompts = [STEM, [*STEM, 40, 41], [5], [*STEM[:20], 50]]
-    return [Sequence(i, list(tokens), len(tokens), params) for i, tokens in enumerate(prompts)]
+    return [SequenceState(i, list(tokens), len(tokens), params) for i, tokens in enumerate(prompts)]
 
 
-def steps(engine: Engine, seqs: list[Sequence]) -> Iterator[None]:
+def steps(engine: Engine, seqs: list[SequenceState]) -> Iterator[None]:
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:
@@ -65,7 +65,7 @@ def steps(engine: Engine, seqs: list[Sequence]) -> Iterator[None]:
         yield
 
 
-def committed_rows(engine: Engine, seq: Sequence) -> list[torch.Tensor]:
+def committed_rows(engine: Engine, seq: SequenceState) -> list[torch.Tensor]:
     cache = engine.cache
     slots = torch.tensor([cache._slot(seq.seq_id, index) for index in range(seq.cached)])
     return [part[slots] for n in range(LAYERS) for part in cache.kv(n)]
@@ -212,7 +212,7 @@ def test_swift_scores_what_each_view_predicts(model: CausalModel) -> None:
     )
     engine.drafter = drafter
     engine.scheduler._on_preempt = drafter.forget
-    seqs = [Sequence(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
+    seqs = [SequenceState(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
     windows = []
     for _ in steps(engine, seqs):
         if drafter._window is not None and (not windows or windows[-1] is not drafter._window):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.drafters import DRAFTERS, Loading, prepare
@@ -32,13 +32,13 @@ VOCAB = 50
 OUT = ModelOutput(torch.empty(0, VOCAB))
 
 
-def request(prompt: list[int], seq_id: int = 0) -> Request:
-    seq = Request(seq_id, list(prompt), len(prompt), SamplingParams(max_tokens=99))
+def request(prompt: list[int], seq_id: int = 0) -> SequenceState:
+    seq = SequenceState(seq_id, list(prompt), len(prompt), SamplingParams(max_tokens=99))
     seq.cached = len(prompt) - 1
     return seq
 
 
-def propose(drafter: SuffixDrafter, seq: Request, length: int = 8) -> TokenTree:
+def propose(drafter: SuffixDrafter, seq: SequenceState, length: int = 8) -> TokenTree:
     return drafter.propose(Plan((Slice(seq, seq.num_pending, length),)))[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Acceptance, AcceptanceEstimate, OwnAcceptance, Profile, best
 from paceline.engine.controller import AdaptiveLength, FixedLength
@@ -22,8 +22,8 @@ from paceline.engine.costs import measure
 from simulated_time import REST, STEP, Guesser, Machine, always
 
 
-def seq(seq_id: int = 0) -> Request:
-    return Request(seq_id, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
+def seq(seq_id: int = 0) -> SequenceState:
+    return SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
 
 
 def costs(slope: float = 0.0) -> StepCosts:
@@ -316,7 +316,7 @@ def test_reading_a_prompt_must_be_earned() -> None:
         for _ in range(20):
             control._prices.learn_reading("fake", 0.05 * 4096, 4096)
         params = SamplingParams(max_tokens=room)
-        request = Request(0, [1] * prompt, prompt, params, cached=prompt - 1)
+        request = SequenceState(0, [1] * prompt, prompt, params, cached=prompt - 1)
         return control.lengths([request])[0]
 
     assert first(2, 100) > 0 and first(4000, 5000) == 0
@@ -346,8 +346,8 @@ def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:
 def test_a_length_of_a_request_stands() -> None:
     """Whatever pays; and what it comes to is learnt only as far as it is comparable."""
     control = adaptive(draft=5.0)  # drafting never pays
-    own = Request(1, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=12), cached=1)
-    none = Request(2, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=0), cached=1)
+    own = SequenceState(1, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=12), cached=1)
+    none = SequenceState(2, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=0), cached=1)
     for _ in range(20):
         wishes = control.lengths([seq(0), own, none])
         assert wishes[1:] == [12, 0]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError
 from paceline.model.cache import PagedCache
@@ -22,9 +22,9 @@ def scheduler(blocks: int = 16, forgotten: list[int] | None = None, **limits: in
     )
 
 
-def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> Sequence:
+def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> SequenceState:
     tokens = [100 * (first or seq_id + 1) + i for i in range(length)]
-    return Sequence(seq_id, tokens, length, SamplingParams(max_tokens=max_tokens))
+    return SequenceState(seq_id, tokens, length, SamplingParams(max_tokens=max_tokens))
 
 
 def advance(sched: Scheduler, wish: int = 0) -> dict[int, tuple[int, int]]:
@@ -183,7 +183,7 @@ def test_admission_never_costs_a_prompt_its_blocks(
     for number, (stem, shared, own, answer) in enumerate(requests):
         tokens = [1000 * stem + i for i in range(shared)]
         tokens += [5000 + 100 * number + i for i in range(own)]
-        live.append(Sequence(number, tokens, len(tokens), SamplingParams(max_tokens=answer)))
+        live.append(SequenceState(number, tokens, len(tokens), SamplingParams(max_tokens=answer)))
     read = 0
     coming = list(live)
     while coming or sched.has_work:

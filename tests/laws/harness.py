@@ -23,7 +23,7 @@ import torch
 from paceline.core.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, children_of
 from paceline.verify import laws as real_laws
 
@@ -60,8 +60,8 @@ class Setting:
     def vocab(self) -> int:
         return self.target.vocab
 
-    def request(self, context: Context) -> Request:
-        request = Request(0, list(context), len(PROMPT), self.params, self.stop_ids)
+    def request(self, context: Context) -> SequenceState:
+        request = SequenceState(0, list(context), len(PROMPT), self.params, self.stop_ids)
         if self.constraint is not None:
             request.constraint = self.constraint(context)
         return request

@@ -7,7 +7,7 @@ from harness import Fake, SamplingParams, Setting, law_table, tree_parents
 from paceline.core.batch import Check
 from paceline.core.draws import draft, draw_of
 from paceline.core.sampling import Rows
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.verify.rule import Verifier
 
@@ -40,7 +40,7 @@ PARAMS = {
 
 
 def request(**params):
-    return Sequence(0, [0, 1, 2], 3, SamplingParams(**params), frozenset({4, 5}))
+    return SequenceState(0, [0, 1, 2], 3, SamplingParams(**params), frozenset({4, 5}))
 
 
 def from_model(branching):
@@ -151,7 +151,7 @@ def test_coupled_drafts_are_accepted_often():
         chances.append((1 - tv) / (1 + tv))
         shared.append(float((p * q).sum()))
         for seed in range(60):
-            seq = Sequence(0, [*context], 3, SamplingParams(temperature=1.0, seed=seed))
+            seq = SequenceState(0, [*context], 3, SamplingParams(temperature=1.0, seed=seed))
             tree = from_model((1,))(seq)
             (verdict,) = Verifier()(logits_of(seq, tree), [Check(seq, 0, tree)])
             hits.append(len(verdict.path))
@@ -174,7 +174,8 @@ def test_texts_over_seeds_follow_the_law():
     joint = (first[0][:, None] * first[1:4]).flatten()
     counts = torch.zeros(9)
     seqs = [
-        Sequence(0, [0, 1], 2, SamplingParams(temperature=1.0, seed=seed)) for seed in range(6000)
+        SequenceState(0, [0, 1], 2, SamplingParams(temperature=1.0, seed=seed))
+        for seed in range(6000)
     ]
     for _ in range(2):
         logits = setting.target([tuple(seq.tokens) for seq in seqs])
@@ -193,7 +194,7 @@ def test_unseeded_drafting_and_verifying_end_to_end():
     generator = torch.Generator().manual_seed(1)
     verifier = Verifier("auto", generator)
     count = 6000
-    seqs = [Sequence(0, [0, 1], 2, setting.params) for _ in range(count)]
+    seqs = [SequenceState(0, [0, 1], 2, setting.params) for _ in range(count)]
     rows = Rows(tuple(seqs), (0,) * count)
     drafted = draft(setting.draft([(0, 1)] * count), rows, 2, generator)
     checks, logits = [], []

@@ -8,7 +8,7 @@ from test_mutations import CAUGHT, EXACT, mutated
 
 from paceline.core.batch import Plan, Slice
 from paceline.core.costs import CostCurve, StepCosts
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.draft import hybrid
 from paceline.draft.steptime import StepTime
@@ -82,7 +82,7 @@ def chooser(kind: type, passes: int) -> Drafter:
             curve = CostCurve((1, 9), (1.0, 1.08))
             profiles = [Profile.of(m, 2, CostCurve((1,), (0.01,))) for m in (lookup, sampler)]
             drafter.calibrate(StepTime(StepCosts(curve, curve, 1)), profiles)
-            request = Request(0, [0, 1], 2, PARAMS, cached=1)
+            request = SequenceState(0, [0, 1], 2, PARAMS, cached=1)
             (tree,) = drafter.propose(Plan((Slice(request, 1, 2),)))
             q = None if tree.draw is Draw.POINT else tree.q[None]
             weight = drafts.weights[row : row + 1]

@@ -23,7 +23,7 @@ from harness import (
 )
 from placed import Placed, verifier_error
 
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.verify import laws
 from paceline.verify.rule import Check, method_of
@@ -207,7 +207,7 @@ def test_which_method_decides():
 
     def method(params, draw, rule="auto"):
         tree = TokenTree(tokens, chain_parents(2), draw, ones)
-        return method_of(Check(Sequence(0, [0], 1, params), 0, tree), rule)
+        return method_of(Check(SequenceState(0, [0], 1, params), 0, tree), rule)
 
     assert method(free, Draw.IID) == method(free, Draw.IID, "block") == "block"
     assert method(free, Draw.IID, "token") == "siblings"

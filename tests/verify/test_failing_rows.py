@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.verify.laws import block, siblings
 from paceline.verify.rule import Verifier
@@ -26,8 +26,8 @@ REQUESTS = {
 WITHOUT = Draw.WITHOUT_REPLACEMENT
 
 
-def request(seq_id: int, params: dict) -> Sequence:
-    return Sequence(seq_id, [1, 2, 3], 2, SamplingParams(**params))
+def request(seq_id: int, params: dict) -> SequenceState:
+    return SequenceState(seq_id, [1, 2, 3], 2, SamplingParams(**params))
 
 
 def tree(draw: Draw, parents: tuple[int, ...]) -> TokenTree:

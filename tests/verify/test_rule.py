@@ -6,7 +6,7 @@ import torch
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, log_probabilities
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
 from paceline.verify import rule as rule_module
@@ -29,7 +29,7 @@ class Placed(Verifier):
 
 
 def request(seq_id=0, **params):
-    return Sequence(seq_id, [1, 2, 3, 3], 2, SamplingParams(**params), frozenset({4}))
+    return SequenceState(seq_id, [1, 2, 3, 3], 2, SamplingParams(**params), frozenset({4}))
 
 
 def tree(parents, draw, generator, width=VOCAB):

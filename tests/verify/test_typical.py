@@ -12,7 +12,7 @@ from engine_models import write_pair
 from paceline.build import EngineOptions
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
 from paceline.llm import LLM
@@ -20,8 +20,8 @@ from paceline.verify.rule import RULES, Verifier
 from paceline.verify.typical import TypicalVerifier, longest, surprise
 
 
-def request(seq_id: int = 0, **params) -> Sequence:
-    return Sequence(seq_id, [1, 2, 3], 2, SamplingParams(**params), frozenset({4}))
+def request(seq_id: int = 0, **params) -> SequenceState:
+    return SequenceState(seq_id, [1, 2, 3], 2, SamplingParams(**params), frozenset({4}))
 
 
 # -- the pure function ---------------------------------------------------------------------------

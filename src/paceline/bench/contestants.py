@@ -12,7 +12,7 @@ import torch
 
 from paceline.bench.methods import Method
 from paceline.bench.outcome import Answer, Ask, Contestant, Outcome, column_sums
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module
 
@@ -68,14 +68,16 @@ class Paceline:
             decoding_slots=slots,
         )
 
-    def _request(self, ask: Ask) -> Request:
+    def _request(self, ask: Ask) -> SequenceState:
         stops = frozenset(ask.params.stop_token_ids)
         if not ask.params.ignore_eos:
             stops |= self.llm.end_tokens
-        return Request(next(self._ids), list(ask.prompt), len(ask.prompt), ask.params, stops)
+        return SequenceState(next(self._ids), list(ask.prompt), len(ask.prompt), ask.params, stops)
 
 
-def _closed_loop(engine: Engine, seqs: Sequence[Request], clients: int, phases: _Phases) -> None:
+def _closed_loop(
+    engine: Engine, seqs: Sequence[SequenceState], clients: int, phases: _Phases
+) -> None:
     waiting, running = deque(seqs), 0
     while waiting or running:
         while waiting and running < clients:
@@ -121,7 +123,7 @@ class _Phases:
         self._before, self._decoding = now, 0
 
 
-def _answer(seq: Request) -> Answer:
+def _answer(seq: SequenceState) -> Answer:
     arrivals = tuple((moment - seq.queued, count) for moment, count in seq.arrivals)
     return Answer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.engine.engine import Engine
 
 # Away from the ids of LLM's own requests.
@@ -56,7 +56,7 @@ def decode(
     wishes = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     ids = itertools.count(_FIRST_ID)
     seqs = [
-        Request(
+        SequenceState(
             next(ids), list(start.tokens), len(start.prompt), replace(wish, draft_length=length)
         )
         for start, wish in zip(starts, wishes, strict=True)
@@ -79,7 +79,7 @@ def decode(
     ]
 
 
-def _step(engine: Engine, unfinished: dict[int, Request], enough: int | None) -> None:
+def _step(engine: Engine, unfinished: dict[int, SequenceState], enough: int | None) -> None:
     commits = engine.step()
     if not any(commit.tokens or commit.fed for commit in commits):
         raise StandstillError("a step committed no token although sequences were waiting for one")

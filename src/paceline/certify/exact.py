@@ -21,7 +21,7 @@ from paceline.certify.cells import String
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.verify.rule import Verifier, method_of
 
@@ -230,7 +230,7 @@ def _judged(
         above = [case.draft[paths[parent + 1]] for parent in case.parents]
         q = torch.stack(above).float()
     tree = TokenTree(torch.tensor(tokens), case.parents, case.draw, q)
-    request = Request(0, [0], 1, _FREE)
+    request = SequenceState(0, [0], 1, _FREE)
     options = _options(verifier, logits, Check(request, 0, tree))
     if math.prod(map(len, options)) > most:
         raise TooManyOutcomes

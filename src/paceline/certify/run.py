@@ -15,7 +15,7 @@ from paceline.certify.findings import Problem, nothing, rejections
 from paceline.certify.sampled import PORTIONS, Judged, LawTest, judge
 from paceline.certify.schedule import FEWEST, Draws, Effort, Texts, schedule
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.engine.controller import FixedLength
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
@@ -353,7 +353,7 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     controller = engine.controller
     if not isinstance(controller, FixedLength):
         return (1, 4), True
-    (length,) = controller.lengths([Request(0, [0], 1, _ANY_REQUEST)])
+    (length,) = controller.lengths([SequenceState(0, [0], 1, _ANY_REQUEST)])
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False

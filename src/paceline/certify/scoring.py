@@ -15,7 +15,7 @@ from paceline.certify.cells import String
 from paceline.certify.decoding import Start
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.model.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 
@@ -59,7 +59,8 @@ class Scorer:
     def _laws(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
         start, params = self._start, self._params
         seqs = tuple(
-            Request(0, [*start.tokens, *string], len(start.prompt), params) for string in strings
+            SequenceState(0, [*start.tokens, *string], len(start.prompt), params)
+            for string in strings
         )
         return probabilities(self.logits(strings, stepwise), Rows(seqs, (0,) * len(seqs)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, depths_of
 
 
@@ -19,7 +19,7 @@ class Slice:
     it is a prefill chunk, and neither drafts nor samples.
     """
 
-    seq: Sequence
+    seq: SequenceState
     feed: int
     draft_length: int = 0
 
@@ -35,7 +35,7 @@ class Plan:
     slices: tuple[Slice, ...]
 
     @property
-    def seqs(self) -> tuple[Sequence, ...]:
+    def seqs(self) -> tuple[SequenceState, ...]:
         return tuple(item.seq for item in self.slices)
 
 
@@ -118,7 +118,7 @@ class Check:
     node i of ``tree``.
     """
 
-    seq: Sequence
+    seq: SequenceState
     start: int
     tree: TokenTree
 

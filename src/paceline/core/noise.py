@@ -8,7 +8,7 @@ vocabulary, and the integer part is the same bit for bit on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -75,20 +75,22 @@ def _exponential(bits: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(
-    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """int64 [rows, vocab] of 63 random bits each; row r from (seeds[r], positions[r])."""
     keys = _keys(seeds, positions, device)
     return _mixed(keys, _id_hashes(vocab, keys.device))
 
 
-def _keys(seeds: Seq[int], positions: Seq[int], device: torch.device | str) -> torch.Tensor:
+def _keys(
+    seeds: Sequence[int], positions: Sequence[int], device: torch.device | str
+) -> torch.Tensor:
     keys = [key_of(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return to_device(keys, device).unsqueeze(1)
 
 
 def exponential(
-    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """float32 [rows, vocab] of Exp(1) noise, finite and above zero.
 
@@ -109,7 +111,7 @@ def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     return noise
 
 
-def race(laws: torch.Tensor, seeds: Seq[int], positions: Seq[int]) -> torch.Tensor:
+def race(laws: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """float32 [rows, vocab]: laws over exponential noise, whose largest entry is a draw.
 
     A token without probability cannot win, so on a CPU only the others get their noise: of a
@@ -144,7 +146,7 @@ def fresh_exponential(
 
 
 def gumbel(
-    seeds: Seq[int], positions: Seq[int], vocab: int, device: torch.device | str = "cpu"
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """float32 [rows, vocab] of standard Gumbel noise, ``-log(exponential(...))``.
 

@@ -6,14 +6,14 @@ occur keeps its score, so only the others are gathered, changed and put back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device, upload
 from paceline.core.truncation import column
 
@@ -32,11 +32,11 @@ class Occurrences:
         self._seen: list[int] = []  # the tokens counted so far
         self._prompt = 0
 
-    def continues(self, seq: Sequence) -> bool:
+    def continues(self, seq: SequenceState) -> bool:
         """Whether the sequence begins with what was counted: tokens may be taken back."""
         return self._prompt == seq.prompt_length and self._seen == seq.tokens[: len(self._seen)]
 
-    def update(self, seq: Sequence) -> None:
+    def update(self, seq: SequenceState) -> None:
         """Count what was committed since."""
         self._prompt = seq.prompt_length
         known = len(self._seen)
@@ -57,10 +57,10 @@ class Occurrences:
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 
 
-_kept: WeakKeyDictionary[Sequence, Occurrences] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[SequenceState, Occurrences] = WeakKeyDictionary()
 
 
-def _occurrences(seq: Sequence) -> Occurrences:
+def _occurrences(seq: SequenceState) -> Occurrences:
     found = _kept.get(seq)
     if found is None or not found.continues(seq):
         found = _kept[seq] = Occurrences()
@@ -69,7 +69,10 @@ def _occurrences(seq: Sequence) -> Occurrences:
 
 
 def penalised(
-    scores: torch.Tensor, seqs: Seq[Sequence], depths: Seq[int], paths: torch.Tensor | None
+    scores: torch.Tensor,
+    seqs: Sequence[SequenceState],
+    depths: Sequence[int],
+    paths: torch.Tensor | None,
 ) -> torch.Tensor:
     """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
 
@@ -95,7 +98,9 @@ def penalised(
     return scores.scatter(1, ids, own - frequency * counts - presence * (counts > 0))
 
 
-def _tables(distinct: list[Sequence], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(
+    distinct: list[SequenceState], scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; -1 counts a token that did not occur."""
     found = [_occurrences(seq).within(scores.shape[1]) for seq in distinct]
     longest = max(1, *(len(ids) for ids, _ in found))
@@ -110,7 +115,7 @@ def _tables(distinct: list[Sequence], scores: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _with_paths(
-    ids: torch.Tensor, counts: torch.Tensor, paths: torch.Tensor, depths: Seq[int]
+    ids: torch.Tensor, counts: torch.Tensor, paths: torch.Tensor, depths: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tables [R, U] with the tokens of each row's path: [R, U + D]."""
     limit = to_device(list(depths), paths.device).unsqueeze(1)

@@ -11,8 +11,7 @@ that holds the mass, and greedy takes the lowest id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +22,7 @@ from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
 from paceline.core.penalties import penalised
 from paceline.core.ranking import largest
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.truncation import truncated
 
@@ -44,7 +43,7 @@ def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return to_device([path + [0] * (depth - len(path)) for path in paths], device)
 
 
-def _tree_paths(checks: Seq[Check]) -> torch.Tensor:
+def _tree_paths(checks: Sequence[Check]) -> torch.Tensor:
     """int64 [R, depth]: the drafted tokens before each row; entries past its depth are void."""
     deepest = max(max(check.tree.depths, default=0) for check in checks)
     parts = []
@@ -64,7 +63,7 @@ class Rows:
     needed only where ``needs_paths``).
     """
 
-    seqs: tuple[Sequence, ...]
+    seqs: tuple[SequenceState, ...]
     depths: tuple[int, ...]
     paths: torch.Tensor | None = None
 
@@ -81,14 +80,14 @@ class Rows:
         return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
 
     @classmethod
-    def of(cls, checks: Seq[Check]) -> Rows:
+    def of(cls, checks: Sequence[Check]) -> Rows:
         """Rows of the checks, one after another: after the last committed token, then per node."""
         seqs = tuple(check.seq for check in checks for _ in range(check.rows))
         depths = tuple(depth for check in checks for depth in (0, *check.tree.depths))
         paths = _tree_paths(checks) if needs_paths(check.seq for check in checks) else None
         return cls(seqs, depths, paths)
 
-    def select(self, index: Seq[int]) -> Rows:
+    def select(self, index: Sequence[int]) -> Rows:
         """The rows at these indices."""
         seqs, depths, paths = self.seqs, self.depths, self.paths
         if paths is not None:
@@ -96,12 +95,12 @@ class Rows:
         return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths)
 
 
-def needs_paths(seqs: Iterable[Sequence]) -> bool:
+def needs_paths(seqs: Iterable[SequenceState]) -> bool:
     """True if a law of these sequences depends on the drafted tokens before its row."""
     return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
-def is_plain_greedy(seq: Sequence) -> bool:
+def is_plain_greedy(seq: SequenceState) -> bool:
     """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
     params = seq.params
     return (
@@ -113,7 +112,7 @@ def is_plain_greedy(seq: Sequence) -> bool:
     )
 
 
-def needs_laws(seqs: Iterable[Sequence]) -> bool:
+def needs_laws(seqs: Iterable[SequenceState]) -> bool:
     """False if taking the argmax of the logits is all there is to do."""
     return not all(is_plain_greedy(seq) for seq in seqs)
 
@@ -219,7 +218,7 @@ def _inverse_temperature(params: SamplingParams) -> float:
     return min(1.0 / max(params.temperature, 1e-300), _MAX_INVERSE_TEMPERATURE)
 
 
-def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def laws_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V].
 
     Where those are no distribution (not a number, infinite, all forbidden) neither is the law: a
@@ -237,7 +236,7 @@ def laws_of_scores(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.T
     return laws
 
 
-def _scaled(scores: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Scores over temperatures, finite wherever the scores are."""
     same = all(p is params[0] for p in params)
     inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]

@@ -46,7 +46,7 @@ class TextSink(Protocol):
 
 
 @dataclass(eq=False)  # a request is itself, whatever another one holds
-class Sequence:
+class SequenceState:
     """Committed tokens of one request and how many of them have cached keys and values.
 
     One invariant: ``cached + len(pending) == len(tokens)``. It holds by construction: ``pending``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -95,7 +95,7 @@ class TokenTree:
 
     @classmethod
     def chain(
-        cls, tokens: Seq[int] | torch.Tensor, device: torch.device | str = "cpu"
+        cls, tokens: Sequence[int] | torch.Tensor, device: torch.device | str = "cpu"
     ) -> TokenTree:
         """A deterministic chain of tokens, each the child of the one before."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)

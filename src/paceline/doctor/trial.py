@@ -20,7 +20,7 @@ from paceline.bench.predict import expected_tokens, textbook_speedup
 from paceline.bench.prompts import load_prompts
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.engine.clock import PHASES
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> Decoded:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
     engine = llm.engine
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
-    seq = Request(_SEQUENCE, list(ids), len(ids), params)
+    seq = SequenceState(_SEQUENCE, list(ids), len(ids), params)
     engine.add(seq)
     try:
         while not seq.generated:

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.prices import DEARER, HURT
@@ -271,7 +271,9 @@ class Hybrid:
         member = self.members[index]
         return index, member.confidence(seq_id) if isinstance(member, Confident) else 0
 
-    def _probed(self, seq: Request, options: Sequence[_Option], chosen: _Option) -> _Pick | None:
+    def _probed(
+        self, seq: SequenceState, options: Sequence[_Option], chosen: _Option
+    ) -> _Pick | None:
         """The choice, or a member that takes forwards and has long not been used."""
         state = self._state(seq.seq_id)
         rate = chosen.gain / chosen.seconds

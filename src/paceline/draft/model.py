@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.grow import Growing, grow, level_feed
 from paceline.draft.policy import Policy
@@ -35,7 +35,7 @@ class _State:
     ``base + slots[i]``, or was never fed where that is -1.
     """
 
-    seq: Request
+    seq: SequenceState
     tokens: list[int] = field(default_factory=list)
     read: int = 0
     cached: int = 0

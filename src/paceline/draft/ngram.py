@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.trie import merge
@@ -109,7 +109,7 @@ class NGramDrafter:
             for item in plan.slices
         ]
 
-    def _lookup(self, seq: Request, length: int) -> TokenTree:
+    def _lookup(self, seq: SequenceState, length: int) -> TokenTree:
         index = self._indices.get(seq.seq_id)
         if index is None:
             index = self._indices[seq.seq_id] = NGramIndex(*self._bounds)
@@ -123,7 +123,7 @@ class NGramDrafter:
             return self._empty
         return TokenTree(to_device(tokens, self._device), parents)
 
-    def _allowed(self, seq: Request) -> range:
+    def _allowed(self, seq: SequenceState) -> range:
         """Positions at which a continuation may begin."""
         first = seq.prompt_length if self._source == "output" else 0
         last = seq.prompt_length if self._source == "prompt" else len(seq.tokens)

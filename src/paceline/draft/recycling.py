@@ -19,7 +19,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.shape import Shape, best_shape
@@ -78,7 +78,7 @@ def _levels(shape: Shape, device: torch.device) -> tuple[tuple[torch.Tensor, tor
 class _State:
     """A sequence, its matrix, and the tokens of the tree that this step verifies."""
 
-    seq: Request
+    seq: SequenceState
     matrix: Matrix
     tokens: torch.Tensor | None = None
 
@@ -143,7 +143,7 @@ class RecyclingDrafter:
                 trees[place] = TokenTree(own, parents)
         return trees
 
-    def _state(self, seq: Request) -> _State:
+    def _state(self, seq: SequenceState) -> _State:
         state = self._states.get(seq.seq_id)
         if state is None:
             matrix = self._shared or Matrix(self._vocab, self._k, self._device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.grow import Growing, grow, level_feed
 from paceline.draft.policy import Policy
@@ -121,7 +121,7 @@ class _Window:
     ``first .. end - 1``. ``waiting`` sets are still to be scored.
     """
 
-    seq: Request
+    seq: SequenceState
     start: int
     first: int
     end: int
@@ -153,7 +153,7 @@ class SwiftDrafter(SelfDrafter):
         self._size = window
         self._interval = interval
         self._due = 0.0  # reaches the interval when a trial is due
-        self._seqs: dict[int, Request] = {}
+        self._seqs: dict[int, SequenceState] = {}
         self._window: _Window | None = None
 
     @property

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.suffix_tree import Speculation, SuffixTree
@@ -68,7 +68,7 @@ class SuffixOptions:
 class _Local:
     """A request being decoded, the suffix tree of its prompt and output, and its last match."""
 
-    seq: Request
+    seq: SequenceState
     tree: SuffixTree
     match: int = 0
 
@@ -148,7 +148,7 @@ class SuffixDrafter:
             return self._empty
         return TokenTree(to_device(guess.tokens, self._device), guess.parents)
 
-    def _speculate(self, seq: Request, length: int) -> Speculation:
+    def _speculate(self, seq: SequenceState, length: int) -> Speculation:
         """The better draft of the two trees."""
         options = self.options
         self._catch_up()

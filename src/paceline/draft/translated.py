@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.model import ModelDrafter
@@ -26,10 +26,10 @@ from paceline.draft.vocab import TokenTexts
 class _Shadow:
     """A sequence as the draft model sees it: its own tokens, and no sampling."""
 
-    def __init__(self, seq: Request, text: Retokeniser) -> None:
+    def __init__(self, seq: SequenceState, text: Retokeniser) -> None:
         self.seq = seq
         self.text = text
-        self.request = Request(seq.seq_id, [], 0, SamplingParams())
+        self.request = SequenceState(seq.seq_id, [], 0, SamplingParams())
 
     def slice_of(self, item: Slice) -> Slice:
         """The draft's part in the step: as much of a prompt as the target is fed of its own."""
@@ -87,7 +87,7 @@ class StringDrafter:
             trees.append(self._translated(item, draft, own) if len(draft) else self._empty)
         return trees
 
-    def _shadow(self, seq: Request) -> _Shadow:
+    def _shadow(self, seq: SequenceState) -> _Shadow:
         shadow = self._shadows.get(seq.seq_id)
         if shadow is None:
             text = Retokeniser(*self._texts, self._pairs)

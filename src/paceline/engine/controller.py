@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.core.batch import Commit
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.draft.prices import Candidate, Prices
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Acceptance, Profile, levels_tried
@@ -17,7 +17,7 @@ from paceline.engine.risk import HOLD, HOLD_PLAIN, Party, Risk, Ruling
 
 
 class Controller(Protocol):
-    def lengths(self, seqs: Sequence[Request]) -> list[int]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         """Draft length (tree levels) wished for each sequence; 0 is plain decoding."""
         ...
 
@@ -36,7 +36,7 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def lengths(self, seqs: Sequence[Request]) -> list[int]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         return [self._length] * len(seqs)
 
     def observe(
@@ -140,7 +140,7 @@ class AdaptiveLength:
 
     # -- deciding ----------------------------------------------------------------------------
 
-    def lengths(self, seqs: Sequence[Request]) -> list[int]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         self._step += 1
         self._prices.tick()
         ids = [seq.seq_id for seq in seqs]
@@ -150,7 +150,7 @@ class AdaptiveLength:
             held = self._settled = self._settle(ids, seqs)
         return held.wishes
 
-    def _settle(self, ids: list[int], seqs: Sequence[Request]) -> _Settled:
+    def _settle(self, ids: list[int], seqs: Sequence[SequenceState]) -> _Settled:
         batch = len(seqs)
         names = [seq.params.drafter or self._default for seq in seqs]
         given = [seq.params.draft_length for seq in seqs]
@@ -182,7 +182,9 @@ class AdaptiveLength:
             return 0
         return self._risk.bound(name, names.count(name), batch, self._bounds[name].longest)
 
-    def _choose(self, found: _Settled, seqs: Sequence[Request], places: Sequence[int]) -> None:
+    def _choose(
+        self, found: _Settled, seqs: Sequence[SequenceState], places: Sequence[int]
+    ) -> None:
         """Decide on the sequences at these places."""
         batch, names = len(found.ids), [found.names[place] for place in places]
         found.candidates = [self._candidate(s, name) for s, name in zip(seqs, names, strict=True)]
@@ -205,7 +207,7 @@ class AdaptiveLength:
                 found.drafting.append((name, self._prices.passes(name, lengths)))
         found.drafts = any(found.wishes)
 
-    def _candidate(self, seq: Request, name: str) -> Candidate:
+    def _candidate(self, seq: SequenceState, name: str) -> Candidate:
         own = self._acceptance.of(seq.seq_id, name)
         lost = self._ledger.lost(seq.seq_id)
         gains = own.own_tokens() if lost else own.expected_tokens()

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from paceline.core.batch import Batch, Check, Commit, ModelOutput, Plan, Verdict
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.engine.clock import PhaseClock
@@ -53,7 +53,7 @@ class Engine:
         self.ready: list[Commit] = []  # made, but not yet returned by a step
         self._empty = TokenTree.empty(target.device)
 
-    def add(self, seq: Request) -> None:
+    def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
         self.scheduler.add(seq)
         seq.queued = time.perf_counter()
@@ -91,7 +91,7 @@ class Engine:
         """The next step, with the draft lengths that the controller wishes."""
         return self.scheduler.plan(self._lengths)
 
-    def _lengths(self, seqs: Sequence[Request]) -> Sequence[int]:
+    def _lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
         if any(seq.drafts for seq in seqs):
             return self.controller.lengths(seqs)
         return [0] * len(seqs)
@@ -214,7 +214,7 @@ class Engine:
         return self.ready[first:]
 
     def _settled(
-        self, seq: Request, commit: Commit, judged: tuple[Check, Verdict] | None
+        self, seq: SequenceState, commit: Commit, judged: tuple[Check, Verdict] | None
     ) -> Commit:
         """One sequence's commit, all of it; or none, and the sequence ends with an error."""
         before = len(seq.tokens)
@@ -235,7 +235,7 @@ class Engine:
         seq.cached = cached
         return commit
 
-    def _accept(self, seq: Request, commit: Commit, check: Check, verdict: Verdict) -> Commit:
+    def _accept(self, seq: SequenceState, commit: Commit, check: Check, verdict: Verdict) -> Commit:
         """Append the verdict's tokens up to the first stop condition."""
         reason = None
         taken = 0
@@ -266,7 +266,7 @@ class Engine:
         seq.counts.record(commit.drafted, commit.levels, len(path), commit.reached)
         return commit
 
-    def _finish_reason(self, seq: Request, token: int) -> str | None:
+    def _finish_reason(self, seq: SequenceState, token: int) -> str | None:
         stopped = seq.text is not None and seq.text.push(token)
         if token in seq.stop_ids and seq.generated >= seq.params.min_tokens:
             return "stop"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from paceline.core.batch import Commit
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
 from paceline.model.cache import Feed, PagedCache
 
@@ -55,14 +55,14 @@ class Failure(NamedTuple):
         return f"{self.message} ({self.place})"
 
 
-def failed(seq: Request, failure: Failure | str) -> Commit:
+def failed(seq: SequenceState, failure: Failure | str) -> Commit:
     """The commit that ends a sequence with an error, and the line in the log."""
     log.error("request %d ends with an error: %s", seq.seq_id, failure)
     message = failure.message if isinstance(failure, Failure) else failure
     return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
 
 
-def undraft(seqs: Sequence[Request], failure: Failure) -> None:
+def undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
     """Drafting failed for these: they go on without."""
     log.error("drafting failed: %s; %d requests go on without drafts", failure, len(seqs))
     for seq in seqs:
@@ -93,7 +93,7 @@ def recover(engine: Engine, failure: Failure) -> None:
         seq.drafts = True
 
 
-def _nothing(seqs: Sequence[Request]) -> list[int]:
+def _nothing(seqs: Sequence[SequenceState]) -> list[int]:
     """Draft lengths of a step without drafts."""
     return [0] * len(seqs)
 
@@ -101,7 +101,7 @@ def _nothing(seqs: Sequence[Request]) -> list[int]:
 def _one_by_one(engine: Engine, failure: Failure) -> None:
     """Find out whose step fails, and end those."""
     scheduler = engine.scheduler
-    culprits: list[tuple[Request, Failure]] = []
+    culprits: list[tuple[SequenceState, Failure]] = []
     went_on = False
     for seq in list(scheduler.running):
         if seq not in scheduler.running:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.draft.prices import Candidate, Prices, choose
 from paceline.draft.steptime import group_of
 from paceline.draft.worth import Profile
@@ -31,7 +31,7 @@ class Party:
 
     batch: int
     plain: float
-    seqs: Sequence[Request]
+    seqs: Sequence[SequenceState]
     candidates: Sequence[Candidate]
 
     @property
@@ -63,7 +63,7 @@ class Risk:
         """A drafter drafted in a step of so many sequences."""
         self._tried[name, group_of(batch)] += 1
 
-    def meet(self, seq: Request, name: str) -> None:
+    def meet(self, seq: SequenceState, name: str) -> None:
         """A sequence is there; a drafter that follows prompts has read its."""
         if seq.seq_id not in self._read:
             self._read[seq.seq_id] = seq.prompt_length if self._profiles[name].follows else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.batch import Plan, Slice
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 from paceline.errors import CacheMemoryError
 from paceline.model.blocks import OutOfBlocksError
 from paceline.model.cache import PagedCache
@@ -38,15 +38,15 @@ class Scheduler:
         self.cache = cache
         self._max_nodes = max_nodes
         self._on_preempt = on_preempt
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.preemptions = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, seq: Request) -> None:
+    def add(self, seq: SequenceState) -> None:
         """Queue a sequence. Raises CacheMemoryError if it could not run even alone."""
         longest = min(len(seq.tokens) + seq.room, self.config.max_positions)
         if -(-longest // self.cache.block_size) > self.cache.num_blocks:
@@ -67,7 +67,7 @@ class Scheduler:
                     return True
         return False
 
-    def plan(self, draft_lengths: Callable[[Sequence[Request]], Sequence[int]]) -> Plan:
+    def plan(self, draft_lengths: Callable[[Sequence[SequenceState]], Sequence[int]]) -> Plan:
         """The next step; ``draft_lengths`` gives the wished length of each decoding sequence."""
         self._admit()
         wishes = dict(
@@ -77,7 +77,7 @@ class Scheduler:
                 strict=True,
             )
         )
-        feeds: list[tuple[Request, int]] = []
+        feeds: list[tuple[SequenceState, int]] = []
         budget = self.config.max_step_tokens
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
         for seq in list(self.running):
@@ -94,12 +94,12 @@ class Scheduler:
             )
         )
 
-    def alone(self, seq: Request) -> Plan:
+    def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence, without a draft; empty if it had to give way."""
         feed = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
         return Plan((Slice(seq, feed),) if self._reserve(seq, feed) else ())
 
-    def _draft_length(self, seq: Request, feed: int, wish: int) -> int:
+    def _draft_length(self, seq: SequenceState, feed: int, wish: int) -> int:
         """The wished length as far as the request, its context and the cache have room for it."""
         if feed < seq.num_pending:
             return 0
@@ -110,7 +110,7 @@ class Scheduler:
             return 0
         return length
 
-    def _draft_limit(self, seq: Request, wish: int) -> int:
+    def _draft_limit(self, seq: SequenceState, wish: int) -> int:
         """The last token of the budget and of the context is the target's own: never draft it."""
         if seq.params.drafter == "none" or not seq.drafts:
             return 0
@@ -130,7 +130,7 @@ class Scheduler:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)
 
-    def _prefilled_by_another(self, seq: Request) -> bool:
+    def _prefilled_by_another(self, seq: SequenceState) -> bool:
         """Whether a running sequence is just now prefilling the same beginning.
 
         Waiting for it lets this one share the blocks: n samples of a prompt read it once.
@@ -145,7 +145,7 @@ class Scheduler:
             )
         )
 
-    def _fits(self, seq: Request) -> bool:
+    def _fits(self, seq: SequenceState) -> bool:
         """Whether all of it fits beside what was promised to those that run.
 
         Promised are the blocks of prompts that are still being read, chunk by chunk, and one more
@@ -162,7 +162,7 @@ class Scheduler:
         shared = self.cache.shared_blocks(seq.tokens) if self.running else ()
         return needed - sum(map(pool.in_use, shared)) + promised <= pool.available
 
-    def _reserve(self, seq: Request, feed: int) -> bool:
+    def _reserve(self, seq: SequenceState, feed: int) -> bool:
         """Reserve cache indices for the pending tokens; False if ``seq`` itself had to go."""
         while True:
             try:
@@ -178,7 +178,7 @@ class Scheduler:
             if victim is seq:
                 return False
 
-    def _preempt(self, seq: Request) -> None:
+    def _preempt(self, seq: SequenceState) -> None:
         """Give up a sequence's blocks; its tokens stay and will be prefilled again."""
         self.running.remove(seq)
         self.cache.free(seq.seq_id)

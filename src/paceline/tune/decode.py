@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import Sequence as Request
+from paceline.core.sequence import SequenceState
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -106,11 +106,11 @@ def decode(
     run = Run(Levels(longest), concurrency)
     stops = frozenset() if params.ignore_eos else llm.end_tokens
     waiting = deque(
-        Request(number, list(ids), len(ids), params, stop_ids=stops)
+        SequenceState(number, list(ids), len(ids), params, stop_ids=stops)
         for number, ids in enumerate(prompts)
     )
     everyone = list(waiting)
-    running: dict[int, Request] = {}
+    running: dict[int, SequenceState] = {}
     start = time.perf_counter()
     try:
         while waiting or running:
@@ -129,7 +129,7 @@ def decode(
     return run
 
 
-def _step(llm: LLM, run: Run, running: dict[int, Request]) -> None:
+def _step(llm: LLM, run: Run, running: dict[int, SequenceState]) -> None:
     engine, levels = llm.engine, run.levels
     roomy = {seq_id: seq.room > levels.longest for seq_id, seq in running.items()}
     before = engine.clock.totals()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ class Report:
     count: int
 
     @classmethod
-    def of(cls, scores: torch.Tensor, checks: Seq[Check], choices: torch.Tensor) -> Report:
+    def of(cls, scores: torch.Tensor, checks: Sequence[Check], choices: torch.Tensor) -> Report:
         """From adjusted logits [R, V] and the choices [R] of all rows."""
         logprobs = torch.log_softmax(scores, dim=-1)
         width = scores.shape[1]

@@ -15,7 +15,7 @@ host, where each tree is walked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,7 +88,7 @@ class Verifier:
         self.generator = generator
 
     @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, checks: Seq[Check]) -> list[Verdict]:
+    def __call__(self, logits: torch.Tensor, checks: Sequence[Check]) -> list[Verdict]:
         """Verdicts on ``checks``, in their order, from the step's logits [R, V].
 
         Rows may be more than the checks name, and wider than the vocabulary.
@@ -110,7 +110,7 @@ class Verifier:
 
     # -- deciding, on the device --------------------------------------------------------------
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
         laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
         coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
         if len(coupled) == len(rows):
@@ -134,7 +134,7 @@ class Verifier:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
-    def _outcome(self, laws: torch.Tensor, checks: Seq[Check]) -> Outcome | None:
+    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> Outcome | None:
         """Accept chances and stop laws of all checks; None if all of them are matched."""
         methods = [method_of(check, self.rule) for check in checks]
         if all(method == "match" for method in methods):
@@ -160,7 +160,7 @@ class Verifier:
     # -- the one transfer, and the walk -------------------------------------------------------
 
     def _verdicts(
-        self, checks: Seq[Check], decisions: Decisions, scores: torch.Tensor | None
+        self, checks: Sequence[Check], decisions: Decisions, scores: torch.Tensor | None
     ) -> list[Verdict]:
         parts = [check.tree.tokens for check in checks if len(check.tree)]
         nodes = sum(map(len, parts))
@@ -225,7 +225,7 @@ def _stood_in(laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.where(sound.unsqueeze(1), laws, 1.0 / laws.shape[1]), sound
 
 
-def _rows_of(logits: torch.Tensor, checks: Seq[Check]) -> torch.Tensor:
+def _rows_of(logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
     """The checks' rows of the logits, one check after another."""
     total = 0
     for check in checks:
@@ -240,7 +240,7 @@ def _widened(q: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(q, (0, width - q.shape[1]))
 
 
-def _apply(method: Method, laws: torch.Tensor, checks: Seq[Check]) -> Outcome:
+def _apply(method: Method, laws: torch.Tensor, checks: Sequence[Check]) -> Outcome:
     """One procedure on the laws [R, V] of some checks with sampled drafts."""
     laws_of_draft = [check.tree.q for check in checks if check.tree.q is not None]
     width = max(q.shape[1] for q in laws_of_draft)
@@ -253,7 +253,7 @@ def _apply(method: Method, laws: torch.Tensor, checks: Seq[Check]) -> Outcome:
 
 
 def _places(
-    checks: Seq[Check], methods: Seq[Method], method: Method
+    checks: Sequence[Check], methods: Sequence[Method], method: Method
 ) -> tuple[list[int], list[int]]:
     """Rows and nodes of the checks that this method decides on."""
     rows: list[int] = []

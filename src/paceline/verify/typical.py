@@ -12,7 +12,7 @@ from p. The text is not distributed as the target's own. It is for those who ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
@@ -47,7 +47,7 @@ def surprise(
     return torch.where(chance > threshold, cost, -1)
 
 
-def longest(parents: tuple[int, ...], surprises: Seq[int]) -> tuple[int, ...]:
+def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ...]:
     """The longest path of accepted nodes; the least surprising one of equals."""
     best: tuple[int, int, tuple[int, ...]] = (0, 0, ())
     paths: list[tuple[int, tuple[int, ...]] | None] = []
@@ -80,7 +80,7 @@ class TypicalVerifier(Verifier):
         super().__init__("auto", generator)
         self._epsilon, self._delta = epsilon, delta
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Seq[Check]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
         laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
         choices = choose(laws, rows, self.generator)
         drafted = [check.tree.tokens for check in checks if len(check.tree)]

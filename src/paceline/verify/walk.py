@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from paceline.core.tree import children_of
 
 
-def first_accepted(parents: tuple[int, ...], accepted: Seq[bool | int]) -> tuple[int, ...]:
+def first_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
     """Down from the root, each time to the first accepted child."""
     children = children_of(parents)
     path: list[int] = []
@@ -22,7 +22,7 @@ def first_accepted(parents: tuple[int, ...], accepted: Seq[bool | int]) -> tuple
             return tuple(path)
 
 
-def last_accepted(parents: tuple[int, ...], accepted: Seq[bool | int]) -> tuple[int, ...]:
+def last_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
     """Along a chain to the LAST accepted node, past refused ones."""
     for node in range(len(parents) - 1, -1, -1):
         if accepted[node]:
@@ -30,7 +30,9 @@ def last_accepted(parents: tuple[int, ...], accepted: Seq[bool | int]) -> tuple[
     return ()
 
 
-def matching(parents: tuple[int, ...], tokens: Seq[int], choices: Seq[int]) -> tuple[int, ...]:
+def matching(
+    parents: tuple[int, ...], tokens: Sequence[int], choices: Sequence[int]
+) -> tuple[int, ...]:
     """Down from the root while the row's own choice is among its children.
 
     ``choices[0]`` is the token chosen after the last committed one, ``choices[i + 1]`` after
