@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from paceline.bench.outcome import Outcome
+from paceline.bench.outcome import TimedRun
 
 
 @dataclass
 class Record:
     """Outcomes by (suite, contestant) and prompt; several rounds each."""
 
-    outcomes: dict[tuple[str, str], dict[int, list[Outcome]]] = field(
+    outcomes: dict[tuple[str, str], dict[int, list[TimedRun]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
-    def add(self, suite: str, contestant: str, prompt: int, outcome: Outcome) -> None:
+    def add(self, suite: str, contestant: str, prompt: int, outcome: TimedRun) -> None:
         self.outcomes[suite, contestant][prompt].append(outcome)
 
     def suites(self) -> list[str]:

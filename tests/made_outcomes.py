@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.outcome import Answer, Ask, Outcome
-from paceline.bench.runner import Heat, Job
+from paceline.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.bench.runner import BenchJob, Heat
 from paceline.core.params import SamplingParams
 
 
@@ -15,21 +15,21 @@ def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | Non
     return Ask(prompt or (1, 2, 3), params)
 
 
-def job(category: str = "chat", index: int = 0, clients: int = 1, **options: float) -> Job:
+def job(category: str = "chat", index: int = 0, clients: int = 1, **options: float) -> BenchJob:
     asks = tuple(ask(index + 1, 2, n + 1) for n in range(clients))
-    return Job(category, clients, options.get("temperature", 0.0), index, asks)
+    return BenchJob(category, clients, options.get("temperature", 0.0), index, asks)
 
 
 def outcome(
     seconds: float, arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)), **more: object
-) -> Outcome:
+) -> TimedRun:
     """One answer whose tokens are 0, 1, 2 ..., a step for each delivery."""
     tokens = tuple(range(sum(count for _, count in arrivals)))
     options = {"steps": len(arrivals), **more}
-    return Outcome([Answer(tokens, tuple(arrivals))], seconds, **options)  # type: ignore[arg-type]
+    return TimedRun([TimedAnswer(tokens, tuple(arrivals))], seconds, **options)  # type: ignore[arg-type]
 
 
-def heat(turn: int, where: Job, **seconds: float) -> Heat:
+def heat(turn: int, where: BenchJob, **seconds: float) -> Heat:
     return Heat(where, turn, {name: outcome(value) for name, value in seconds.items()})
 
 
@@ -49,12 +49,12 @@ class Fake:
     def refresh(self) -> None:
         self.diary.append(f"{self.name} refreshed")
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
         self.runs += 1
         if self.runs == self.interrupted_at:
             raise KeyboardInterrupt
         self.diary.append(f"{self.name} {asks[0].prompt[0]} x{asks[0].params.max_tokens}")
-        answers = [Answer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in asks]
-        return Outcome(
+        answers = [TimedAnswer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in asks]
+        return TimedRun(
             answers, self.seconds, steps=len(asks), drafted=self.drafted, accepted=self.accepted
         )

@@ -19,7 +19,7 @@ from paceline.tuned import (
     DraftChoice,
     EngineChoice,
     KnownCosts,
-    Machine,
+    MachineIdentity,
     Measured,
     PassCosts,
     TunedProfile,
@@ -67,7 +67,7 @@ def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
             target=((0.004, 0.004, 0.005), (0.005, 0.006, 0.008), (0.006, 0.009, 0.02)),
             passes={"model": PassCosts((1, 4), (0.001, 0.002))},
         ),
-        machine=Machine.of(target),
+        machine=MachineIdentity.of(target),
     )
 
 

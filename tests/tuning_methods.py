@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.costs import CostCurve
-from paceline.tune.search import Method, TargetCosts
+from paceline.tune.search import MeasuredMethod, TargetCosts
 
 NOTHING = CostCurve((1,), (0.0,))
 EVEN = CostCurve((1,), (1.0,))
@@ -16,11 +16,11 @@ def chain(
     label: str = "draft",
     overhead: float = 0.0,
     per_sequence: float = 0.0,
-) -> Method:
+) -> MeasuredMethod:
     """A draft model whose every level is accepted with the same chance."""
     survival = tuple(rate**level for level in range(1, levels + 1))
     slope = pass_seconds + per_sequence * 63
-    return Method(
+    return MeasuredMethod(
         label=label,
         spec=label,
         family=label,
@@ -38,7 +38,7 @@ def chain(
     )
 
 
-PLAIN = Method(
+PLAIN = MeasuredMethod(
     "plain", "none", "none", "", (), (), (), (0.0,), (0,), NOTHING, NOTHING, EVEN, NOTHING, NOTHING
 )
 

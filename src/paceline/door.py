@@ -59,7 +59,7 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class ContextBudget:
     """How many tokens a sequence may have, prompt and answer together, and what limits it.
 
     ``positions`` are the model's; ``cached`` is what the whole cache holds.
@@ -89,7 +89,9 @@ class Room:
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, room: Room) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, room: ContextBudget
+) -> list[int]:
     """Token ids of a prompt, all below ``width``. Raises PromptError."""
     if isinstance(prompt, str):
         if not is_unicode(prompt):

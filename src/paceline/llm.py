@@ -16,9 +16,9 @@ from paceline.completion import Completion, StreamEvent
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
+from paceline.door import ContextBudget, as_conversations, as_params, as_prompts, encode
 from paceline.door import Message as Message
 from paceline.door import Prompt as Prompt
-from paceline.door import Room, as_conversations, as_params, as_prompts, encode
 from paceline.door import render_chat as rendered
 from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
@@ -148,7 +148,7 @@ class LLM:
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
-        self.room = Room(
+        self.room = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
         self._coupled = options.rule == "coupled"

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineIdentity:
     """Where and when the costs were measured."""
 
     processor: str
@@ -49,7 +49,7 @@ class Machine:
     date: str  # ISO 8601, UTC
 
     @classmethod
-    def of(cls, target: CausalModel) -> Machine:
+    def of(cls, target: CausalModel) -> MachineIdentity:
         """This machine, as ``target`` uses it."""
         from datetime import datetime, timezone
         from importlib.metadata import version
@@ -70,7 +70,7 @@ class Machine:
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    def differences(self, here: Machine) -> list[str]:
+    def differences(self, here: MachineIdentity) -> list[str]:
         """What makes costs measured there useless here, as "threads 2, here 8"."""
         keys = ("processor", "device", "threads", "dtype", "torch")
         return [
@@ -168,7 +168,7 @@ class TunedProfile:
     engine: EngineChoice
     measured: Measured
     costs: KnownCosts
-    machine: Machine
+    machine: MachineIdentity
 
     @classmethod
     def read(cls, path: str | Path) -> TunedProfile:
@@ -253,7 +253,7 @@ class TunedProfile:
 
     def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:
         """The costs if they were measured on a machine like this one; else None, and a note why."""
-        differences = self.machine.differences(Machine.of(target))
+        differences = self.machine.differences(MachineIdentity.of(target))
         if not differences:
             return self.costs, ""
         return None, (

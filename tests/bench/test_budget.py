@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from made_outcomes import Fake, heat, job
-from paceline.bench.bought import Bought, sureness_of
+from paceline.bench.bought import BenchSpending, sureness_of
 from paceline.bench.figures import rows
 from paceline.bench.methods import Method
-from paceline.bench.outcome import Ask, Contestant, Outcome
-from paceline.bench.runner import Record, Settings, Sweep, jobs, spread, take_turns
+from paceline.bench.outcome import Ask, Contestant, TimedRun
+from paceline.bench.runner import HeatRecord, Settings, Sweep, jobs, spread, take_turns
 from paceline.budget import Budget
 from simulated_clock import Clock
 
@@ -27,7 +27,7 @@ class Timed(Fake):
 
     clock: Clock = field(default_factory=Clock)
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
         if asks[0].params.max_tokens > 16:
             self.clock.now += 10 * len(asks)
         return super().run(asks)
@@ -42,7 +42,7 @@ def work() -> list:
 
 
 def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
-    clock, record = Clock(), Record()
+    clock, record = Clock(), HeatRecord()
     take_turns(work(), contestants(clock), 3, record, budget=Budget(60, clock))
     assert clock.now == 40  # a third heat of 20 seconds, and 15 % for bad weather, has no room
     assert [(h.turn, h.job.index) for h in record.heats] == [(0, 0), (0, 1)]
@@ -50,21 +50,21 @@ def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
 
 
 def test_a_second_round_is_begun_only_whole() -> None:
-    clock, record = Clock(), Record()
+    clock, record = Clock(), HeatRecord()
     take_turns(work(), contestants(clock), 3, record, budget=Budget(150, clock))
     assert [h.turn for h in record.heats] == [0, 0, 0, 0]
-    clock, record = Clock(), Record()
+    clock, record = Clock(), HeatRecord()
     take_turns(work(), contestants(clock), 3, record, budget=Budget(180, clock))
     assert [h.turn for h in record.heats] == [0] * 4 + [1] * 4
 
 
-def through_a_file(record: Record) -> Record:
+def through_a_file(record: HeatRecord) -> HeatRecord:
     text = json.dumps(msgspec.to_builtins(record, str_keys=True))
-    return msgspec.convert(json.loads(text), Record, strict=False)
+    return msgspec.convert(json.loads(text), HeatRecord, strict=False)
 
 
 def test_a_later_run_goes_on_behind_the_last_heat() -> None:
-    clock, record = Clock(), Record()
+    clock, record = Clock(), HeatRecord()
     take_turns(work(), contestants(clock), 1, record, budget=Budget(60, clock))
     kept = through_a_file(record)
     assert kept.heats[0].job == record.heats[0].job
@@ -95,7 +95,7 @@ def test_crowds_shrink_to_what_fits_but_not_below_two_requests_a_client() -> Non
 
 
 def test_every_concurrency_has_its_share() -> None:
-    clock, record = Clock(), Record()
+    clock, record = Clock(), HeatRecord()
     methods = [Method("plain"), Method("ngram", "ngram")]
     sweep = Sweep([1, 2], [0.0], 9, Settings(64))
     assert sweep.wanted(PROMPTS) == 5
@@ -112,22 +112,24 @@ def test_every_concurrency_has_its_share() -> None:
 
 
 def test_sureness_is_judged_by_how_prompts_differ() -> None:
-    alike = Record([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
+    alike = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
     (sure,) = sureness_of(alike, rows(alike, {"plain"}))
     assert (sure.method, sure.speedup, sure.prompts) == ("fast", 2.0, 6)
     assert sure.low == pytest.approx(2.0) and sure.high == pytest.approx(2.0)
-    mixed = Record([heat(0, job(index=n), plain=2.0, fast=1.0 if n % 2 else 2.0) for n in range(6)])
+    mixed = HeatRecord(
+        [heat(0, job(index=n), plain=2.0, fast=1.0 if n % 2 else 2.0) for n in range(6)]
+    )
     (unsure,) = sureness_of(mixed, rows(mixed, {"plain"}))
     assert unsure.low is not None and unsure.high is not None
     assert 1.0 <= unsure.low < unsure.speedup < unsure.high <= 2.0
-    few = Record(mixed.heats[:3])
+    few = HeatRecord(mixed.heats[:3])
     (unknown,) = sureness_of(few, rows(few, {"plain"}))
     assert (unknown.low, unknown.high, unknown.prompts) == (None, None, 3)
 
 
 def test_what_was_bought_is_said() -> None:
-    record = Record([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
-    bought = Bought(
+    record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
+    bought = BenchSpending(
         120, 100.4, 6, 24, ("18 of 24 turns",), sureness_of(record, rows(record, {"plain"}))
     )
     table, text = bought.blocks()

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.bench.contestants import Paceline, Starter
 from paceline.bench.methods import Method, parse_method
-from paceline.bench.outcome import Ask, Outcome
+from paceline.bench.outcome import Ask, TimedRun
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.llm import LLM
@@ -33,11 +33,11 @@ def asks(tokens: int = 12, **options: Any) -> list[Ask]:
     return [Ask(tuple(prompt), params) for prompt in PROMPTS]
 
 
-def texts(outcome: Outcome) -> list[list[int]]:
+def texts(outcome: TimedRun) -> list[list[int]]:
     return [list(answer.tokens) for answer in outcome.answers]
 
 
-def check(outcome: Outcome, tokens: int = 12) -> None:
+def check(outcome: TimedRun, tokens: int = 12) -> None:
     """What holds of every run to the end of all answers."""
     assert outcome.tokens == tokens * len(outcome.answers)
     for answer in outcome.answers:

@@ -13,8 +13,8 @@ from paceline.bench.methods import Method
 from paceline.bench.pages import report_of
 from paceline.bench.predict import Item, Prediction
 from paceline.bench.predictions import Predicted
-from paceline.bench.result import Result
-from paceline.bench.runner import EVERYTHING, Heat, Job, Record
+from paceline.bench.result import BenchResult
+from paceline.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
 from paceline.bench.texts import Comparison
 from paceline.report.terminal import print_report
 
@@ -30,7 +30,7 @@ SETTINGS = {"prompts": 2, "source": "x.jsonl", "max_tokens": 4, "lossy": False}
 METHODS = [Method("plain", length=0), Method("model:a/quick@2", "model:a/quick", 2)]
 
 
-def one_heat(where: Job, turn: int = 0) -> Heat:
+def one_heat(where: BenchJob, turn: int = 0) -> Heat:
     phases = {"draft": 0.002, "target": 0.004, "verify": 0.001, "other": 0.001}
     common = {"phases": phases, "decoding_steps": 1}
     fast = {"drafted": 4, "accepted": 2, "reached": (2, 1), "accepted_at": (1, 1)}
@@ -41,19 +41,19 @@ def one_heat(where: Job, turn: int = 0) -> Heat:
     return Heat(where, turn, outcomes)
 
 
-def result(*jobs: Job, **more: object) -> Result:
-    record = Record([one_heat(where, turn) for turn in range(2) for where in jobs])
+def result(*jobs: BenchJob, **more: object) -> BenchResult:
+    record = HeatRecord([one_heat(where, turn) for turn in range(2) for where in jobs])
     found = rows(record, {"plain"})
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
-    return Result("m", MACHINE, SETTINGS, METHODS, found, **options)  # type: ignore[arg-type]
+    return BenchResult("m", MACHINE, SETTINGS, METHODS, found, **options)  # type: ignore[arg-type]
 
 
-def sections(found: Result) -> list[str]:
+def sections(found: BenchResult) -> list[str]:
     return [section.title for section in report_of(found).sections]
 
 
-def shown(found: Result) -> str:
+def shown(found: BenchResult) -> str:
     out = io.StringIO()
     print_report(report_of(found), Console(file=out, width=120))
     return out.getvalue()

@@ -11,9 +11,9 @@ import torch
 
 from paceline import LLM
 from paceline.bench.forwards import Alone, measure_alone
-from paceline.bench.outcome import Answer, Outcome
+from paceline.bench.outcome import TimedAnswer, TimedRun
 from paceline.bench.predict import (
-    Drafts,
+    MeanDraft,
     Prediction,
     expected_tokens,
     predict,
@@ -65,12 +65,12 @@ class Forest(NoDrafter):
 
 def run(
     counts: list[int], phases: dict[str, float], beside: float = 0.0, **figures: object
-) -> Outcome:
+) -> TimedRun:
     """A request whose steps gained so many tokens; all of them only decoded."""
-    answer = Answer((7,) * sum(counts), tuple((0.0, count) for count in counts))
+    answer = TimedAnswer((7,) * sum(counts), tuple((0.0, count) for count in counts))
     steps = len(counts)
     total = {phase: steps * seconds for phase, seconds in phases.items()}
-    outcome = Outcome(
+    outcome = TimedRun(
         answers=[answer],
         seconds=sum(total.values()) + beside,
         steps=steps,
@@ -81,11 +81,11 @@ def run(
     return replace(outcome, **figures)  # type: ignore[arg-type]
 
 
-def plain_run(beside: float = 0.0) -> Outcome:
+def plain_run(beside: float = 0.0) -> TimedRun:
     return run([1] * 270, PLAIN, beside, drafted=0)
 
 
-def spec_run(beside: float = 0.0, **phases: float) -> Outcome:
+def spec_run(beside: float = 0.0, **phases: float) -> TimedRun:
     figures = {"drafted": 300, "accepted": 170, "reached": REACHED, "accepted_at": ACCEPTED}
     return run(COUNTS, {**SPEC, **phases}, beside, **figures)
 
@@ -94,9 +94,9 @@ NO_CATCH_UP = replace(ALONE, catch_up=0.0)
 
 
 def prediction(
-    spec: Outcome, plain: Outcome | None = None, alone: Alone = NO_CATCH_UP
+    spec: TimedRun, plain: TimedRun | None = None, alone: Alone = NO_CATCH_UP
 ) -> Prediction:
-    made = predict([plain or plain_run()], [spec], Drafts.of(Chains(), 3, [spec]), alone)
+    made = predict([plain or plain_run()], [spec], MeanDraft.of(Chains(), 3, [spec]), alone)
     assert made is not None
     return made
 
@@ -125,7 +125,7 @@ def test_the_textbook_formula() -> None:
 
 def test_without_overheads_both_formulas_agree() -> None:
     """Equal rates, verification for nothing and no bookkeeping are what the textbook assumes."""
-    rates = Drafts(3, 3, 3, rates=(0.6,) * 3, acceptance=0.6, planned=True, full=0.0)
+    rates = MeanDraft(3, 3, 3, rates=(0.6,) * 3, acceptance=0.6, planned=True, full=0.0)
     forward = {"draft": 0.0, "target": 10.0, "verify": 0.0, "other": 0.0}
     made = predict([run([1] * 9, forward)], [run([3] * 3, forward)], rates, Alone(5.0, 5.0, 1.5))
     assert made is not None
@@ -183,7 +183,7 @@ def test_reading_prompts_dilutes_the_speedup() -> None:
 def test_drafts_cut_short_cost_tokens() -> None:
     """Ten drafts more that were cut to nothing, as the last of a request are."""
     whole = spec_run()
-    answers = [*whole.answers, *(Answer((7,), ((0.0, 1),)) for _ in range(10))]
+    answers = [*whole.answers, *(TimedAnswer((7,), ((0.0, 1),)) for _ in range(10))]
     phases = {phase: 110 * seconds for phase, seconds in SPEC.items()}
     cut = replace(
         whole,
@@ -207,7 +207,7 @@ def test_drafts_cut_short_cost_tokens() -> None:
 
 def test_all_reasons_add_up_with_a_rest() -> None:
     spec = spec_run(beside=700.0, draft=5.0, target=13.0, verify=0.9, other=1.0)
-    drafts = Drafts.of(Chains(), 3, [spec])
+    drafts = MeanDraft.of(Chains(), 3, [spec])
     made = predict([plain_run(400.0)], [spec], drafts, ALONE, measured=1.5)
     assert made is not None
     assert made.measured == 1.5
@@ -221,7 +221,7 @@ def test_all_reasons_add_up_with_a_rest() -> None:
 def test_rounds_are_joined_by_their_median() -> None:
     hiccup = spec_run(beside=90.0, draft=50.0, target=90.0, other=30.0)
     rounds = [spec_run(), hiccup, spec_run()]
-    drafts = Drafts.of(Chains(), 3, rounds)
+    drafts = MeanDraft.of(Chains(), 3, rounds)
     made = predict([plain_run()] * 3, rounds, drafts, NO_CATCH_UP)
     assert made is not None
     assert made.measured == pytest.approx(prediction(spec_run()).measured)
@@ -237,7 +237,7 @@ def test_runs_that_had_fewer_requests_left_are_made_comparable() -> None:
 
 
 def test_runs_that_never_only_decoded_predict_nothing() -> None:
-    drafts = Drafts.of(Chains(), 3, [spec_run()])
+    drafts = MeanDraft.of(Chains(), 3, [spec_run()])
     nothing = replace(spec_run(), decoding_steps=0)
     assert predict([plain_run()], [nothing], drafts, ALONE) is None
     assert predict([replace(plain_run(), decoding_steps=0)], [spec_run()], drafts, ALONE) is None
@@ -247,7 +247,7 @@ def test_runs_that_never_only_decoded_predict_nothing() -> None:
 
 
 def test_drafts_of_a_fixed_length() -> None:
-    drafts = Drafts.of(Chains(), 3, [spec_run(), spec_run()])
+    drafts = MeanDraft.of(Chains(), 3, [spec_run(), spec_run()])
     assert drafts.planned
     assert (drafts.levels, drafts.nodes, drafts.passes) == (3, 3, 3)
     assert drafts.rates == pytest.approx((0.8, 0.75, 0.5))
@@ -260,7 +260,7 @@ def test_drafts_of_an_adaptive_length_count_what_was_not_drafted() -> None:
     counts = [3] * 30 + [2] * 30 + [1] * 40
     figures = {"drafted": 125, "accepted": 90, "reached": [75, 40], "accepted_at": [60, 30]}
     spec = run(counts, SPEC, **figures)
-    drafts = Drafts.of(Chains(), None, [spec])
+    drafts = MeanDraft.of(Chains(), None, [spec])
     assert not drafts.planned
     assert (drafts.levels, drafts.nodes, drafts.passes) == pytest.approx((1.25, 1.25, 1.25))
     assert expected_tokens(drafts.rates) == pytest.approx(spec.tokens / spec.steps)
@@ -274,7 +274,7 @@ def test_drafts_of_an_adaptive_length_count_what_was_not_drafted() -> None:
 def test_a_lookup_that_finds_little_is_not_taken_for_one_that_was_cut_short() -> None:
     figures = {"drafted": 60, "accepted": 20, "reached": [20, 5], "accepted_at": [15, 5]}
     spec = run([3] * 5 + [2] * 10 + [1] * 85, SPEC, **figures)
-    drafts = Drafts.of(Lookup(), 3, [spec])
+    drafts = MeanDraft.of(Lookup(), 3, [spec])
     assert not drafts.planned
     assert drafts.passes == 0
     assert expected_tokens(drafts.rates) == pytest.approx(1.2)
@@ -284,7 +284,7 @@ def test_levels_of_trees_that_grow_no_further() -> None:
     figures = {"accepted": 90, "reached": [100, 60], "accepted_at": [60, 30]}
     for drafted, levels in ((600, 3.0), (300, 1.5), (0, 0.0)):
         spec = run([2] * 100, SPEC, drafted=drafted, **figures)
-        assert Drafts.of(Forest(), None, [spec]).levels == pytest.approx(levels)
+        assert MeanDraft.of(Forest(), None, [spec]).levels == pytest.approx(levels)
 
 
 # -- on a model ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.bench.prompts import Prompt, fit, load_prompts
+from paceline.bench.prompts import BenchPrompt, fit, load_prompts
 from paceline.errors import ConfigError, DataError, PromptError
 
 CATEGORIES = {
@@ -38,7 +38,7 @@ def write(folder: Path, *records: Any, name: str = "prompts.jsonl") -> Path:
     return file
 
 
-def only(folder: Path, record: dict[str, Any]) -> Prompt:
+def only(folder: Path, record: dict[str, Any]) -> BenchPrompt:
     (prompt,) = load_prompts(write(folder, record))
     return prompt
 
@@ -117,7 +117,7 @@ def test_gsm8k(tmp_path: Path) -> None:
 
 def test_our_own_layout(tmp_path: Path) -> None:
     record = {"id": "a/1", "category": "story", "format": "completion", "turns": ["Once"]}
-    assert only(tmp_path, record) == Prompt("a/1", "story", "Once", False, ("Once",))
+    assert only(tmp_path, record) == BenchPrompt("a/1", "story", "Once", False, ("Once",))
 
 
 def test_messages_stop_at_the_last_user_turn(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_names_that_occur_again_get_a_number(tmp_path: Path) -> None:
 def test_a_text_file_is_one_prompt(tmp_path: Path) -> None:
     file = write(tmp_path, "A first paragraph.", "", "A second.", name="letter.txt")
     (prompt,) = load_prompts(file)
-    assert prompt == Prompt(
+    assert prompt == BenchPrompt(
         "letter/0",
         "text",
         "A first paragraph.\n\nA second.",
@@ -205,8 +205,8 @@ def test_categories_and_counts_are_chosen_evenly(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named(llm: LLM) -> None:
-    long = Prompt("long", "text", "word " * 2000, False)
-    short = Prompt("short", "text", "Once upon a time", False)
+    long = BenchPrompt("long", "text", "word " * 2000, False)
+    short = BenchPrompt("short", "text", "Once upon a time", False)
     fitting, left_out = fit([long, short], llm, 100)
     assert [(prompt, ids) for prompt, ids in fitting] == [(short, short.encode(llm))]
     assert left_out == [long]
@@ -216,15 +216,17 @@ def test_what_does_not_fit_is_named(llm: LLM) -> None:
 
 
 def test_chats_go_through_the_template_with_what_was_said_before(llm: LLM) -> None:
-    prompt = Prompt("c", "chat", "Why?", True, earlier=(("user", "Hi"), ("assistant", "Hello")))
+    prompt = BenchPrompt(
+        "c", "chat", "Why?", True, earlier=(("user", "Hi"), ("assistant", "Hello"))
+    )
     said = [*prompt.earlier, ("user", "Why?")]
     expected = llm.render_chat([{"role": role, "content": text} for role, text in said])
     assert prompt.encode(llm) == expected
-    assert Prompt("t", "text", "Why?", False).encode(llm) == llm.tokenizer("Why?")["input_ids"]
+    assert BenchPrompt("t", "text", "Why?", False).encode(llm) == llm.tokenizer("Why?")["input_ids"]
 
 
 def test_a_template_that_refuses_says_so(llm: LLM) -> None:
-    prompt = Prompt("c", "chat", "Why?", True, earlier=(("wizard", "Hi"),))
+    prompt = BenchPrompt("c", "chat", "Why?", True, earlier=(("wizard", "Hi"),))
     with pytest.raises(PromptError, match="unknown role wizard"):
         fit([prompt], llm, 1)
 

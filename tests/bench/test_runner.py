@@ -7,7 +7,7 @@ import pytest
 from made_outcomes import Fake, job
 from paceline.bench.methods import Method
 from paceline.bench.outcome import Contestant
-from paceline.bench.runner import EVERYTHING, Record, Settings, Sweep, jobs, take_turns
+from paceline.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 
@@ -15,7 +15,7 @@ PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 def test_turns_rotate_within_and_between_rounds() -> None:
     diary: list[str] = []
     todo = [job(index=0), job(index=1)]
-    record = Record()
+    record = HeatRecord()
     take_turns(todo, [Fake(name, diary) for name in "abc"], 2, record)
     assert diary == [
         *("a 1 x4", "b 1 x4", "c 1 x4"),  # warm-up
@@ -38,13 +38,13 @@ def test_warm_up_is_short_and_once_a_shape() -> None:
     diary: list[str] = []
     settings = Settings(max_tokens=100)
     todo = [*jobs(PROMPTS, settings, 1, 0.0), *jobs(PROMPTS, settings, 1, 0.7)]
-    take_turns(todo, [Fake("a", diary)], 1, Record())
+    take_turns(todo, [Fake("a", diary)], 1, HeatRecord())
     assert sum(entry.endswith("x16") for entry in diary) == 2
     assert sum(entry.endswith("x100") for entry in diary) == len(todo)
 
 
 def test_ctrl_c_leaves_complete_heats() -> None:
-    record, second = Record(), Fake("b", interrupted_at=4)  # warm-up, two heats, then
+    record, second = HeatRecord(), Fake("b", interrupted_at=4)  # warm-up, two heats, then
     with pytest.raises(KeyboardInterrupt):
         take_turns([job(index=n) for n in range(5)], [Fake("a"), second], 1, record)
     assert [heat.job.index for heat in record.heats] == [0, 1]
@@ -56,7 +56,7 @@ def test_progress_says_what_runs_and_counts_every_run() -> None:
         [job("chat"), job("code", 1)],
         [Fake("a"), Fake("b")],
         2,
-        Record(),
+        HeatRecord(),
         lambda steps, description: seen.append((steps, description)),
     )
     assert sum(steps for steps, _ in seen) == 8
@@ -92,7 +92,7 @@ def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
         started.append((method.name, clients))
         return Fake(method.name)
 
-    record, steps = Record(), [0]
+    record, steps = HeatRecord(), [0]
 
     def advance(count: int, description: str) -> None:
         steps[0] += count

@@ -21,7 +21,7 @@ from paceline.bench.conversations import (
     converse,
     fitting,
 )
-from paceline.bench.outcome import Answer, Ask, Outcome
+from paceline.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.bench.suite_figures import OVERALL, accepted_tokens, task_figures
 from paceline.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
 from paceline.errors import ConfigError, DataError
@@ -133,11 +133,11 @@ class Echo:
     def refresh(self) -> None:
         self.asked = []
 
-    def run(self, asks: Any) -> Outcome:
+    def run(self, asks: Any) -> TimedRun:
         self.asked += asks
         tokens = (*(ord(letter) for letter in self.name), 0)[: asks[0].params.max_tokens]
         arrivals = tuple((float(n), 1) for n, _ in enumerate(tokens, 1))
-        return Outcome([Answer(tokens, arrivals)], float(len(tokens)), steps=len(tokens))
+        return TimedRun([TimedAnswer(tokens, arrivals)], float(len(tokens)), steps=len(tokens))
 
 
 def llm(room: int = 1000) -> Any:

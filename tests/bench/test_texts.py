@@ -7,8 +7,8 @@ import pytest
 from made_outcomes import Fake, ask, job
 from paceline.bench.methods import Method
 from paceline.bench.outcome import Ask
-from paceline.bench.result import Result, idle_line, labels
-from paceline.bench.runner import Job, Record, take_turns
+from paceline.bench.result import BenchResult, idle_line, labels
+from paceline.bench.runner import BenchJob, HeatRecord, take_turns
 from paceline.bench.texts import Comparison, compare
 from paceline.difference import Difference
 
@@ -21,8 +21,8 @@ def judge(asked: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Differen
     return TIE if right == (5, 6, 9, 8) else BUG
 
 
-def contest(todo: list[Job], rounds: int = 2) -> Record:
-    record = Record()
+def contest(todo: list[BenchJob], rounds: int = 2) -> HeatRecord:
+    record = HeatRecord()
     contestants = [
         Fake("plain"),
         Fake("same"),
@@ -45,15 +45,15 @@ def test_every_pair_is_judged_once() -> None:
 
 
 def test_unseeded_samples_are_not_compared() -> None:
-    free = Job("chat", 1, 0.7, 0, (ask(temperature=0.7),))
-    seeded = Job("chat", 1, 0.7, 0, (ask(temperature=0.7, seed=3),))
+    free = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7),))
+    seeded = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7, seed=3),))
     assert compare(contest([free]), judge, ["same", "liar"]).counts == {}
     found = compare(contest([seeded]), judge, ["same", "liar"])
     assert found.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
 
 
-def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = None) -> Result:
-    return Result("m", {}, {}, methods, [], texts, idle or {})
+def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = None) -> BenchResult:
+    return BenchResult("m", {}, {}, methods, [], texts, idle or {})
 
 
 def test_a_bug_is_ours_alone() -> None:

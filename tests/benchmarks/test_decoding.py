@@ -11,16 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import contestants
 import decoding
 from paceline.bench.contestants import Paceline
-from paceline.bench.outcome import Answer, Outcome
+from paceline.bench.outcome import TimedAnswer, TimedRun
 from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, spread
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
 from stepclock import StepClock, shares
 
 
-def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> Outcome:
-    answer = Answer((1,) * count, ((seconds, count),))
-    return Outcome([answer], seconds, steps=4, drafted=drafted, accepted=accepted)
+def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> TimedRun:
+    answer = TimedAnswer((1,) * count, ((seconds, count),))
+    return TimedRun([answer], seconds, steps=4, drafted=drafted, accepted=accepted)
 
 
 def filled() -> Record:
@@ -184,7 +184,7 @@ def test_ctrl_c_prints_what_was_measured(
     calls = []
     run = Paceline.run
 
-    def interrupted(self: Any, *call: Any) -> Outcome:
+    def interrupted(self: Any, *call: Any) -> TimedRun:
         calls.append(self.name)
         if len(calls) > 4:
             raise KeyboardInterrupt

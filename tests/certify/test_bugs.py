@@ -15,7 +15,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
 from paceline.llm import LLM
-from paceline.verify.laws import Outcome, aligned
+from paceline.verify.laws import RuleProbabilities, aligned
 from paceline.verify.rule import Decisions, Verifier
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -94,9 +94,11 @@ def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingP
 class NoResidual(Verifier):
     """Refused drafts are replaced by a draw from p itself."""
 
-    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> Outcome | None:
+    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
         found = super()._outcome(laws, checks)
-        return None if found is None else Outcome(found.accept, aligned(laws, found.stop)[0])
+        return (
+            None if found is None else RuleProbabilities(found.accept, aligned(laws, found.stop)[0])
+        )
 
 
 class Lenient(Verifier):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.certify.decoding import Decoded, StandstillError, Start, decode
+from paceline.certify.decoding import DecodedOutput, StandstillError, Start, decode
 from paceline.certify.texts import Task, check_texts
 from paceline.core.params import SamplingParams
 from paceline.difference import Difference, first_difference
@@ -38,13 +38,13 @@ def test_what_comes_after_a_tie_is_looked_at(
     (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
     given: list[tuple[int, ...]] = []
 
-    def faked(engine, starts, params, length=None, enough=None) -> list[Decoded]:
+    def faked(engine, starts, params, length=None, enough=None) -> list[DecodedOutput]:
         given.extend(start.output for start in starts)
         tokens = list(plain.tokens)
         at = {0: 2, 3: 7}.get(len(starts[0].output))
         if at is not None and (at == 2 or second is not None):
             tokens[at] += 1
-        return [Decoded(tuple(tokens), 8, 4)]
+        return [DecodedOutput(tuple(tokens), 8, 4)]
 
     def explained(model, prompt, left, right, params) -> Difference | None:
         at = first_difference(left, right)

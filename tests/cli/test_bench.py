@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from made_outcomes import Fake
 from paceline.bench.contestants import Starter
 from paceline.bench.methods import Method
-from paceline.bench.outcome import Ask, Contestant, Outcome
+from paceline.bench.outcome import Ask, Contestant, TimedRun
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
@@ -118,7 +118,7 @@ class Liar:
     def refresh(self) -> None:
         self._honest.refresh()
 
-    def run(self, asks: list[Ask]) -> Outcome:
+    def run(self, asks: list[Ask]) -> TimedRun:
         outcome = self._honest.run(asks)
         answers = [
             replace(answer, tokens=(*answer.tokens[:3], 0, *answer.tokens[4:]))

@@ -26,7 +26,7 @@ from paceline.tuned import (
     DraftChoice,
     EngineChoice,
     KnownCosts,
-    Machine,
+    MachineIdentity,
     Measured,
     TunedProfile,
 )
@@ -200,7 +200,7 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
         engine=EngineChoice(5, "block"),
         measured=Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
         costs=KnownCosts((1,), (1,), ((0.004,),), {}),
-        machine=Machine.of(target),
+        machine=MachineIdentity.of(target),
     ).write(path)
     said = {"profile": str(path), "dtype": "float32"}
     tuned = load_llm(configure(said))

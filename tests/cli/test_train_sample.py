@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
-from paceline.cli.train_sample import PromptOptions
-from paceline.train.answers import Wishes
+from paceline.cli.train_sample import SamplePromptOptions
+from paceline.train.answers import PromptSelection
 from tiny_models import SENTENCES, TinyPair
 
 
 def test_options_are_the_fields_of_the_wishes() -> None:
     """Written twice so that --help stays fast; here they are held together."""
-    options, wishes = asdict(PromptOptions()), asdict(Wishes())
+    options, wishes = asdict(SamplePromptOptions()), asdict(PromptSelection())
     assert list(options) == list(wishes)
     assert options | {"exclude_licenses": ()} == wishes
 

@@ -7,7 +7,14 @@ import torch
 
 from doctor_folders import codes, only
 from paceline.doctor import Severity, examine, machine
-from paceline.doctor.machine import Load, Setting, check_dtype, check_memory, free_memory, size
+from paceline.doctor.machine import (
+    DeviceSettings,
+    MemoryNeeds,
+    check_dtype,
+    check_memory,
+    free_memory,
+    size,
+)
 
 TARGET = "paceline/tiny"
 CPU = torch.device("cpu")
@@ -36,7 +43,7 @@ def test_dtypes(
 
 
 def test_large_weights_on_a_processor() -> None:
-    (suits, absent) = check_dtype(Setting(CPU, torch.bfloat16), 14 << 30)
+    (suits, absent) = check_dtype(DeviceSettings(CPU, torch.bfloat16), 14 << 30)
     assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
     assert "14.0 GiB" in absent.found
 
@@ -44,8 +51,8 @@ def test_large_weights_on_a_processor() -> None:
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:
     """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
-    load = Load(100 << 20, 1 << 10, 1024)
-    (found,) = check_memory(Setting(CPU, torch.bfloat16, 8, given), load)
+    load = MemoryNeeds(100 << 20, 1 << 10, 1024)
+    (found,) = check_memory(DeviceSettings(CPU, torch.bfloat16, 8, given), load)
     return found.code, found.severity.value
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.doctor import summary
 from paceline.doctor.kinds import Severity
-from paceline.doctor.trial import LONG, Decoded, Exploration, Trial, run_trial
+from paceline.doctor.trial import LONG, Exploration, SpeedupTrial, TrialCounts, run_trial
 from paceline.doctor.verdict import judge
 from paceline.engine.clock import PHASES
 from tiny_models import TinyPair
@@ -22,10 +22,10 @@ def decoded(
     accepted: tuple[int, ...] = (),
     reached: tuple[int, ...] = (),
     **seconds: float,
-) -> Decoded:
+) -> TrialCounts:
     """``seconds`` of each phase in ONE step."""
     times = {phase: steps * seconds.get(phase, 0.0) for phase in PHASES}
-    return Decoded(steps + sum(accepted), steps, times, steps * drafted, reached, accepted)
+    return TrialCounts(steps + sum(accepted), steps, times, steps * drafted, reached, accepted)
 
 
 # 100 steps; half of the first tokens, and half of what follows each, is right.
@@ -84,8 +84,8 @@ def test_decoded_add_up() -> None:
     assert EXPLORED.plain.rate == pytest.approx(100 / 1.1)
 
 
-def trial(measured: float, explored: Exploration = EXPLORED) -> Trial:
-    return Trial(explored, measured, 10.0)
+def trial(measured: float, explored: Exploration = EXPLORED) -> SpeedupTrial:
+    return SpeedupTrial(explored, measured, 10.0)
 
 
 def told(measured: float, explored: Exploration = EXPLORED) -> list[str]:

@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from paceline.core.costs import CostCurve, StepCosts
-from paceline.draft.prices import HURT, Candidate, Prices, choose
+from paceline.draft.prices import HURT, DraftProspect, Prices, choose
 from paceline.draft.steptime import StepTime
 from paceline.draft.worth import Profile, expected_tokens
 
@@ -24,11 +24,11 @@ def prices(slope: float, draft: float) -> Prices:
     return Prices(StepTime(StepCosts(one, full, 8)), {"model": profile})
 
 
-def candidate(rate: float, reading: float = 0.0) -> Candidate:
-    return Candidate("model", expected_tokens([rate] * 4), reading)
+def candidate(rate: float, reading: float = 0.0) -> DraftProspect:
+    return DraftProspect("model", expected_tokens([rate] * 4), reading)
 
 
-def mean_time(known: Prices, everyone: list[Candidate], lengths: tuple[int, ...]) -> float:
+def mean_time(known: Prices, everyone: list[DraftProspect], lengths: tuple[int, ...]) -> float:
     """Seconds of a token, the mean over the sequences; infinite if any is slowed down."""
     names = [own.name for own in everyone]
     seconds = known.seconds(len(everyone), names, lengths)

@@ -16,7 +16,7 @@ from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Acceptance, AcceptanceEstimate, OwnAcceptance, Profile, best
+from paceline.draft.worth import AcceptanceEstimate, AcceptanceTracker, OwnAcceptance, Profile, best
 from paceline.engine.controller import AdaptiveLength, FixedLength
 from paceline.engine.costs import measure
 from simulated_time import REST, STEP, Guesser, Machine, always
@@ -152,7 +152,7 @@ def test_an_estimate_follows_what_all_sequences_show() -> None:
 
 @pytest.mark.parametrize("good", [0.8, 0.97])
 def test_a_hopeless_sequence_among_good_ones_is_found_out(good: float) -> None:
-    acceptance = Acceptance(4)
+    acceptance = AcceptanceTracker(4)
     for number in range(400):
         acceptance.record(number % 4, "model", 1, int(number % 100 < 100 * good))
     own = acceptance.of(9, "model")

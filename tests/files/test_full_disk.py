@@ -46,7 +46,7 @@ from paceline.tuned import (
     DraftChoice,
     EngineChoice,
     KnownCosts,
-    Machine,
+    MachineIdentity,
     Measured,
     PassCosts,
     TunedProfile,
@@ -138,7 +138,7 @@ def profile(folder: Path, number: int) -> None:
         EngineChoice(number, "block"),
         Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (), 1, ()),
         KnownCosts((1,), (1,), ((0.1,),), {"model": PassCosts((1,), (0.1,))}),
-        Machine("x", "cpu", 1, "float32", "2", "5", "0", "3", "today"),
+        MachineIdentity("x", "cpu", 1, "float32", "2", "5", "0", "3", "today"),
     )
     made.write(folder / "p.toml")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.profiling.machine import Machine
+from paceline.profiling.machine import MachineSpeeds
 from paceline.profiling.verdict import (
     SATURATED,
     Bound,
@@ -18,7 +18,7 @@ from paceline.profiling.verdict import (
     saturated,
 )
 
-MACHINE = Machine(
+MACHINE = MachineSpeeds(
     device="cpu",
     dtype="bfloat16",
     threads=1,

@@ -30,15 +30,15 @@ from paceline.server.failures import (
     GoneError,
     RequestFailedError,
 )
-from paceline.server.records import Completion, Event, Stats, TokenLogprob
+from paceline.server.records import CompletionRecord, Event, LogprobRecord, Stats
 from paceline.server.wire import (
     REPLIES,
     REQUESTS,
     Ended,
     Fault,
     Frames,
-    Load,
-    Step,
+    LoadModel,
+    StepEvents,
     Submit,
     packed,
     read_message,
@@ -60,17 +60,17 @@ def test_requests_arrive_as_they_were_sent() -> None:
     for message in (
         Submit(7, [[1, 2], [3]], PARAMS, True, 1.5, True),
         Submit(8, [[0]], SamplingParams(), False, None, False),
-        Load(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
+        LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
     ):
         assert REQUESTS.decode(packed(message)[4:]) == message
 
 
 def test_answers_arrive_as_they_were_sent() -> None:
-    logprobs = [TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf"))))]
-    done = Completion(
+    logprobs = [LogprobRecord(1, -0.5, ((1, -0.5), (2, float("-inf"))))]
+    done = CompletionRecord(
         "å🙂", [1, 2], logprobs, "stop", [True, False], Stats(3, 1, 0.3, 2.0, [0.5], 2), False
     )
-    step = Step([Event(1, 0, 2, "å🙂", [1], [True], done, logprobs), Event(2, 0, 0)])
+    step = StepEvents([Event(1, 0, 2, "å🙂", [1], [True], done, logprobs), Event(2, 0, 0)])
     assert REPLIES.decode(packed(step)[4:]) == step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.train.acceptance import Acceptance, match_matrix, total, walk
+from paceline.train.acceptance import AcceptanceCounts, match_matrix, total, walk
 
 
 def matrix(rows: list[str]) -> torch.Tensor:
@@ -15,14 +15,14 @@ def matrix(rows: list[str]) -> torch.Tensor:
 def test_a_walk_starts_where_the_last_step_ended() -> None:
     # Starts 0, 3 and 4: two, none and one accepted; rows 1, 2 and 5 are never started from.
     found = walk(matrix(["xx.", "xxx", "xxx", ".xx", "x..", "xxx"]), undrafted=0)
-    assert found == Acceptance(tokens=6, steps=3, reached=(3, 2, 1), accepted=(2, 1, 0))
+    assert found == AcceptanceCounts(tokens=6, steps=3, reached=(3, 2, 1), accepted=(2, 1, 0))
     assert found.mean_accepted_length == 2.0
     assert found.rates == (2 / 3, 1 / 2, 0.0)
 
 
 def test_the_step_of_the_prompt_counts() -> None:
-    assert walk(matrix(["x", "."])) == Acceptance(3, 2, (1,), (1,))
-    assert walk(matrix([]).reshape(0, 3)) == Acceptance(1, 1, (0, 0, 0), (0, 0, 0))
+    assert walk(matrix(["x", "."])) == AcceptanceCounts(3, 2, (1,), (1,))
+    assert walk(matrix([]).reshape(0, 3)) == AcceptanceCounts(1, 1, (0, 0, 0), (0, 0, 0))
 
 
 def test_nothing_is_tried_beyond_the_end() -> None:
@@ -63,8 +63,8 @@ def test_walking_a_text_equals_decoding_it(seed: int) -> None:
 
 
 def test_texts_add_up_and_are_written_down() -> None:
-    parts = [Acceptance(5, 2, (2, 1), (1, 1)), Acceptance(3, 3, (3,), (0,))]
+    parts = [AcceptanceCounts(5, 2, (2, 1), (1, 1)), AcceptanceCounts(3, 3, (3,), (0,))]
     both = total(parts)
-    assert both == Acceptance(8, 5, (5, 1), (1, 1))
-    assert Acceptance.from_dict(both.to_dict()) == both
+    assert both == AcceptanceCounts(8, 5, (5, 1), (1, 1))
+    assert AcceptanceCounts.from_dict(both.to_dict()) == both
     assert total([]).mean_accepted_length == 0.0

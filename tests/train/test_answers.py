@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from paceline import DataError
-from paceline.train.answers import FOLLOW_UPS, Answer, AnswerWriter, Job, Wishes, jobs_of
+from paceline.train.answers import (
+    FOLLOW_UPS,
+    Answer,
+    AnswerJob,
+    AnswerWriter,
+    PromptSelection,
+    jobs_of,
+)
 from paceline.train.data import Source, encode_stream
 from paceline.train.tokenizer import train_tokenizer
 from tiny_models import SENTENCES
@@ -51,7 +58,7 @@ def question(text: str) -> dict[str, Any]:
 
 
 def write(
-    jobs: list[Job], decoder: Echo, kept: tuple[str, ...] = (), max_prompt: int = 99
+    jobs: list[AnswerJob], decoder: Echo, kept: tuple[str, ...] = (), max_prompt: int = 99
 ) -> list[dict[str, Any]]:
     lines: list[str] = []
     writer = AnswerWriter(decoder, TOKENIZER, max_prompt, 0.5, lines.append)
@@ -61,8 +68,8 @@ def write(
 
 def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(9)))
-    jobs = jobs_of(sources, TOKENIZER, Wishes())
-    assert jobs == jobs_of(sources, TOKENIZER, Wishes())
+    jobs = jobs_of(sources, TOKENIZER, PromptSelection())
+    assert jobs == jobs_of(sources, TOKENIZER, PromptSelection())
     records = write(jobs, Echo())
     assert sorted(record["job"] for record in records) == list(range(9))
     for record in records:
@@ -81,7 +88,7 @@ def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
 def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question("the dog " * (n % 8)) for n in range(8)))
     decoder = Echo(batch=2)
-    write(jobs_of(sources, TOKENIZER, Wishes()), decoder)
+    write(jobs_of(sources, TOKENIZER, PromptSelection()), decoder)
     lengths = [len(ids) for ids in decoder.seen]
     assert lengths == sorted(lengths)
     assert decoder.most <= 4 * 2 + 1
@@ -89,29 +96,29 @@ def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
 
 def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
     sources = prompts(tmp_path, question("the dog " * 40), *map(question, "abcdef"))
-    jobs = jobs_of(sources, TOKENIZER, Wishes(max_prompt=20))
+    jobs = jobs_of(sources, TOKENIZER, PromptSelection(max_prompt=20))
     assert len(jobs) == 6
-    few = jobs_of(sources, TOKENIZER, Wishes(count=3, max_prompt=20))
+    few = jobs_of(sources, TOKENIZER, PromptSelection(count=3, max_prompt=20))
     assert len(few) == 3
     assert {job.number for job in few} <= {job.number for job in jobs}
     with pytest.raises(DataError, match=r"no prompt that can be answered: line 1: it has \d+ tok"):
-        jobs_of(sources, TOKENIZER, Wishes(max_prompt=2))
+        jobs_of(sources, TOKENIZER, PromptSelection(max_prompt=2))
 
 
 def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:
     sources = prompts(tmp_path, {"question_id": 1, "turns": ["One?", "Two?", "Three?"]})
-    records = write(jobs_of(sources, TOKENIZER, Wishes()), Echo())
+    records = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo())
     assert [record["turn"] for record in records] == [1, 2, 3]
     assert records[2]["text"].startswith(records[1]["text"] + "<|user|>Three?<|end|>")
-    cut = write(jobs_of(sources, TOKENIZER, Wishes()), Echo(finish="length"))
+    cut = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo(finish="length"))
     assert len(cut) == 1  # an answer without an end is not asked about
-    long = write(jobs_of(sources, TOKENIZER, Wishes()), Echo(), max_prompt=20)
+    long = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo(), max_prompt=20)
     assert len(long) == 1
 
 
 def test_a_share_of_the_answers_is_asked_about(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(100)))
-    jobs = jobs_of(sources, TOKENIZER, Wishes(follow_ups=0.3))
+    jobs = jobs_of(sources, TOKENIZER, PromptSelection(follow_ups=0.3))
     asked = [job for job in jobs if job.later]
     assert 15 <= len(asked) <= 45
     assert {job.later[0] for job in asked} <= set(FOLLOW_UPS)
@@ -125,7 +132,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
     sources = prompts(
         tmp_path, question("One?"), {"question_id": 1, "turns": ["A?", "B?", "C?"]}, question("Z?")
     )
-    jobs = jobs_of(sources, TOKENIZER, Wishes())
+    jobs = jobs_of(sources, TOKENIZER, PromptSelection())
     whole = write(jobs, Echo())
     kept = tuple(json.dumps(record) for record in whole[:cut])
     rest = write(jobs, Echo(), kept)
@@ -137,7 +144,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
 
 
 def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
-    jobs = jobs_of(prompts(tmp_path, question("One?")), TOKENIZER, Wishes())
+    jobs = jobs_of(prompts(tmp_path, question("One?")), TOKENIZER, PromptSelection())
     writer = AnswerWriter(Echo(finish="error"), TOKENIZER, 99, 0.0, lambda line: pytest.fail(line))
     assert writer.write(jobs, 2) == 0
     assert writer.failed == 1
@@ -145,7 +152,7 @@ def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
 
 def test_texts_are_continued_and_conversations_in_texts_opened(tmp_path: Path) -> None:
     texts = [{"text": text, "license": "MIT"} for text in SENTENCES]
-    jobs = jobs_of(prompts(tmp_path, *texts), TOKENIZER, Wishes(count=3, longest=12))
+    jobs = jobs_of(prompts(tmp_path, *texts), TOKENIZER, PromptSelection(count=3, longest=12))
     assert len(jobs) == 3
     assert all(len(job.token_ids) == 12 for job in jobs)
     assert all(job.source.startswith("continued from") for job in jobs)

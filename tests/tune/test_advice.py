@@ -8,14 +8,16 @@ import pytest
 
 from paceline.core.costs import CostCurve
 from paceline.tune.advice import Advice, advise
-from paceline.tune.plan import Outcome, Wish
-from paceline.tune.search import Method, TargetCosts
+from paceline.tune.plan import TuneOptions, TuningOutcome
+from paceline.tune.search import MeasuredMethod, TargetCosts
 from tuning_methods import NOTHING, PLAIN, chain, target
 
 
-def outcome(*methods: Method, costs: TargetCosts | None = None, copied: float = 0.0) -> Outcome:
-    return Outcome(
-        Wish(),
+def outcome(
+    *methods: MeasuredMethod, costs: TargetCosts | None = None, copied: float = 0.0
+) -> TuningOutcome:
+    return TuningOutcome(
+        TuneOptions(),
         "m",
         parameters=1000,
         target=costs or target(1000),
@@ -30,7 +32,7 @@ def rule(found: list[Advice], words: str) -> Advice:
     return item
 
 
-def lookup(rate: float, levels: int = 4) -> Method:
+def lookup(rate: float, levels: int = 4) -> MeasuredMethod:
     """Text that is looked up: no passes."""
     base = chain(rate, 0.0, levels, "ngram")
     return replace(base, passes=(0,) * (levels + 1), pass_seconds=NOTHING, family="ngram")
@@ -124,4 +126,4 @@ def test_batches() -> None:
 
 
 def test_nothing_is_said_of_nothing() -> None:
-    assert advise(Outcome(Wish(), "m", 1000)) == []
+    assert advise(TuningOutcome(TuneOptions(), "m", 1000)) == []

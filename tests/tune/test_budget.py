@@ -11,19 +11,19 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM
-from paceline.bench.prompts import Prompt
+from paceline.bench.prompts import BenchPrompt
 from paceline.budget import Budget
-from paceline.tune.candidates import Candidate, variants
+from paceline.tune.candidates import DrafterCandidate, variants
 from paceline.tune.confirm import PLAIN as NO_DRAFT
-from paceline.tune.confirm import Confirmation, Contestant
+from paceline.tune.confirm import Confirmation, Finalist
 from paceline.tune.measure import Sample
-from paceline.tune.plan import Outcome, Wish, tune
+from paceline.tune.plan import TuneOptions, TuningOutcome, tune
 from paceline.tune.present import decision, record_of, report_of
 from paceline.tune.spending import affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
 
-WISH = Wish(concurrency=1, max_tokens=12, rounds=2)
+WISH = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
 SAMPLE = Sample([[1]] * 4, [[1]] * 16, (1, 8), 48, 0.0)
 
 
@@ -42,12 +42,12 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[BenchPrompt]:
     text = "one two three one two three one two three"
-    return [Prompt(f"p{n}", f"c{n % 2}", f"{text} {n}", False) for n in range(4)]
+    return [BenchPrompt(f"p{n}", f"c{n % 2}", f"{text} {n}", False) for n in range(4)]
 
 
-def candidates(folders: tuple[str, str]) -> list[Candidate]:
+def candidates(folders: tuple[str, str]) -> list[DrafterCandidate]:
     return [*variants("ngram"), *variants(f"model:{folders[1]}"), *variants("suffix")]
 
 
@@ -57,11 +57,11 @@ def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    llm: LLM, folders: tuple[str, str], seconds: float | None, outcome: Outcome | None = None
-) -> tuple[Outcome, list[str]]:
+    llm: LLM, folders: tuple[str, str], seconds: float | None, outcome: TuningOutcome | None = None
+) -> tuple[TuningOutcome, list[str]]:
     """Each batch size of the target, each drafter and each round of all take a second."""
     said: list[str] = []
-    outcome = outcome or Outcome.start(WISH, llm)
+    outcome = outcome or TuningOutcome.start(WISH, llm)
     tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
     return outcome, said
 
@@ -94,7 +94,7 @@ def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
 def test_a_later_run_tries_the_rest_and_confirms(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, 6)
     text = json.dumps(msgspec.to_builtins(outcome, str_keys=True))
-    kept = msgspec.convert(json.loads(text), Outcome, strict=False)
+    kept = msgspec.convert(json.loads(text), TuningOutcome, strict=False)
     assert kept == outcome
     before = [method.spec for method in kept.methods]
     after, said = run(llm, folders, None, kept)
@@ -111,7 +111,7 @@ def test_a_later_run_tries_the_rest_and_confirms(llm: LLM, folders: tuple[str, s
 def test_an_interrupted_round_counts_for_nobody(
     llm: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = Outcome.start(WISH, llm)
+    outcome = TuningOutcome.start(WISH, llm)
     seen: list[str] = []
 
     def interrupt(what: str) -> None:
@@ -141,7 +141,7 @@ def test_samples_shrink_for_everybody_alike() -> None:
 
 def test_rounds_shrink_until_two_of_them_fit() -> None:
     costs = target(1000)
-    some = [Contestant(f"c{n}", NO_DRAFT if not n else "x", "f", n, 8, 1) for n in range(6)]
+    some = [Finalist(f"c{n}", NO_DRAFT if not n else "x", "f", n, 8, 1) for n in range(6)]
     plenty = affordable(some, costs, 1, 48, 4, Budget(1e12, Clock()))
     assert plenty == (some, 8)
     assert affordable(some, costs, 1, 48, 4, Budget(None)) == (some, 8)

@@ -6,14 +6,14 @@ import pytest
 
 from paceline.core.costs import CostCurve
 from paceline.errors import DataError
-from paceline.tune.decode import Levels, Run, Step
+from paceline.tune.decode import Levels, MeasuredStep, Run
 from paceline.tune.measure import _drafting, _scaled, _surroundings, _typical, _typical_pair
 from tuning_methods import PLAIN, target
 
 
-def step(batch: int = 1, nodes: int = 0, draft: float = 0.0, full: bool = True) -> Step:
+def step(batch: int = 1, nodes: int = 0, draft: float = 0.0, full: bool = True) -> MeasuredStep:
     """A step that takes what the target is measured to take, and 0.1 besides."""
-    return Step(batch, nodes, 1, draft, 1.0, 0.1, full)
+    return MeasuredStep(batch, nodes, 1, draft, 1.0, 0.1, full)
 
 
 def test_a_fixed_part_of_drafting_is_told_from_its_passes() -> None:
@@ -50,7 +50,10 @@ def test_looking_up_takes_no_passes() -> None:
 
 def test_surroundings() -> None:
     costs = target(10_000)  # one second, whatever is verified
-    plain = [Step(1, 4, 1, 0.0, 1.2, 0.3, True), Step(8, 32, 1, 0.0, 0.9, 0.1, True)]
+    plain = [
+        MeasuredStep(1, 4, 1, 0.0, 1.2, 0.3, True),
+        MeasuredStep(8, 32, 1, 0.0, 0.9, 0.1, True),
+    ]
     found = _surroundings(plain, costs, PLAIN, (1, 8))
     assert found["dearness"](1) == pytest.approx(1.2)
     assert found["dearness"](8) == found["dearness"](32) == pytest.approx(0.9)
@@ -60,8 +63,10 @@ def test_surroundings() -> None:
 
 def test_typical_steps_leave_out_hiccups_and_half_full_batches() -> None:
     costs = target(10_000)
-    slow = Step(1, 0, 1, 0.0, 50.0, 0.1, True)
-    assert _typical([step()] * 9 + [slow] * 3, 1, costs) == Step(1, 0, 0, 0.0, 1.0, 0.1, True)
+    slow = MeasuredStep(1, 0, 1, 0.0, 50.0, 0.1, True)
+    assert _typical([step()] * 9 + [slow] * 3, 1, costs) == MeasuredStep(
+        1, 0, 0, 0.0, 1.0, 0.1, True
+    )
     assert _typical([step(1)] * 3, 2, costs) is None
     ends = [step(1, 1, 0.5, full=False)] * 5 + [step(1, 4, 2.0)]
     typical = _typical(ends, 1, costs)
@@ -79,4 +84,4 @@ def test_one_run_stands_for_the_other() -> None:
 
 
 def test_scaling() -> None:
-    assert _scaled(step(2, 3, 0.4), 0.5) == Step(2, 3, 1, 0.2, 0.5, 0.05, True)
+    assert _scaled(step(2, 3, 0.4), 0.5) == MeasuredStep(2, 3, 1, 0.2, 0.5, 0.05, True)

@@ -10,12 +10,12 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
-from paceline.bench.prompts import Prompt
-from paceline.tune.candidates import Candidate, at_hand, hybrid_of, variants
+from paceline.bench.prompts import BenchPrompt
+from paceline.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
 from paceline.tune.confirm import PLAIN as NO_DRAFT
-from paceline.tune.confirm import Confirmation, Contestant, Rounds, winner
-from paceline.tune.decode import Levels, Run, Step, decode
-from paceline.tune.plan import Outcome, Wish, choose, copied_tokens, tune, unrest_of
+from paceline.tune.confirm import Confirmation, Finalist, Rounds, winner
+from paceline.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tune.plan import TuneOptions, TuningOutcome, choose, copied_tokens, tune, unrest_of
 from paceline.tune.present import decision, profile_of, record_of, report_of
 from paceline.tuned import TunedProfile
 from tuning_methods import PLAIN, chain, target
@@ -96,7 +96,7 @@ def test_rounds_share_no_prompt_while_there_are_enough() -> None:
 
 
 def entry(spec: str, length: int | str, ratios: Sequence[float], drafted: int = 9) -> Confirmation:
-    contestant = Contestant(spec, spec, spec, length, 8, 1)
+    contestant = Finalist(spec, spec, spec, length, 8, 1)
     return Confirmation(contestant, 100, 1.0, 50, drafted, list(ratios))
 
 
@@ -113,7 +113,7 @@ def test_the_winner() -> None:
 
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
-        steps = [Step(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
+        steps = [MeasuredStep(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
         return Run(Levels(0), steps=steps)
 
     assert unrest_of(run([1.0] * 20)) == 1.0
@@ -121,11 +121,11 @@ def test_unrest() -> None:
     assert unrest_of(run([])) == 1.0
 
 
-def synthetic() -> Outcome:
+def synthetic() -> TuningOutcome:
     a = chain(0.8, 0.1, label="a")
     fast = replace(chain(0.7, 0.0, label="look"), passes=(0,) * 9)
     methods = [a, replace(a, label="a tree", shape="2x2x1"), fast, chain(0.2, 0.9, label="bad")]
-    return Outcome(Wish(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
+    return TuningOutcome(TuneOptions(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
 
 
 def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
@@ -150,7 +150,7 @@ def test_an_interrupted_outcome_says_what_it_has() -> None:
     assert record_of(outcome)["confirmed"] is False
     titles = [section.title for section in report_of(outcome).sections]
     assert titles == ["Search", "Why", "Choice", "Pictures"]
-    empty = Outcome(Wish(), "m", 9)
+    empty = TuningOutcome(TuneOptions(), "m", 9)
     assert decision(empty) == "Nothing was measured to the end."
     assert record_of(empty)["search"] == []
     assert [section.title for section in report_of(empty).sections] == ["Choice"]
@@ -189,18 +189,18 @@ def test_decoding_counts_what_completions_count(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def words(count: int) -> list[Prompt]:
+def words(count: int) -> list[BenchPrompt]:
     texts = ["Once upon a time", "def add(a, b):", "What is 12 + 30?", "A small model"]
-    return [Prompt(f"p{n}", f"c{n % 2}", texts[n % 4] + "!" * n, False) for n in range(count)]
+    return [BenchPrompt(f"p{n}", f"c{n % 2}", texts[n % 4] + "!" * n, False) for n in range(count)]
 
 
 def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
     llm = LLM(folders[0], dtype="float32", max_batch_size=1)
     candidates = [
         *at_hand("other", [f"model:{folders[1]},nodes=0"], only=True),
-        Candidate("gone", "model:nowhere/at/all", "model", "chain"),
+        DrafterCandidate("gone", "model:nowhere/at/all", "model", "chain"),
     ]
-    outcome = Outcome.start(Wish(concurrency=2, max_tokens=12, rounds=1), llm)
+    outcome = TuningOutcome.start(TuneOptions(concurrency=2, max_tokens=12, rounds=1), llm)
     said: list[str] = []
     tune(llm, candidates, words(4), outcome, said.append)
     assert outcome.chosen is not None
@@ -225,11 +225,23 @@ def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
 def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
     llm = LLM(folders[0], dtype="float32", max_batch_size=1)
     with pytest.raises(DataError, match="no prompt leaves room for 500 tokens in the 160"):
-        tune(llm, [], words(2), Outcome.start(Wish(max_tokens=500), llm), lambda what: None)
+        tune(
+            llm,
+            [],
+            words(2),
+            TuningOutcome.start(TuneOptions(max_tokens=500), llm),
+            lambda what: None,
+        )
     given = variants("nowhere/at/all", given=True)
     with pytest.raises(PacelineError, match="nowhere/at/all"):
-        tune(llm, given, words(2), Outcome.start(Wish(max_tokens=4), llm), lambda what: None)
+        tune(
+            llm,
+            given,
+            words(2),
+            TuningOutcome.start(TuneOptions(max_tokens=4), llm),
+            lambda what: None,
+        )
     with pytest.raises(ConfigError, match="has no option colour"):
-        options = Candidate("n", "ngram:colour=1", "ngram", "chain", given=True)
-        wish = Wish(max_tokens=4)
-        tune(llm, [options], words(2), Outcome.start(wish, llm), lambda what: None)
+        options = DrafterCandidate("n", "ngram:colour=1", "ngram", "chain", given=True)
+        wish = TuneOptions(max_tokens=4)
+        tune(llm, [options], words(2), TuningOutcome.start(wish, llm), lambda what: None)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.costs import CostCurve
 from paceline.tune.search import (
-    Method,
+    MeasuredMethod,
     TargetCosts,
     batch_sizes,
     best_batch,
@@ -33,11 +33,11 @@ def test_free_verification_gives_the_formula_of_leviathan(rate: float, cost: flo
         assert setting.rate == pytest.approx(formula)
 
 
-def random_method(chance: random.Random, number: int) -> Method:
+def random_method(chance: random.Random, number: int) -> MeasuredMethod:
     levels = chance.randint(1, 9)
     survival = tuple(itertools.accumulate((chance.random() for _ in range(levels)), float.__mul__))
     nodes = (0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels)))
-    return Method(
+    return MeasuredMethod(
         label=f"m{number}",
         spec=f"m{number}",
         family=f"f{number % 3}",

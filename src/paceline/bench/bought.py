@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.bench.figures import OVERALL, Row
-from paceline.bench.runner import Heat, Record
+from paceline.bench.runner import Heat, HeatRecord
 from paceline.report.document import Table, Text
 
 _FEWEST = 4  # prompts from which their differences tell something
@@ -35,7 +35,7 @@ class Sureness:
 
 
 @dataclass(frozen=True)
-class Bought:
+class BenchSpending:
     """``seconds``: the budget of this run, None without; ``spent`` in all runs that went into the
     figures. Heats are those measured of those wanted: one prompt, or one crowd, by everybody."""
 
@@ -71,7 +71,7 @@ class Bought:
         return [Table(columns, rows, note=note), Text(line)]
 
 
-def sureness_of(record: Record, rows: Sequence[Row]) -> tuple[Sureness, ...]:
+def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
     """Of every method's overall speedup; ``rows`` are the figures of the record."""
     found = []
     categories = {(row.concurrency, row.temperature, row.category) for row in rows}

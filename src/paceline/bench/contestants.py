@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.bench.methods import Method
-from paceline.bench.outcome import Answer, Ask, Contestant, Outcome, column_sums
+from paceline.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun, column_sums
 from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module
@@ -40,7 +40,7 @@ class Paceline:
         if self._build is not None:
             self.llm = self._build()
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Raises CacheMemoryError if a request does not fit into the cache."""
         engine = self.llm.engine
         seqs = [self._request(ask) for ask in asks]
@@ -54,7 +54,7 @@ class Paceline:
         seconds, steps, slots = phases.close()
         end = time.perf_counter()
         counts = [seq.counts for seq in seqs]
-        return Outcome(
+        return TimedRun(
             answers=[_answer(seq) for seq in seqs],
             seconds=end - start,
             steps=sum(count.target_steps for count in counts),
@@ -123,9 +123,9 @@ class _Phases:
         self._before, self._decoding = now, 0
 
 
-def _answer(seq: SequenceState) -> Answer:
+def _answer(seq: SequenceState) -> TimedAnswer:
     arrivals = tuple((moment - seq.queued, count) for moment, count in seq.arrivals)
-    return Answer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
+    return TimedAnswer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
 
 
 class Transformers:
@@ -144,17 +144,17 @@ class Transformers:
     def refresh(self) -> None:
         pass
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
         """``seconds`` is from the first request to the end of the last."""
         start = time.perf_counter()
         answers = [self._answer(ask) for ask in asks]
         seconds = time.perf_counter() - start
         steps = sum(len(answer.arrivals) for answer in answers)
         tokens = sum(len(answer.tokens) for answer in answers)
-        return Outcome(answers, seconds, steps, accepted=tokens - steps)
+        return TimedRun(answers, seconds, steps, accepted=tokens - steps)
 
     @torch.inference_mode()
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, ask: Ask) -> TimedAnswer:
         params, config = ask.params, self._module.generation_config
         # In the config and not by min_new_tokens: that would forbid the token and change the text.
         config.eos_token_id = None if params.ignore_eos else self._end
@@ -175,7 +175,7 @@ class Transformers:
             **sampling,
             **self._extra,
         )
-        return Answer(tuple(out[0, ids.shape[1] :].tolist()), tuple(arrivals.found))
+        return TimedAnswer(tuple(out[0, ids.shape[1] :].tolist()), tuple(arrivals.found))
 
 
 class _Arrivals:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.bench.outcome import Ask, Contestant, Outcome
-from paceline.bench.runner import Heat, Job, Record
+from paceline.bench.outcome import Ask, Contestant, TimedRun
+from paceline.bench.runner import BenchJob, Heat, HeatRecord, OnHeat
 from paceline.bench.suites import Question
 from paceline.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-Advance = Callable[[int, str], None]
 _WARM_TOKENS = 16
 
 
@@ -28,7 +27,7 @@ class Turn:
     """One answered turn."""
 
     ask: Ask
-    outcome: Outcome
+    outcome: TimedRun
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,16 @@ class SuiteRecord:
 
     answered: list[Answered] = field(default_factory=list)
 
-    def texts(self) -> Record:
+    def texts(self) -> HeatRecord:
         """The turns in which all contestants were asked the same, for comparing their texts."""
         heats = []
         for number, done in enumerate(self.answered):
             for turns in zip(*(d.turns for d in done.dialogues.values()), strict=False):
                 if all(turn.ask == turns[0].ask for turn in turns):
-                    job = Job(done.question.task, 1, done.temperature, number, (turns[0].ask,))
+                    job = BenchJob(done.question.task, 1, done.temperature, number, (turns[0].ask,))
                     outcomes = dict(zip(done.dialogues, (t.outcome for t in turns), strict=True))
                     heats.append(Heat(job, done.turn, outcomes))
-        return Record(heats)
+        return HeatRecord(heats)
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def answer_all(
     questions: Sequence[Question],
     how: Manner,
     record: SuiteRecord,
-    advance: Advance,
+    advance: OnHeat,
 ) -> bool:
     """Every question by all contestants, one after another; who begins changes with the question.
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.bench.outcome import Answer, Outcome, column_sums
-from paceline.bench.runner import Heat, Record
+from paceline.bench.outcome import TimedAnswer, TimedRun, column_sums
+from paceline.bench.runner import Heat, HeatRecord
 
 OVERALL = "overall"
 
@@ -29,7 +29,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftFigures:
     """What drafting achieved, over all rounds.
 
     ``acceptance[i]`` is conditional: of the ``reached[i]`` drafts that had a token to try at
@@ -71,7 +71,7 @@ class Row:
     inter_token_p50: float | None
     inter_token_p99: float | None
     stall_p99: float | None
-    drafts: Drafts
+    drafts: DraftFigures
     phases: dict[str, float]
 
     def cost_per_million(self, price: float) -> float:
@@ -85,7 +85,7 @@ class Row:
         return values
 
 
-def rows(record: Record, plains: Collection[str]) -> list[Row]:
+def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
     """All figures: for each concurrency and temperature, each category and overall, each method.
 
     ``plains`` names the contestants that decode plainly. Rounds that were cut short count only
@@ -158,12 +158,12 @@ def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
     return [turn for turn in turns if len(turn) == full]
 
 
-def merged(outcomes: Sequence[Outcome]) -> Outcome:
+def merged(outcomes: Sequence[TimedRun]) -> TimedRun:
     """Runs of one contestant as one; ``drafted`` is None if it is in any of them."""
     drafted = [o.drafted for o in outcomes if o.drafted is not None]
     levels = [o.levels for o in outcomes if o.levels is not None]
     phases = dict.fromkeys((name for o in outcomes for name in o.phases), 0.0)
-    return Outcome(
+    return TimedRun(
         answers=[answer for o in outcomes for answer in o.answers],
         seconds=sum(o.seconds for o in outcomes),
         steps=sum(o.steps for o in outcomes),
@@ -178,7 +178,7 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def gaps_of(answer: Answer) -> list[tuple[float, int]]:
+def gaps_of(answer: TimedAnswer) -> list[tuple[float, int]]:
     """(seconds since the delivery before, tokens delivered), from the second delivery on."""
     return [
         (later - earlier, count)
@@ -193,10 +193,10 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def drafts_of(outcome: Outcome) -> Drafts:
+def drafts_of(outcome: TimedRun) -> DraftFigures:
     """What its drafts achieved."""
     steps, drafted = outcome.steps, outcome.drafted
-    return Drafts(
+    return DraftFigures(
         drafted=drafted,
         accepted=outcome.accepted,
         mean_accepted_length=outcome.tokens / steps if steps else 0.0,
@@ -207,12 +207,12 @@ def drafts_of(outcome: Outcome) -> Drafts:
     )
 
 
-def _phases(outcome: Outcome) -> dict[str, float]:
+def _phases(outcome: TimedRun) -> dict[str, float]:
     steps = outcome.decoding_steps
     return {name: seconds / steps for name, seconds in outcome.phases.items()} if steps else {}
 
 
-def idle(record: Record, speculative: Collection[str]) -> dict[str, str]:
+def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     """Speculative methods that speculated in vain throughout the run, and what they lacked."""
     found: dict[str, str] = {}
     for name in record.names():

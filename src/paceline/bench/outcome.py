@@ -19,7 +19,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """New tokens, and when they came: ``(seconds since the request was sent, tokens)``."""
 
     tokens: tuple[int, ...]
@@ -27,7 +27,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
     ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) and
@@ -37,7 +37,7 @@ class Outcome:
     ``decoding_slots`` are the sequences in them, added up.
     """
 
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     seconds: float
     steps: int
     drafted: int | None = None
@@ -74,6 +74,6 @@ class Contestant(Protocol):
         """Forget what earlier requests taught it: a round begins, with the same prompts."""
         ...
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Answer all, from reading the prompts on; timed."""
         ...

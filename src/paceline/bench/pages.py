@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from paceline.bench import cells
 from paceline.bench.figures import OVERALL, Row
 from paceline.bench.predictions import Predicted
-from paceline.bench.result import Result, labels
+from paceline.bench.result import BenchResult, labels
 from paceline.bench.runner import EVERYTHING
 from paceline.report import plots
 from paceline.report.document import Cell, Figure, Report, Table, Text
@@ -19,7 +19,7 @@ _NOTE = (
 )
 
 
-def report_of(result: Result) -> Report:
+def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
     pages = _Pages(result)
     report = Report(f"Benchmark of {result.model}")
@@ -38,7 +38,7 @@ def report_of(result: Result) -> Report:
 class _Pages:
     """One method a section; all read the same rows."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: BenchResult) -> None:
         self.result = result
         self.rows = result.rows
         self.label = labels([method.name for method in result.methods])

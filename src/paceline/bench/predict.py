@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.contestants import Paceline
 from paceline.bench.forwards import Alone, measure_alone
 from paceline.bench.methods import PLAIN, Method
-from paceline.bench.outcome import Ask, Outcome, column_sums
+from paceline.bench.outcome import Ask, TimedRun, column_sums
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 
@@ -54,7 +54,7 @@ def textbook_speedup(rate: float, length: float, cost: float) -> float:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class MeanDraft:
     """The drafts of a method, in the mean of its steps.
 
     ``levels``, tree ``nodes`` and drafter ``passes`` of a sequence's step. ``rates``: the chance
@@ -74,7 +74,7 @@ class Drafts:
     full: float
 
     @classmethod
-    def of(cls, drafter: Drafter, length: int | None, rounds: Sequence[Outcome]) -> Drafts:
+    def of(cls, drafter: Drafter, length: int | None, rounds: Sequence[TimedRun]) -> MeanDraft:
         """From what was counted; ``length`` is None where it adapts."""
         steps = sum(outcome.steps for outcome in rounds)
         drafted = sum(outcome.drafted or 0 for outcome in rounds)
@@ -159,10 +159,10 @@ class _Steady:
     per_token: float
 
     @classmethod
-    def of(cls, rounds: Sequence[Outcome]) -> _Steady:
+    def of(cls, rounds: Sequence[TimedRun]) -> _Steady:
         used = [outcome for outcome in rounds if outcome.decoding_steps and outcome.tokens]
 
-        def middle(figure: Callable[[Outcome], float]) -> float:
+        def middle(figure: Callable[[TimedRun], float]) -> float:
             return statistics.median(map(figure, used))
 
         def each(phase: str) -> float:
@@ -183,9 +183,9 @@ class _Steady:
 
 
 def predict(
-    plain_rounds: Sequence[Outcome],
-    rounds: Sequence[Outcome],
-    drafts: Drafts,
+    plain_rounds: Sequence[TimedRun],
+    rounds: Sequence[TimedRun],
+    drafts: MeanDraft,
     alone: Alone,
     measured: float | None = None,
 ) -> Prediction | None:
@@ -281,8 +281,8 @@ class _Ladder:
 def compare(
     engine: Engine,
     length: int | None,
-    plain_rounds: Sequence[Outcome],
-    rounds: Sequence[Outcome],
+    plain_rounds: Sequence[TimedRun],
+    rounds: Sequence[TimedRun],
     context: int = 64,
     measured: float | None = None,
 ) -> Prediction | None:
@@ -292,7 +292,7 @@ def compare(
     plain decoding, ``context`` the mean length of the requests in tokens, prompt and half of the
     answer. The engine must be idle.
     """
-    drafts = Drafts.of(engine.drafter, length, rounds)
+    drafts = MeanDraft.of(engine.drafter, length, rounds)
     alone = measure_alone(
         engine,
         drafts.nodes,
@@ -335,21 +335,21 @@ def predict_and_measure(
 # -- counting ------------------------------------------------------------------------------------
 
 
-def _decodes(rounds: Sequence[Outcome]) -> bool:
+def _decodes(rounds: Sequence[TimedRun]) -> bool:
     return any(outcome.decoding_steps and outcome.tokens for outcome in rounds)
 
 
-def _in_steps(outcome: Outcome) -> float:
+def _in_steps(outcome: TimedRun) -> float:
     return sum(outcome.phases.values())
 
 
-def _in_flight(rounds: Sequence[Outcome]) -> float:
+def _in_flight(rounds: Sequence[TimedRun]) -> float:
     """Sequences in a step that only decodes; 1 if there was none."""
     steps = sum(outcome.decoding_steps for outcome in rounds)
     return sum(outcome.decoding_slots for outcome in rounds) / steps if steps else 1.0
 
 
-def _complete(drafter: Drafter, length: int, rounds: Sequence[Outcome]) -> int:
+def _complete(drafter: Drafter, length: int, rounds: Sequence[TimedRun]) -> int:
     """Nodes that would have been drafted if every draft had the length that its request allows.
 
     Without the first step of a request: some drafters have nothing to start from there.

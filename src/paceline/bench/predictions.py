@@ -11,7 +11,7 @@ from paceline.bench.figures import complete, merged
 from paceline.bench.methods import PLAIN, Method
 from paceline.bench.outcome import Contestant
 from paceline.bench.predict import Prediction, compare
-from paceline.bench.runner import Heat, Record
+from paceline.bench.runner import Heat, HeatRecord
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Predicted:
 
 
 def predictions(
-    record: Record,
+    record: HeatRecord,
     methods: Sequence[Method],
     contestants: Sequence[Contestant],
     concurrency: int,

@@ -23,7 +23,7 @@ _FIELDS = ("turns", "messages", "question", "prompt", "text")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """What a user would send: ``text``, as a chat turn or as text to go on from.
 
     ``turns`` are all the user's turns of a record, of which ``text`` is the first: later ones need
@@ -54,7 +54,7 @@ def load_prompts(
     source: str | Path | None = None,
     categories: Sequence[str] = (),
     per_category: int | None = None,
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Prompts of a file (or, with None, our own), of all or some categories.
 
     Category by category, in the order of the file; names are unique. ``per_category`` takes so
@@ -75,7 +75,7 @@ def load_prompts(
             f"no category {', '.join(unknown)} in {source or 'the shipped prompt set'}; "
             f"there are: {', '.join(known)}"
         )
-    chosen: list[Prompt] = []
+    chosen: list[BenchPrompt] = []
     for name in known:
         if categories and name not in categories:
             continue
@@ -86,14 +86,14 @@ def load_prompts(
 
 
 def fit(
-    prompts: Sequence[Prompt], llm: LLM, max_tokens: int
-) -> tuple[list[tuple[Prompt, list[int]]], list[Prompt]]:
+    prompts: Sequence[BenchPrompt], llm: LLM, max_tokens: int
+) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
     """The prompts that leave the target room for ``max_tokens``, with their ids, and the others.
 
     Raises PromptError if the chat template refuses a conversation.
     """
-    fitting: list[tuple[Prompt, list[int]]] = []
-    left_out: list[Prompt] = []
+    fitting: list[tuple[BenchPrompt, list[int]]] = []
+    left_out: list[BenchPrompt] = []
     for prompt in prompts:
         ids = prompt.encode(llm)
         if ids and len(ids) + max_tokens <= llm.max_model_len:
@@ -106,7 +106,7 @@ def fit(
 # -- records -------------------------------------------------------------------------------------
 
 
-def _read(file: Path) -> list[Prompt]:
+def _read(file: Path) -> list[BenchPrompt]:
     stem = file.name.split(".")[0]
     return [
         _prompt(record, place, f"{stem}/{number}", stem)
@@ -114,7 +114,7 @@ def _read(file: Path) -> list[Prompt]:
     ]
 
 
-def _prompt(record: dict[str, Any], place: str, name: str, stem: str) -> Prompt:
+def _prompt(record: dict[str, Any], place: str, name: str, stem: str) -> BenchPrompt:
     """One record of any layout. Raises DataError."""
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
@@ -136,7 +136,7 @@ def _prompt(record: dict[str, Any], place: str, name: str, stem: str) -> Prompt:
         raise DataError(f"{place}: the prompt is empty; give it text or remove the record")
     given = next((record[key] for key in ("id", "question_id", "task_id") if key in record), name)
     name = f"{stem}/{given}" if isinstance(given, int) else str(given)
-    return Prompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
+    return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
 
 
 def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
@@ -177,7 +177,7 @@ def _conversation(value: object, place: str) -> list[tuple[str, str]]:
     return messages
 
 
-def _unique(prompts: list[Prompt]) -> list[Prompt]:
+def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
     """Names that occur again get a number: results are kept by name."""
     seen: Counter[str] = Counter()
     named = []

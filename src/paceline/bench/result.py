@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.bought import Bought
+from paceline.bench.bought import BenchSpending
 from paceline.bench.figures import Row
 from paceline.bench.methods import PLAIN, Method
 from paceline.bench.predictions import Predicted
 from paceline.bench.texts import Comparison
-from paceline.tuned import Machine
+from paceline.tuned import MachineIdentity
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """``idle`` says of speculative methods that did nothing what they lacked."""
 
     model: str
@@ -34,7 +34,7 @@ class Result:
     left_out: Sequence[str] = ()  # names of prompts too long for the model
     price: float | None = None
     interrupted: bool = False
-    bought: Bought | None = None
+    bought: BenchSpending | None = None
 
     def record(self) -> dict[str, Any]:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
@@ -115,7 +115,7 @@ def labels(names: Sequence[str]) -> dict[str, str]:
 
 def machine_of(target: CausalModel) -> dict[str, Any]:
     """What the figures were measured on, and how busy it was before."""
-    about = asdict(Machine.of(target))
+    about = asdict(MachineIdentity.of(target))
     about["cores"] = os.cpu_count()
     if hasattr(os, "getloadavg"):
         about["load_before"] = os.getloadavg()[0]

@@ -8,20 +8,20 @@ from itertools import chain, zip_longest
 from typing import TypeVar
 
 from paceline.bench.methods import Method
-from paceline.bench.outcome import Ask, Contestant, Outcome
+from paceline.bench.outcome import Ask, Contestant, TimedRun
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 
-Advance = Callable[[int, str], None]
+OnHeat = Callable[[int, str], None]
 EVERYTHING = "all prompts"
 _WARM_TOKENS = 16
 _ENDING = 0.15  # of a budget, for what is measured and judged once all have run
 _WAVES = 2  # requests that each of several clients sends at least
-Item = TypeVar("Item")
+Element = TypeVar("Element")
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """Requests that a contestant answers in one timed run.
 
     ``index`` tells the jobs of one category, concurrency and temperature apart.
@@ -38,13 +38,13 @@ class Job:
 class Heat:
     """One job in one round: the outcome of every contestant, by name."""
 
-    job: Job
+    job: BenchJob
     turn: int
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, TimedRun]
 
 
 @dataclass
-class Record:
+class HeatRecord:
     """The heats so far. A heat is recorded when its last contestant is done, so one that was
     interrupted leaves nothing, and in each all contestants had the same machine. ``rounds`` are
     wanted, ``spent`` seconds went into it; both grow if a later run goes on from it."""
@@ -53,7 +53,7 @@ class Record:
     rounds: int = 0
     spent: float = 0.0
 
-    def has(self, job: Job, turn: int) -> bool:
+    def has(self, job: BenchJob, turn: int) -> bool:
         wanted = (turn, *_key(job))
         return any((heat.turn, *_key(heat.job)) == wanted for heat in self.heats)
 
@@ -62,7 +62,7 @@ class Record:
         return list(dict.fromkeys(name for heat in self.heats for name in heat.outcomes))
 
 
-def _key(job: Job) -> tuple[str, int, float, int]:
+def _key(job: BenchJob) -> tuple[str, int, float, int]:
     return job.category, job.concurrency, job.temperature, job.index
 
 
@@ -81,7 +81,7 @@ def jobs(
     concurrency: int,
     temperature: float,
     most_waves: float = float("inf"),
-) -> list[Job]:
+) -> list[BenchJob]:
     """Jobs over prompts, given as (category, token ids).
 
     One request at a time: a job a prompt. Several: one job over all prompts, repeated in turn
@@ -96,7 +96,7 @@ def jobs(
         many = [pairs[n % len(pairs)][1] for n in range(waves * concurrency)]
         numbered = [(0, EVERYTHING, many)]
     return [
-        Job(
+        BenchJob(
             category,
             concurrency,
             temperature,
@@ -120,7 +120,7 @@ def _params(settings: Settings, temperature: float, number: int) -> SamplingPara
     )
 
 
-def warm_up(todo: Sequence[Job], contestants: Sequence[Contestant]) -> None:
+def warm_up(todo: Sequence[BenchJob], contestants: Sequence[Contestant]) -> None:
     """A short untimed run of everybody in each shape: buffers, kernels, lazy imports."""
     shapes = {(job.concurrency, job.temperature): job for job in reversed(todo)}
     for job in shapes.values():
@@ -141,11 +141,11 @@ def _nothing_more(concurrency: int, contestants: Sequence[Contestant]) -> None:
 
 
 def take_turns(
-    todo: Sequence[Job],
+    todo: Sequence[BenchJob],
     contestants: Sequence[Contestant],
     rounds: int,
-    record: Record,
-    advance: Advance = _silent,
+    record: HeatRecord,
+    advance: OnHeat = _silent,
     budget: Budget | None = None,
     warmed: bool = False,
 ) -> None:
@@ -172,7 +172,7 @@ def take_turns(
             if not budget.fits(_kind(job), len(job.asks)):
                 break
             shift = (turn + place) % len(contestants)
-            timed: dict[str, Outcome] = {}
+            timed: dict[str, TimedRun] = {}
             with budget.piece(_kind(job), len(job.asks)):
                 for contestant in [*contestants[shift:], *contestants[:shift]]:
                     advance(min(done, 1), f"{job.category}: {contestant.name}")
@@ -182,19 +182,19 @@ def take_turns(
     advance(min(done, 1), "done")
 
 
-def _kind(job: Job) -> str:
+def _kind(job: BenchJob) -> str:
     return f"requests, {job.concurrency} at once"
 
 
-def _sizes(left: Sequence[tuple[int, Job]]) -> list[tuple[str, int]]:
+def _sizes(left: Sequence[tuple[int, BenchJob]]) -> list[tuple[str, int]]:
     """What a round asks of the budget."""
     kinds = dict.fromkeys(_kind(job) for _, job in left)
     return [(k, sum(len(job.asks) for _, job in left if _kind(job) == k)) for k in kinds]
 
 
-def spread(items: Iterable[Item], key: Callable[[Item], object]) -> list[Item]:
+def spread(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
     """One of each kind in turn, so that any beginning of the list has all kinds."""
-    kinds: dict[object, list[Item]] = {}
+    kinds: dict[object, list[Element]] = {}
     for item in items:
         kinds.setdefault(key(item), []).append(item)
     return [item for row in zip_longest(*kinds.values()) for item in row if item is not None]
@@ -214,7 +214,7 @@ class Sweep:
         prompts: Sequence[tuple[str, Sequence[int]]],
         concurrency: int,
         most_waves: float = float("inf"),
-    ) -> list[Job]:
+    ) -> list[BenchJob]:
         """Temperatures and categories take turns: a budget may end the list anywhere."""
         found = chain.from_iterable(
             jobs(prompts, self.settings, concurrency, temperature, most_waves)
@@ -237,8 +237,8 @@ class Sweep:
         prompts: Sequence[tuple[str, Sequence[int]]],
         methods: Sequence[Method],
         start: Callable[[Method, int], Contestant],
-        record: Record,
-        advance: Advance = _silent,
+        record: HeatRecord,
+        advance: OnHeat = _silent,
         finished: Callable[[int, Sequence[Contestant]], None] = _nothing_more,
         budget: Budget | None = None,
     ) -> None:

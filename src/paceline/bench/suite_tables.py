@@ -9,7 +9,7 @@ from typing import Any
 from paceline.bench import cells
 from paceline.bench.conversations import SuiteRecord
 from paceline.bench.methods import PLAIN
-from paceline.bench.result import Result, labels
+from paceline.bench.result import BenchResult, labels
 from paceline.bench.suite_figures import OVERALL, TaskFigures
 from paceline.bench.suites import Suite
 from paceline.report import plots
@@ -27,7 +27,7 @@ class SuiteResult:
     """``base`` has what a benchmark of any prompts has: machine, settings, texts, complaints."""
 
     suite: Suite
-    base: Result
+    base: BenchResult
     figures: Sequence[TaskFigures]
     cut: int = 0  # dialogues whose later turns found no room in the context
     complete: bool = True
@@ -36,7 +36,7 @@ class SuiteResult:
     def of(
         cls,
         suite: Suite,
-        base: Result,
+        base: BenchResult,
         figures: Sequence[TaskFigures],
         record: SuiteRecord,
         complete: bool,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.bench.prompts import Prompt, load_prompts
+from paceline.bench.prompts import BenchPrompt, load_prompts
 from paceline.errors import ConfigError, DataError
 
 _MT_BENCH = {
@@ -112,7 +112,7 @@ def _file_of(suite: Suite, path: Path) -> Path:
     raise DataError(f"{path} has no {' or '.join(suite.files)}; name {suite.title}'s file itself")
 
 
-def _question(suite: Suite, prompt: Prompt, file: Path) -> Question:
+def _question(suite: Suite, prompt: BenchPrompt, file: Path) -> Question:
     task = suite.tasks.get(prompt.category)
     if task is None:
         known = ", ".join(dict.fromkeys(suite.tasks))

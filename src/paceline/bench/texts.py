@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.methods import PLAIN
 from paceline.bench.outcome import Ask
-from paceline.bench.runner import Heat, Record
+from paceline.bench.runner import Heat, HeatRecord
 from paceline.difference import Difference, explain
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ IDENTICAL, TIE, DIFFERENT = "identical", "near tie", "different"
 
 
 @dataclass(frozen=True)
-class Parting:
+class MethodDivergence:
     """The text of ``method`` and that of plain decoding part here."""
 
     method: str
@@ -41,9 +41,9 @@ class Comparison:
     """
 
     counts: dict[str, dict[str, int]]
-    partings: list[Parting]
+    partings: list[MethodDivergence]
 
-    def different(self, method: str) -> list[Parting]:
+    def different(self, method: str) -> list[MethodDivergence]:
         return [p for p in self.partings if p.method == method and not p.difference.is_tie]
 
 
@@ -55,14 +55,14 @@ def judge_of(target: CausalModel) -> Judge:
     return lambda ask, left, right: explain(target, ask.prompt, left, right, ask.params)
 
 
-def compare(record: Record, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
+def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
     """Every distinct pair of texts once.
 
     Greedy texts of all contestants are compared; of requests with a temperature and a seed, only
     those of ``sampled``: the contestants that draw as plain decoding does.
     """
     counts: dict[str, Counter[str]] = {}
-    partings: list[Parting] = []
+    partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
     for heat, place, name, left, right in _pairs(record, sampled):
         ask, job = heat.job.asks[place], heat.job
@@ -75,7 +75,7 @@ def compare(record: Record, judge: Judge, sampled: Collection[str] = ()) -> Comp
         counts.setdefault(name, Counter())[verdict] += 1
         if found is not None:
             partings.append(
-                Parting(
+                MethodDivergence(
                     name, job.category, job.index + place, job.concurrency, job.temperature, found
                 )
             )
@@ -83,7 +83,7 @@ def compare(record: Record, judge: Judge, sampled: Collection[str] = ()) -> Comp
 
 
 def _pairs(
-    record: Record, sampled: Collection[str]
+    record: HeatRecord, sampled: Collection[str]
 ) -> Iterator[tuple[Heat, int, str, tuple[int, ...], tuple[int, ...]]]:
     """(heat, number of the request, contestant, plain decoding's tokens, the contestant's)."""
     for heat in record.heats:

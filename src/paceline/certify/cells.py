@@ -16,7 +16,7 @@ import torch
 
 String = tuple[int, ...]
 # Laws [n, vocab] of the next token after each of n strings.
-LawOf = Callable[[Sequence[String]], torch.Tensor]
+DistributionOf = Callable[[Sequence[String]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Cells:
             counted[self.cell_of(string)] += 1
         return counted
 
-    def chances_under(self, law_of: LawOf) -> list[float]:
+    def chances_under(self, law_of: DistributionOf) -> list[float]:
         """Chances of the same cells under another law."""
         split = sorted(self.children, key=len)
         laws = dict(zip(split, law_of(split), strict=True))
@@ -71,7 +71,7 @@ class Cells:
         return found
 
 
-def make_cells(law_of: LawOf, depth: int, least: float, most_splits: int = 64) -> Cells:
+def make_cells(law_of: DistributionOf, depth: int, least: float, most_splits: int = 64) -> Cells:
     """Cells of probability ``least`` or more for strings of ``depth`` tokens.
 
     A string is split if it is twice as likely as that; of each length at most ``most_splits``.

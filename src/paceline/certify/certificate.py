@@ -10,15 +10,15 @@ from typing import Any
 from paceline.certify.chisquare import holm
 from paceline.certify.exact import ExactCheck
 from paceline.certify.findings import Problem
-from paceline.certify.sampled import Frequencies, LawTest
-from paceline.certify.texts import Parting, TextCheck
+from paceline.certify.sampled import DistributionTest, Frequencies
+from paceline.certify.texts import TaskDivergence, TextCheck
 
 POWER = 0.9
 MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
 
 
 @dataclass(frozen=True)
-class Bought:
+class CertifySpending:
     """What the time was spent on; of how much that is wanted.
 
     ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
@@ -51,14 +51,14 @@ class Bought:
 
 
 @dataclass(frozen=True)
-class LawResult:
+class DistributionResult:
     """A distribution test among its family.
 
     ``adjusted``: p-value after Holm's correction. ``smallest_bias``: total variation over the
     cells that the test finds with probability ``POWER``, at its share of the family's alpha.
     """
 
-    test: LawTest
+    test: DistributionTest
     adjusted: float
     smallest_bias: float
 
@@ -77,13 +77,13 @@ class Certificate:
     dtype: str
     alpha: float
     texts: tuple[TextCheck, ...]
-    laws: tuple[LawResult, ...]
+    laws: tuple[DistributionResult, ...]
     exact: tuple[ExactCheck, ...]
     frequencies: tuple[Frequencies, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     interrupted: bool
-    bought: Bought
+    bought: CertifySpending
 
     @property
     def complete(self) -> bool:
@@ -167,7 +167,7 @@ def _text_record(check: TextCheck) -> dict[str, Any]:
     }
 
 
-def _parting_record(item: Parting) -> dict[str, Any]:
+def _parting_record(item: TaskDivergence) -> dict[str, Any]:
     found = item.difference
     return {
         "task": item.task,
@@ -184,7 +184,7 @@ def _parting_record(item: Parting) -> dict[str, Any]:
     }
 
 
-def _law_record(result: LawResult) -> dict[str, Any]:
+def _law_record(result: DistributionResult) -> dict[str, Any]:
     test = result.test
     return {
         "prefix": test.prefix,
@@ -201,11 +201,11 @@ def _law_record(result: LawResult) -> dict[str, Any]:
     }
 
 
-def results_of(tests: Sequence[LawTest], alpha: float) -> tuple[LawResult, ...]:
+def results_of(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionResult, ...]:
     """The tests as one family (Holm 1979), each with what it could have found."""
     adjusted = holm([test.outcome.p_value for test in tests])
     share = alpha / max(1, len(tests))
     return tuple(
-        LawResult(test, value, test.outcome.smallest_bias(share, POWER))
+        DistributionResult(test, value, test.outcome.smallest_bias(share, POWER))
         for test, value in zip(tests, adjusted, strict=True)
     )

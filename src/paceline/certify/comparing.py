@@ -17,7 +17,7 @@ from paceline.certify.texts import Task, check_texts
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 
-Named = tuple[str, tuple[int, ...]]
+NamedPrompt = tuple[str, tuple[int, ...]]
 Guard = Callable[[str], AbstractContextManager[None]]
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
@@ -27,7 +27,7 @@ _ANY_REQUEST = SamplingParams()
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparedSetting:
     """What a text is decoded with: the draft length (None adapts), and whether in a batch."""
 
     name: str
@@ -35,16 +35,16 @@ class Setting:
     together: bool
 
 
-def settings_of(lengths: Sequence[int], adapts: bool) -> list[Setting]:
-    found = [Setting(f"draft length {length}, alone", length, False) for length in lengths]
+def settings_of(lengths: Sequence[int], adapts: bool) -> list[ComparedSetting]:
+    found = [ComparedSetting(f"draft length {length}, alone", length, False) for length in lengths]
     if adapts:
-        found.append(Setting("draft length auto, alone", None, False))
+        found.append(ComparedSetting("draft length auto, alone", None, False))
     longest = lengths[-1]
-    return [*found, Setting(f"draft length {longest}, mixed batch", longest, True)]
+    return [*found, ComparedSetting(f"draft length {longest}, mixed batch", longest, True)]
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkItem:
     """Work that is done whole or not at all; ``kind`` and ``size`` tell what it will take.
 
     ``needs``: plain texts, by name, without which it cannot be done.
@@ -66,9 +66,9 @@ class Comparer:
         self,
         engine: Engine,
         plain: Engine,
-        prompts: Sequence[Named],
+        prompts: Sequence[NamedPrompt],
         effort: Effort,
-        settings: Sequence[Setting],
+        settings: Sequence[ComparedSetting],
         evidence: Evidence,
         spell: Callable[[int], str],
     ) -> None:
@@ -76,7 +76,9 @@ class Comparer:
         self._effort, self._settings, self._evidence = effort, settings, evidence
         self._spell = spell
 
-    def pieces(self, wishes: dict[str, SamplingParams], numbers: Sequence[int]) -> Iterator[Piece]:
+    def pieces(
+        self, wishes: dict[str, SamplingParams], numbers: Sequence[int]
+    ) -> Iterator[WorkItem]:
         """For each of the texts: plain, then every setting. Those in a batch come last.
 
         ``wishes`` are the parameters of every kind of request. A greedy text is decoded once for
@@ -95,19 +97,19 @@ class Comparer:
                     run = partial(self._compare, kind, wish, own, setting)
                     shown = f"{kind}: {setting.name}"
                     needs = tuple(f"{kind}/{number}" for number in own)
-                    yield Piece(name, _part(kind), "mixed", len(own), shown, run, needs)
+                    yield WorkItem(name, _part(kind), "mixed", len(own), shown, run, needs)
 
-    def _alone(self, kind: str, wish: SamplingParams, number: int) -> Iterator[Piece]:
+    def _alone(self, kind: str, wish: SamplingParams, number: int) -> Iterator[WorkItem]:
         part, name = _part(kind), self._prompts[number % len(self._prompts)][0]
         plain, what = f"{kind}/{number}", f"{kind}: {name}"
         run = partial(self._decode_plainly, kind, wish, number)
-        yield Piece(plain, part, "text", 1, f"{what}: plain decoding", run)
+        yield WorkItem(plain, part, "text", 1, f"{what}: plain decoding", run)
         for setting in self._settings:
             if not setting.together:
                 run = partial(self._compare, kind, wish, [number], setting)
                 shown = f"{what}: {setting.name}"
                 own = f"{plain}/{setting.name}"
-                yield Piece(own, part, "text", 1, shown, run, (plain,))
+                yield WorkItem(own, part, "text", 1, shown, run, (plain,))
 
     def _task(self, kind: str, wish: SamplingParams, number: int) -> Task:
         name, prompt = self._prompts[number % len(self._prompts)]
@@ -134,7 +136,7 @@ class Comparer:
         self._evidence.plain[f"{kind}/{number}"] = text.tokens
 
     def _compare(
-        self, kind: str, wish: SamplingParams, numbers: Sequence[int], setting: Setting
+        self, kind: str, wish: SamplingParams, numbers: Sequence[int], setting: ComparedSetting
     ) -> None:
         known = self._evidence.plain
         tasks = [self._task(kind, wish, number) for number in numbers]

@@ -27,7 +27,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedOutput:
     """``tokens`` of the output, the given ones included; what was drafted and accepted of them."""
 
     tokens: tuple[int, ...]
@@ -45,7 +45,7 @@ def decode(
     params: SamplingParams | Sequence[SamplingParams],
     length: int | None = None,
     enough: int | None = None,
-) -> list[Decoded]:
+) -> list[DecodedOutput]:
     """Outputs of all starts, decoded in one continuous batch.
 
     No end token stops them: each has ``max_tokens`` of output, or ``enough`` tokens beyond what
@@ -72,7 +72,7 @@ def decode(
             engine.abort(seq_id)
     ends = [None if enough is None else len(start.output) + enough for start in starts]
     return [
-        Decoded(
+        DecodedOutput(
             tuple(seq.tokens[seq.prompt_length :][:end]), seq.counts.drafted, seq.counts.accepted
         )
         for seq, end in zip(seqs, ends, strict=True)

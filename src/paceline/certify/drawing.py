@@ -9,7 +9,7 @@ from functools import partial
 
 from paceline.budget import Budget
 from paceline.certify import exact, sampled
-from paceline.certify.comparing import Named, Piece
+from paceline.certify.comparing import NamedPrompt, WorkItem
 from paceline.certify.draws import Recorder
 from paceline.certify.evidence import Evidence, Place
 from paceline.certify.findings import Problem
@@ -29,7 +29,7 @@ class Sampler:
         self,
         engine: Engine,
         plain: Engine,
-        prompts: Sequence[Named],
+        prompts: Sequence[NamedPrompt],
         params: SamplingParams,
         effort: Effort,
         lengths: Sequence[int],
@@ -44,11 +44,13 @@ class Sampler:
         self.recorder.resume(evidence.draws, evidence.impossible)
         self._undecided: dict[int, tuple[float, Place]] = {}
 
-    def pieces(self, number: int, samples: int) -> Iterator[Piece]:
+    def pieces(self, number: int, samples: int) -> Iterator[WorkItem]:
         """Everything that brings place ``number`` to so many samples."""
         evidence = self._evidence
         if number >= len(evidence.places):
-            yield Piece(f"place/{number}", "sampling", "place", 1, "looking for places", self._find)
+            yield WorkItem(
+                f"place/{number}", "sampling", "place", 1, "looking for places", self._find
+            )
         if number >= len(evidence.places):
             return  # no text has been decoded to look in
         place = evidence.places[number]
@@ -58,12 +60,12 @@ class Sampler:
             what = "plain" if plainly else "speculative"
             size = min(self._portion(what), samples - have)
             run = partial(self._draw, place, number, size, plainly)
-            yield Piece("", "sampling", what, size, f"{place.name}: {what} sampling", run)
+            yield WorkItem("", "sampling", what, size, f"{place.name}: {what} sampling", run)
             if len(place.plain if plainly else place.drawn) == have:
                 break  # there was no time for it, or it failed
         shown = f"{place.name}: the rule, enumerated"
         run = partial(self._enumerate, place)
-        yield Piece(f"rule/{number}", "rule", "rule", 1, shown, run)
+        yield WorkItem(f"rule/{number}", "rule", "rule", 1, shown, run)
 
     def _portion(self, kind: str) -> int:
         """A tenth of the samples; less where time is short, a full batch at least."""
@@ -153,7 +155,7 @@ class Sampler:
                 self._evidence.problems.append(problem)
 
     def _enumerated(
-        self, place: Place, scorer: Scorer, tree: TokenTree, laws: exact.Laws
+        self, place: Place, scorer: Scorer, tree: TokenTree, laws: exact.Distributions
     ) -> exact.ExactCheck | None:
         verifier = self._engine.verifier
         (root,) = scorer.at_once([()])

@@ -30,7 +30,7 @@ _MOST_OUTCOMES = 30_000
 _FREE = SamplingParams(temperature=1.0, max_tokens=1 << 20)
 TOLERANCE = 1e-6  # float32 laws
 
-Laws = dict[String, torch.Tensor]
+Distributions = dict[String, torch.Tensor]
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
 
 
@@ -69,8 +69,8 @@ class Case:
 
     parents: tuple[int, ...]
     draw: Draw
-    target: Laws
-    draft: Laws
+    target: Distributions
+    draft: Distributions
     tokens: tuple[int, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ class Case:
         return len(self.target[()])
 
 
-def small_tokens(tree: TokenTree, target: torch.Tensor, laws: Laws) -> list[int]:
+def small_tokens(tree: TokenTree, target: torch.Tensor, laws: Distributions) -> list[int]:
     """The ids that stand for the vocabulary: likely ones of the drafter, and of the target.
 
     A token that may be drafted needs to have a known law after it, where the tree goes on.
@@ -102,7 +102,7 @@ def small_tokens(tree: TokenTree, target: torch.Tensor, laws: Laws) -> list[int]
 
 def make_case(
     tree: TokenTree,
-    laws: Laws,
+    laws: Distributions,
     target_of: Callable[[Sequence[String]], torch.Tensor],
     tokens: Sequence[int],
 ) -> Case:
@@ -116,7 +116,7 @@ def make_case(
         own = tuple(place[token] for token in tree.tokens.tolist())
         return Case(tree.parents, tree.draw, target, {}, own)
     width = max(max(tokens) + 1, max(len(law) for law in laws.values()))
-    draft: Laws = {}
+    draft: Distributions = {}
     for string in strings:
         law = laws.get(tuple(tokens[i] for i in string))
         if law is None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.certify.texts import Parting, TextCheck
+from paceline.certify.texts import TaskDivergence, TextCheck
 
 if TYPE_CHECKING:
-    from paceline.certify.certificate import LawResult
+    from paceline.certify.certificate import DistributionResult
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Problem:
     what: str
 
 
-def bug(check: TextCheck, item: Parting) -> Problem:
+def bug(check: TextCheck, item: TaskDivergence) -> Problem:
     """A difference that rounding does not explain."""
     found = item.difference
     where = f"{check.setting}: {item.task}: token {found.at}"
@@ -37,7 +37,7 @@ def nothing(kind: str) -> Problem:
     return Problem("coverage", f"{what}; try other prompts (--prompts)")
 
 
-def rejections(results: Sequence[LawResult], alpha: float) -> Iterator[Problem]:
+def rejections(results: Sequence[DistributionResult], alpha: float) -> Iterator[Problem]:
     """The distribution tests that failed, at the family's ``alpha``."""
     for result in results:
         test = result.test

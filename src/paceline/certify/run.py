@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from paceline.budget import Budget
-from paceline.certify.certificate import MOST_BIAS, Bought, Certificate, results_of
-from paceline.certify.comparing import Comparer, Piece, settings_of
+from paceline.certify.certificate import MOST_BIAS, Certificate, CertifySpending, results_of
+from paceline.certify.comparing import Comparer, WorkItem, settings_of
 from paceline.certify.drawing import Sampler
 from paceline.certify.evidence import Evidence
 from paceline.certify.findings import Problem, nothing, rejections
-from paceline.certify.sampled import PORTIONS, Judged, LawTest, judge
+from paceline.certify.sampled import PORTIONS, DistributionTest, Judged, judge
 from paceline.certify.schedule import FEWEST, Draws, Effort, Texts, schedule
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
@@ -20,8 +20,8 @@ from paceline.engine.controller import FixedLength
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
 
-Advance = Callable[[str], None]
-Named = tuple[str, Sequence[int]]
+OnProgress = Callable[[str], None]
+NamedTokens = tuple[str, Sequence[int]]
 _ANY_REQUEST = SamplingParams()
 _ENDING = 0.05  # of the budget, kept for the tests at the end until it is known what they take
 _JUDGING = "judging a place"
@@ -29,12 +29,12 @@ _JUDGING = "judging a place"
 
 def certify(
     model: LLM | str,
-    prompts: Sequence[Named],
+    prompts: Sequence[NamedTokens],
     params: SamplingParams | None = None,
     *,
     draft: str | None = None,
     effort: Effort | None = None,
-    advance: Advance = lambda description: None,
+    advance: OnProgress = lambda description: None,
     seconds: float | None = None,
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
@@ -67,7 +67,7 @@ class Certifier:
     def __init__(
         self,
         llm: LLM,
-        prompts: Sequence[Named],
+        prompts: Sequence[NamedTokens],
         params: SamplingParams | None = None,
         effort: Effort | None = None,
         *,
@@ -155,7 +155,7 @@ class Certifier:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def run(self, advance: Advance = lambda description: None) -> None:
+    def run(self, advance: OnProgress = lambda description: None) -> None:
         """Look at as much as the budget allows. KeyboardInterrupt passes through."""
         budget = self.budget
         budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
@@ -177,7 +177,7 @@ class Certifier:
                 self._judge_in_time()
         self._ended = True
 
-    def _do(self, piece: Piece, advance: Advance) -> None:
+    def _do(self, piece: WorkItem, advance: OnProgress) -> None:
         done, known = self.evidence.done, self.evidence.plain
         if piece.name in done or piece.part in self._broken:
             return
@@ -269,14 +269,14 @@ class Certifier:
                 self._judged[key] = judged
         return [self._judged[key] for key in sorted(self._judged)]
 
-    def _honesty(self) -> list[LawTest]:
+    def _honesty(self) -> list[DistributionTest]:
         """Whether the drafter drew from the laws that it declared: one test more."""
         recorder = self._sampler.recorder
         outcome = recorder.honesty()
         if outcome is None:
             return []
         what, bins = "draws / declared law", len(recorder.counts)
-        return [LawTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)]
+        return [DistributionTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)]
 
     def _draw_problems(self) -> list[Problem]:
         count = self._sampler.recorder.impossible
@@ -301,9 +301,9 @@ class Certifier:
                 notes.append(f"{place.name}: the target is certain there; nothing to test")
         return notes
 
-    def _bought(self, missing: Sequence[str]) -> Bought:
+    def _bought(self, missing: Sequence[str]) -> CertifySpending:
         done, places = set(self.evidence.done), self.evidence.places
-        return Bought(
+        return CertifySpending(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
             tokens=self.evidence.tokens or self.effort.max_tokens,
@@ -360,7 +360,7 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
 
 
 def _checked(
-    llm: LLM, prompts: Sequence[Named], effort: Effort
+    llm: LLM, prompts: Sequence[NamedTokens], effort: Effort
 ) -> list[tuple[str, tuple[int, ...]]]:
     if not prompts:
         raise PromptError("no prompt was given")

@@ -9,7 +9,7 @@ import torch
 
 from paceline.certify.cells import Cells, String, make_cells
 from paceline.certify.chisquare import ChiSquare, goodness, homogeneity
-from paceline.certify.decoding import Decoded, Start, decode
+from paceline.certify.decoding import DecodedOutput, Start, decode
 from paceline.certify.each import each_token
 from paceline.certify.evidence import Place
 from paceline.certify.scoring import Scorer
@@ -52,7 +52,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class LawTest:
+class DistributionTest:
     """One test: ``what`` against what, on which prefix, at which draft length (0 is plain).
 
     ``law`` is the target's, scored afresh; ``plain`` a sample of plain decoding. The test of the
@@ -133,7 +133,7 @@ def continuations(
     length: int,
     samples: int,
     enough: int = DEPTH,
-) -> list[Decoded]:
+) -> list[DecodedOutput]:
     """So many samples of ``enough`` tokens each."""
     room = len(start.output) + DEPTH + length + 1
     wish = replace(params, seed=None, n=1, min_tokens=0, max_tokens=room)
@@ -142,13 +142,15 @@ def continuations(
 
 def tests_of(
     prefix: Prefix, length: int, drawn: Sequence[String], plain: Sequence[String], seed: int
-) -> list[LawTest]:
+) -> list[DistributionTest]:
     """All tests of one prefix and draft length; where nothing is left to chance there are none."""
-    tests: list[LawTest] = []
+    tests: list[DistributionTest] = []
 
     def add(what: str, cells: int, outcome: ChiSquare, rounding: float, samples: int) -> None:
         if outcome.df > 0:
-            tests.append(LawTest(prefix.name, length, what, samples, cells, outcome, rounding))
+            tests.append(
+                DistributionTest(prefix.name, length, what, samples, cells, outcome, rounding)
+            )
 
     for partition in prefix.partitions:
         cells, slack, rounding = partition.cells, partition.slack, partition.rounding
@@ -171,7 +173,7 @@ class Judged:
     """All tests of what was drawn at a place, with drafts and plainly."""
 
     name: str
-    tests: tuple[LawTest, ...]
+    tests: tuple[DistributionTest, ...]
     frequencies: Frequencies
 
 

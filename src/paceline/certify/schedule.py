@@ -56,7 +56,7 @@ class Draws:
     whole: bool = False
 
 
-Task = Texts | Draws
+ScheduleEntry = Texts | Draws
 
 
 def groups(texts: int) -> list[tuple[int, ...]]:
@@ -70,7 +70,7 @@ def groups(texts: int) -> list[tuple[int, ...]]:
     return found
 
 
-def schedule(texts: int, places: int, samples: int) -> Iterator[Task]:
+def schedule(texts: int, places: int, samples: int) -> Iterator[ScheduleEntry]:
     """Everything, in its order; ``places`` 0 leaves the draws out."""
     comparing = [Texts(numbers) for numbers in groups(texts)]
     drawing: list[Draws] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paceline.certify.certificate import POWER, Certificate, LawResult
+from paceline.certify.certificate import POWER, Certificate, DistributionResult
 from paceline.certify.sampled import Frequencies
-from paceline.certify.texts import Parting, TextCheck
+from paceline.certify.texts import TaskDivergence, TextCheck
 from paceline.report.document import Block, Figure, Report, Table, Text
 from paceline.report.plots import bands
 
@@ -81,7 +81,7 @@ def _texts(certificate: Certificate) -> list[Block]:
     return blocks
 
 
-def _distinct(checks: tuple[TextCheck, ...]) -> list[Parting]:
+def _distinct(checks: tuple[TextCheck, ...]) -> list[TaskDivergence]:
     """Bugs first; the same difference under several settings once."""
     every = [item for check in checks for item in check.bugs]
     every += [item for check in checks for item in check.ties]
@@ -92,7 +92,7 @@ def _distinct(checks: tuple[TextCheck, ...]) -> list[Parting]:
     return sorted(known.values(), key=lambda item: (item.difference.is_tie, item.task))
 
 
-def _parting(item: Parting) -> tuple[str | int, ...]:
+def _parting(item: TaskDivergence) -> tuple[str | int, ...]:
     found = item.difference
     scores = "" if found.scores is None else f"{found.scores[0]:.4g} / {found.scores[1]:.4g}"
     kind = "tie" if found.is_tie else "BUG"
@@ -122,7 +122,7 @@ def _laws(certificate: Certificate) -> Table:
     )
 
 
-def _law(result: LawResult) -> tuple[str | int, ...]:
+def _law(result: DistributionResult) -> tuple[str | int, ...]:
     test = result.test
     draft = "plain" if test.draft_length == 0 else str(test.draft_length)
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.certify.decoding import Decoded, Start, decode
+from paceline.certify.decoding import DecodedOutput, Start, decode
 from paceline.core.params import SamplingParams
 from paceline.difference import Difference, explain
 from paceline.engine.engine import Engine
@@ -22,7 +22,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Parting:
+class TaskDivergence:
     """Where the text of a task leaves the plain one, re-scored; both tokens spelt out."""
 
     task: str
@@ -46,8 +46,8 @@ class TextCheck:
     tokens: int
     drafted: int
     accepted: int
-    ties: tuple[Parting, ...]
-    bugs: tuple[Parting, ...]
+    ties: tuple[TaskDivergence, ...]
+    bugs: tuple[TaskDivergence, ...]
 
 
 def check_texts(
@@ -67,12 +67,12 @@ def check_texts(
     One after another, or ``together`` in a batch that ``others``, which are not compared, join.
     ``advance`` is called after each task.
     """
-    batch: Sequence[Decoded] = ()
+    batch: Sequence[DecodedOutput] = ()
     if together:
         everyone = [*tasks, *others]
         batch = decode(engine, [t.start for t in everyone], [t.params for t in everyone], length)
-    ties: list[Parting] = []
-    bugs: list[Parting] = []
+    ties: list[TaskDivergence] = []
+    bugs: list[TaskDivergence] = []
     drafted = accepted = 0
     for place, (task, expected) in enumerate(zip(tasks, plain, strict=True)):
         if together:
@@ -83,7 +83,7 @@ def check_texts(
         found = partings(engine, task, expected, text.tokens, length)
         for item in found:
             left, right = (spell(t) if t >= 0 else "(end)" for t in (item.left, item.right))
-            parting = Parting(task.name, left, right, item)
+            parting = TaskDivergence(task.name, left, right, item)
             (ties if item.is_tie else bugs).append(parting)
         advance()
     tokens = sum(map(len, plain))

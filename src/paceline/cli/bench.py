@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline import LLM
-    from paceline.bench.bought import Bought
+    from paceline.bench.bought import BenchSpending
     from paceline.bench.figures import Row
     from paceline.bench.methods import Method
-    from paceline.bench.prompts import Prompt
-    from paceline.bench.result import Result
-    from paceline.bench.runner import Record, Sweep
+    from paceline.bench.prompts import BenchPrompt
+    from paceline.bench.result import BenchResult
+    from paceline.bench.runner import HeatRecord, Sweep
     from paceline.budget import Budget
 
 _MEASURING = "Measuring"
@@ -145,7 +145,7 @@ class _Plan:
 
     methods: list[Method]
     sweep: Sweep
-    prompts: list[Prompt]
+    prompts: list[BenchPrompt]
     rule: str
     price: float | None
     settings: dict[str, Any]
@@ -207,12 +207,12 @@ def _nothing(budget: Budget) -> typer.Exit:
 
 def _measured(
     engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
-) -> tuple[list[bool], Result | None]:
+) -> tuple[list[bool], BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
     from paceline.bench.contestants import Starter
     from paceline.bench.predictions import predictions
     from paceline.bench.prompts import fit
-    from paceline.bench.runner import Record
+    from paceline.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -226,7 +226,7 @@ def _measured(
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     starter = Starter(llm, engine.model, rule=plan.rule, lossy=engine.lossy, kv_cache_memory=memory)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, found = saved.found(Record) or Record(), list[Any]()
+    record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
     if len(record.heats) >= record.rounds * wanted:
         record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
@@ -259,9 +259,9 @@ def _measured(
 
 
 def _bought(
-    record: Record, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
-) -> Bought:
-    from paceline.bench.bought import Bought, sureness_of
+    record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
+) -> BenchSpending:
+    from paceline.bench.bought import BenchSpending, sureness_of
 
     measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
     cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
@@ -273,7 +273,9 @@ def _bought(
     elif done < wanted:
         missing.append(f"{wanted - done} of {wanted} turns of all rounds")
     spent = before + budget.spent
-    return Bought(budget.seconds, spent, done, wanted, tuple(missing), sureness_of(record, rows))
+    return BenchSpending(
+        budget.seconds, spent, done, wanted, tuple(missing), sureness_of(record, rows)
+    )
 
 
 def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method], str]:
@@ -342,15 +344,15 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     return ["plain", *(["draft"] if draft is not None else []), "ngram"]
 
 
-def _result(plan: _Plan, llm: LLM, record: Record, lossy: bool) -> Result:
+def _result(plan: _Plan, llm: LLM, record: HeatRecord, lossy: bool) -> BenchResult:
     """Figures of what was measured."""
     from paceline.bench.figures import idle, rows
-    from paceline.bench.result import Result, machine_of
+    from paceline.bench.result import BenchResult, machine_of
     from paceline.bench.texts import compare, judge_of
 
     ours = [m.name for m in plan.methods if m.variant is None and not lossy]
     plains = {method.name for method in plan.methods if not method.speculates}
-    return Result(
+    return BenchResult(
         model=plan.settings["model"],
         machine=machine_of(llm.target),
         settings=plan.settings,
@@ -362,7 +364,7 @@ def _result(plan: _Plan, llm: LLM, record: Record, lossy: bool) -> Result:
     )
 
 
-def _show(result: Result, output: ReportOptions, allow_idle: bool) -> None:
+def _show(result: BenchResult, output: ReportOptions, allow_idle: bool) -> None:
     from paceline.bench.pages import report_of
 
     report = report_of(result)

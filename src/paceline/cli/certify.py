@@ -18,13 +18,13 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
-from paceline.cli.sampling import LawOptions
+from paceline.cli.sampling import DistributionOptions
 from paceline.errors import ConfigError
 from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompts import BenchPrompt
     from paceline.budget import Budget
     from paceline.certify import Certificate, Certifier, Effort
 
@@ -35,7 +35,7 @@ _LEAST_BATCH = 32
 
 
 @dataclass(frozen=True)
-class CertifiedSampling(LawOptions):
+class CertifiedSampling(DistributionOptions):
     """Sampling parameters to certify; greedy decoding is tested in any case."""
 
     temperature: Annotated[
@@ -88,7 +88,7 @@ class EffortOptions:
         )
 
 
-def _prompts(options: PromptOptions, count: int) -> list[Prompt]:
+def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
     """``count`` of them, evenly spread; behind them those that runs which go on may take."""
     found = options.load(1 if options.prompts is None else count)
     count = min(count, len(found))
@@ -97,7 +97,9 @@ def _prompts(options: PromptOptions, count: int) -> list[Prompt]:
     return [*chosen, *(prompt for prompt in more if prompt not in chosen)]
 
 
-def _encoded(prompts: Sequence[Prompt], llm: LLM, effort: Effort) -> list[tuple[str, list[int]]]:
+def _encoded(
+    prompts: Sequence[BenchPrompt], llm: LLM, effort: Effort
+) -> list[tuple[str, list[int]]]:
     """As the target sees them; of those beyond the effort's only what it has room for."""
     found = [(prompt.name, prompt.encode(llm)) for prompt in prompts]
     room = llm.max_model_len - effort.max_tokens - 16
@@ -160,7 +162,7 @@ def certify(
 
 def _certifier(
     engine: ModelOptions,
-    chosen: Sequence[Prompt],
+    chosen: Sequence[BenchPrompt],
     params: SamplingParams,
     effort: Effort,
     budget: Budget,

@@ -1,4 +1,4 @@
-"""Measurements that a later run goes on from: where they are kept, and what must not change."""
+"""MeasuredData that a later run goes on from: where they are kept, and what must not change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.errors import ConfigError, WriteError
 from paceline.model.store import cache_folder
 
 if TYPE_CHECKING:
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompts import BenchPrompt
     from paceline.model.target import CausalModel
 
 _BUDGET = "Budget"
 _LAYOUT = 1
-Kind = TypeVar("Kind")
+MeasuredData = TypeVar("MeasuredData")
 
 
 SECONDS = typer.Option(
@@ -124,9 +124,9 @@ class SavedRun:
         Raises ConfigError if it is another one.
         """
         from paceline.model.identity import ModelIdentity
-        from paceline.tuned import Machine
+        from paceline.tuned import MachineIdentity
 
-        machine = asdict(Machine.of(target)) if timed else {}
+        machine = asdict(MachineIdentity.of(target)) if timed else {}
         machine.pop("date", None)
         if self._record is not None and self._record.get("machine") != machine:
             raise ConfigError(
@@ -144,7 +144,7 @@ class SavedRun:
                 )
         self._model = asdict(now)
 
-    def found(self, kind: type[Kind]) -> Kind | None:
+    def found(self, kind: type[MeasuredData]) -> MeasuredData | None:
         """The measurements to go on from; None to begin anew. Raises ConfigError."""
         if self._record is None:
             return None
@@ -176,7 +176,7 @@ class SavedRun:
             print(f"note: --continue will not work: {error}", file=sys.stderr)
 
 
-def _as(kind: type[Kind], value: Any) -> Kind:
+def _as(kind: type[MeasuredData], value: Any) -> MeasuredData:
     from msgspec import ValidationError, convert
 
     try:
@@ -202,7 +202,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def digest_of(prompts: Sequence[Prompt]) -> dict[str, str]:
+def digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
     """For ``run_of``: the file may have another content by now."""
     content = repr([(prompt.name, prompt.turns, prompt.text) for prompt in prompts])
     return {"the text of the prompts": hashlib.sha256(content.encode()).hexdigest()[:16]}

@@ -129,7 +129,7 @@ def _timed(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[float, Com
 
 
 @dataclass(frozen=True)
-class Result:
+class SceneResult:
     """A scene as it was measured, and the texts. ``again``: asked a second time, of a drafter
     that looks into earlier answers; None of others, which draft the same every time."""
 
@@ -141,7 +141,7 @@ class Result:
 
 def measure(
     plain: LLM, speculative: LLM, scene: Scene, params: SamplingParams, rounds: int
-) -> Result:
+) -> SceneResult:
     """Time both alternately, after one untimed run each; medians over the rounds.
 
     The clock runs around the whole call, prompt included; nothing is printed meanwhile. A drafter
@@ -179,7 +179,7 @@ def measure(
         )
 
     again = None if repeated is None else figures("again", repeated)
-    return Result(figures("fast", completion), again, expected, completion)
+    return SceneResult(figures("fast", completion), again, expected, completion)
 
 
 def _with_memory(llm: LLM) -> list[SuffixDrafter]:
@@ -209,7 +209,7 @@ def _legend() -> Text:
     )
 
 
-def _table(results: Sequence[Result], draft: str, rounds: int) -> Table:
+def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
     table = Table(
         title=f"Greedy decoding, plain and with --draft {draft}",
         caption=f"Median of {rounds} alternating rounds without printing, prompts included. "
@@ -248,7 +248,7 @@ def _table(results: Sequence[Result], draft: str, rounds: int) -> Table:
     return table
 
 
-def _groups(results: Sequence[Result]) -> list[list[Measurement]]:
+def _groups(results: Sequence[SceneResult]) -> list[list[Measurement]]:
     """All scenes as they were asked first and, where that makes a difference, a second time."""
     first = [result.measurement for result in results]
     again = [result.again for result in results if result.again is not None]
@@ -284,7 +284,7 @@ def _explain_difference(
     console.print(Text(f"  {reason}", style="dim"))
 
 
-def _record(results: Sequence[Result]) -> dict[str, Any]:
+def _record(results: Sequence[SceneResult]) -> dict[str, Any]:
     def of(group: list[Measurement]) -> dict[str, Any]:
         record = total(group).record()
         del record["name"]

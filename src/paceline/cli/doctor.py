@@ -14,10 +14,10 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline.doctor.findings import Finding
-    from paceline.doctor.trial import Trial
+    from paceline.doctor.trial import SpeedupTrial
 
 
-def _trial(engine: ModelOptions, memory: int | None) -> Trial:
+def _trial(engine: ModelOptions, memory: int | None) -> SpeedupTrial:
     """Load the pair and measure it."""
     from paceline.doctor.trial import SECONDS, run_trial
 

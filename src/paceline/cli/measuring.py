@@ -14,7 +14,7 @@ from rich.console import Console
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompts import BenchPrompt
     from paceline.report.document import Report
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
@@ -45,7 +45,7 @@ class PromptOptions:
         typer.Option(min=1, help="So many prompts of each category.", rich_help_panel=_PROMPTS),
     ] = None
 
-    def load(self, per_category: int | None = None) -> list[Prompt]:
+    def load(self, per_category: int | None = None) -> list[BenchPrompt]:
         """``per_category`` is the command's own default. Raises DataError."""
         from paceline.bench.prompts import load_prompts
 

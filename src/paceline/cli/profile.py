@@ -21,7 +21,7 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.profiling.runs import Result
+    from paceline.profiling.runs import ProfileResult
 
 _BATCH = 8  # sequences together where nobody says how many
 
@@ -60,8 +60,8 @@ def profile(
     encoded = [prompt.encode(target) for prompt in prompts]
     places = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[place] for place in places]
-    wish = runs.Wish(steps, rounds, trace)
-    result = runs.Result()
+    wish = runs.ProfileOptions(steps, rounds, trace)
+    result = runs.ProfileResult()
     with (
         partial_results() as interrupted,
         progress_bar("profile", runs.stages(len(contestants), wish)) as advance,
@@ -109,7 +109,9 @@ def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]
     return [("plain", plain), (draft, loaded)]
 
 
-def _setting(engine: ModelOptions, concurrency: int, names: list[str], result: Result) -> str:
+def _setting(
+    engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult
+) -> str:
     together = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
     context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
     prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"

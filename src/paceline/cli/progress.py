@@ -242,7 +242,7 @@ def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str],
         yield advance
 
 
-class Advance:
+class AdvanceBar:
     """``advance(1, "chat: ngram")``: so many steps are done, and what comes next."""
 
     def __init__(self, stage: Stage) -> None:
@@ -253,7 +253,7 @@ class Advance:
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Advance]:
+def progress_bar(description: str, total: int) -> Iterator[AdvanceBar]:
     """One stage, shown on stderr (stdout carries the result)."""
     with showing(), begin_stage(description, total) as begun:
-        yield Advance(begun)
+        yield AdvanceBar(begun)

@@ -16,7 +16,7 @@ _SAMPLING = "Sampling"
 
 
 @dataclass(frozen=True)
-class LawOptions:
+class DistributionOptions:
     """What shapes a request's law; names, defaults and meanings are those of SamplingParams."""
 
     temperature: Annotated[
@@ -68,7 +68,7 @@ class LawOptions:
 
 
 @dataclass(frozen=True)
-class SamplingOptions(LawOptions):
+class SamplingOptions(DistributionOptions):
     """One request's parameters."""
 
     max_tokens: Annotated[

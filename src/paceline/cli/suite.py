@@ -189,22 +189,22 @@ def _result(
     complete: bool,
 ) -> SuiteResult:
     from paceline.bench.figures import idle
-    from paceline.bench.result import Result, machine_of
-    from paceline.bench.runner import Heat, Job, Record
+    from paceline.bench.result import BenchResult, machine_of
+    from paceline.bench.runner import BenchJob, Heat, HeatRecord
     from paceline.bench.suite_figures import task_figures
     from paceline.bench.suite_tables import SuiteResult
     from paceline.bench.texts import compare, judge_of
 
     ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
-    everything = Record(
+    everything = HeatRecord(
         [
-            Heat(Job(done.question.task, 1, done.temperature, 0, ()), 0, {name: turn.outcome})
+            Heat(BenchJob(done.question.task, 1, done.temperature, 0, ()), 0, {name: turn.outcome})
             for done in record.answered
             for name, dialogue in done.dialogues.items()
             for turn in dialogue.turns
         ]
     )
-    base = Result(
+    base = BenchResult(
         model=settings["model"],
         machine=machine_of(llm.target),
         settings=settings,

@@ -126,7 +126,7 @@ def draft(run: DraftOptions, text: TextOptions, running: RunningOptions) -> None
     console = Console(stderr=True)
     quiet_libraries()
     set_threads(running.threads)
-    from paceline.train.acceptance import Acceptance, total
+    from paceline.train.acceptance import AcceptanceCounts, total
     from paceline.train.draft import DraftTrainer
     from paceline.train.draft_card import write_draft_card
 
@@ -139,7 +139,7 @@ def draft(run: DraftOptions, text: TextOptions, running: RunningOptions) -> None
         console.print(f"draft written to {folder}; use it with --draft {folder}")
         return
     last = trainer.history[-1] if trainer.history else {"loss": None, "acceptance": {}}
-    parts = [Acceptance.from_dict(values) for values in last["acceptance"].values()]
+    parts = [AcceptanceCounts.from_dict(values) for values in last["acceptance"].values()]
     print_json(
         {
             "model": str(folder),

@@ -206,7 +206,7 @@ def run_heads(
     console = Console(stderr=True)
     quiet_libraries()
     set_threads(running.threads)
-    from paceline.train.acceptance import Acceptance, total
+    from paceline.train.acceptance import AcceptanceCounts, total
     from paceline.train.head_card import write_head_card
 
     with showing(console):
@@ -219,7 +219,7 @@ def run_heads(
     if not running.as_json:
         console.print(f"head written to {folder}; use it with --draft {spec}:{folder}")
         return
-    parts = [Acceptance.from_dict(values) for values in last["acceptance"].values()]
+    parts = [AcceptanceCounts.from_dict(values) for values in last["acceptance"].values()]
     print_json(
         {
             "head": str(folder),

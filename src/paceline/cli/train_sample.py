@@ -53,8 +53,8 @@ class _Decoder:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """Fields of Wishes, which cannot be imported here: it would load numpy for --help."""
+class SamplePromptOptions:
+    """Fields of PromptSelection, which cannot be imported here: it would load numpy for --help."""
 
     count: Annotated[
         int | None,
@@ -120,7 +120,7 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class SampleEngineOptions:
     """How the model is run; which texts come out depends on it for sampled ones alone."""
 
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 32
@@ -163,9 +163,9 @@ def sample(
         ),
     ],
     out: Annotated[Path, typer.Option(help="JSONL file to write.")],
-    prompts: PromptOptions,
+    prompts: SamplePromptOptions,
     answers: AnswerOptions,
-    engine: EngineOptions,
+    engine: SampleEngineOptions,
 ) -> None:
     """Let a model answer prompts or continue texts, as data to train its drafts on.
 
@@ -180,7 +180,7 @@ def sample(
         console.print(told, highlight=False, soft_wrap=True)
         return
     from paceline import SamplingParams
-    from paceline.train.answers import AnswerWriter, Wishes, jobs_of
+    from paceline.train.answers import AnswerWriter, PromptSelection, jobs_of
     from paceline.train.data import Source
 
     sources = [Source.parse(spec) for spec in data]
@@ -192,7 +192,9 @@ def sample(
         llm = engine.load(model, prompts.seed + lines.lines)
         room = min(prompts.max_prompt, llm.max_model_len - 1)
         excluded = tuple(prompts.exclude_licenses)
-        wishes = Wishes(**asdict(prompts) | {"max_prompt": room, "exclude_licenses": excluded})
+        wishes = PromptSelection(
+            **asdict(prompts) | {"max_prompt": room, "exclude_licenses": excluded}
+        )
         jobs = jobs_of(sources, llm.tokenizer, wishes)
         decoder = _Decoder(llm, params)
         writer = AnswerWriter(decoder, llm.tokenizer, room, answers.temperature, lines.add)

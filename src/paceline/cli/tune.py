@@ -25,9 +25,9 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompts import BenchPrompt
     from paceline.budget import Budget
-    from paceline.tune.plan import Outcome, Wish
+    from paceline.tune.plan import TuneOptions, TuningOutcome
 
 _TARGET = "Model"
 _PER_CATEGORY = 8
@@ -127,11 +127,11 @@ def tune(
     output.check()
     _check_out(out, force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.tune.plan import Wish
+    from paceline.tune.plan import TuneOptions
     from paceline.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
-    wish = Wish(concurrency, temperature, max_tokens, rounds, source)
+    wish = TuneOptions(concurrency, temperature, max_tokens, rounds, source)
     given = options_of(target=target, prompts=prompts, **{k: v for k, v in vars(wish).items()})
     saved = time.run_of("tune", target.model, {**given, **digest_of(chosen_prompts)})
     with showing():
@@ -149,20 +149,20 @@ def tune(
 
 def _tuned(
     target: TargetOptions,
-    prompts: list[Prompt],
-    wish: Wish,
+    prompts: list[BenchPrompt],
+    wish: TuneOptions,
     budget: Budget,
     saved: SavedRun,
-) -> tuple[list[bool], Outcome, LLM]:
+) -> tuple[list[bool], TuningOutcome, LLM]:
     """Whether Ctrl-C came, and what was measured until then."""
     from paceline.tune.candidates import at_hand
-    from paceline.tune.plan import Outcome, turns
+    from paceline.tune.plan import TuningOutcome, turns
     from paceline.tune.plan import tune as run
 
     candidates = at_hand(target.model, target.draft, target.only)
     llm = target.open()
     saved.check_model(llm.target, timed=True)
-    outcome = saved.found(Outcome) or Outcome.start(wish, llm)
+    outcome = saved.found(TuningOutcome) or TuningOutcome.start(wish, llm)
     with (
         partial_results() as interrupted,
         spending("tuning", budget, turns(candidates, wish)) as advance,

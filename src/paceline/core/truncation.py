@@ -21,7 +21,7 @@ _STRETCH = 128
 _ROUNDING = 1e-4
 _HOPE = 64.0
 
-Row = npt.NDArray[np.float32]
+FloatRow = npt.NDArray[np.float32]
 
 
 def column(
@@ -97,7 +97,7 @@ def _head_by_numpy(
     if any(limits) and width >= _STRETCH:
         whole = laws[:, : width // _STRETCH * _STRETCH]
         peaks = whole.view(len(laws), -1, _STRETCH).amax(-1).numpy()
-    heads: list[Row] = []
+    heads: list[FloatRow] = []
     for row, tops, p, limit in zip(rows, peaks, params, limits, strict=True):
         if limit:
             head = np.sort(_among_largest(row, tops, limit))[::-1][:limit]
@@ -112,7 +112,7 @@ def _head_by_numpy(
     return torch.from_numpy(padded)
 
 
-def _holding(row: Row, share: float) -> Row:
+def _holding(row: FloatRow, share: float) -> FloatRow:
     """The largest entries of a law, in any order, that together hold more than ``share``.
 
     What is smaller than the n-th part of the rest of the mass cannot make up that rest. A higher
@@ -128,7 +128,7 @@ def _holding(row: Row, share: float) -> Row:
     return _where(row, row >= bar)
 
 
-def _among_largest(row: Row, peaks: Row, count: int) -> Row:
+def _among_largest(row: FloatRow, peaks: FloatRow, count: int) -> FloatRow:
     """Entries, in any order, among which are the ``count`` largest; ``peaks`` are those of
     stretches of the row, or all of it."""
     if len(peaks) < 2 * count or len(peaks) == len(row):
@@ -138,6 +138,6 @@ def _among_largest(row: Row, peaks: Row, count: int) -> Row:
     return _where(row, ~(row < bar))  # what is not a number ranks first
 
 
-def _where(row: Row, mask: npt.NDArray[np.bool_]) -> Row:
+def _where(row: FloatRow, mask: npt.NDArray[np.bool_]) -> FloatRow:
     """``row[mask]``, three times as fast."""
     return row[np.flatnonzero(mask)]

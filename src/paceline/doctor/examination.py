@@ -15,7 +15,7 @@ from paceline.doctor.files import ModelFiles, read_files
 from paceline.doctor.findings import Finding, by_severity, finding
 from paceline.doctor.heads import another_kind, check_head, head_files, head_kind
 from paceline.doctor.kinds import NOTE
-from paceline.doctor.machine import Load, Setting, check_dtype, check_memory
+from paceline.doctor.machine import DeviceSettings, MemoryNeeds, check_dtype, check_memory
 from paceline.doctor.models import Model, check_tensors, describe, millions
 from paceline.doctor.rows import check_padding, check_tied
 from paceline.doctor.tokens import compare
@@ -77,7 +77,7 @@ def examine(
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in _members(text)]
-    setting = Setting.of(dtype, device, max_batch_size, kv_cache_memory)
+    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
     files = read_files(target)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
@@ -93,7 +93,7 @@ def examine(
         findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
         cost += more
     findings += check_dtype(setting, cost.weights)
-    load = Load(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
+    load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     return by_severity([*findings, *check_memory(setting, load)])
 
 
@@ -122,7 +122,7 @@ def _folder_of(spec: DraftSpec) -> ModelFiles | None:
 
 
 def _draft(
-    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
+    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: DeviceSettings
 ) -> tuple[list[Finding], _Cost]:
     """Findings on one draft of one kind, and what it takes."""
     if files is not None and spec.kind in _HEADS:
@@ -166,7 +166,7 @@ def _own_layers(spec: DraftSpec, total: int) -> Finding:
 
 
 def _model(
-    spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting
+    spec: DraftSpec, files: ModelFiles, target: Model, setting: DeviceSettings
 ) -> tuple[list[Finding], _Cost]:
     other = head_kind(files)
     if other is not None:

@@ -22,7 +22,7 @@ _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 
 @dataclass(frozen=True)
-class Setting:
+class DeviceSettings:
     """How a pair would be run. ``kv_cache_memory`` in bytes, None for the engine's choice."""
 
     device: torch.device
@@ -33,14 +33,14 @@ class Setting:
     @classmethod
     def of(
         cls, dtype: str, device: str, max_batch_size: int, kv_cache_memory: int | None
-    ) -> Setting:
+    ) -> DeviceSettings:
         """Raises ConfigError on a device or dtype that there is not."""
         place = resolve_device(device)
         return cls(place, resolve_dtype(dtype, place), max_batch_size, kv_cache_memory)
 
 
 @dataclass(frozen=True)
-class Load:
+class MemoryNeeds:
     """Bytes that a pair takes: ``weights``, and of the cache for every token.
 
     ``feature_bytes`` are those of a token's features, of which heads keep some.
@@ -52,7 +52,7 @@ class Load:
     feature_bytes: int = 0
 
 
-def check_dtype(setting: Setting, weights: int) -> list[Finding]:
+def check_dtype(setting: DeviceSettings, weights: int) -> list[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
     if setting.device.type != "cpu":
         name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
@@ -78,7 +78,7 @@ def check_dtype(setting: Setting, weights: int) -> list[Finding]:
     return findings
 
 
-def check_memory(setting: Setting, load: Load) -> list[Finding]:
+def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> list[Finding]:
     """Whether weights and cache fit into what is free now."""
     free = free_memory(setting.device)
     if load.weights > free:

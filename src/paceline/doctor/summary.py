@@ -7,14 +7,14 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.kinds import ERROR, OK, WARNING
-from paceline.doctor.trial import LONG, Trial
+from paceline.doctor.trial import LONG, SpeedupTrial
 from paceline.doctor.verdict import VERDICTS
 from paceline.report import plots
 from paceline.report.document import Figure, Report, Table, Text
 
 
 def record(
-    target: str, draft: str | None, findings: Sequence[Finding], trial: Trial | None
+    target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
 ) -> dict[str, Any]:
     """Plain data for JSON."""
     return {
@@ -28,7 +28,7 @@ def record(
 
 
 def report(
-    target: str, draft: str | None, findings: Sequence[Finding], trial: Trial | None
+    target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
 ) -> Report:
     """What to look at first, then what was measured, then what is in order."""
     document = Report(f"{target} with {draft or 'no draft'}")
@@ -61,7 +61,7 @@ def _count(findings: Sequence[Finding]) -> Text:
     return Text(counts, warning=errors > 0)
 
 
-def _measured(trial: Trial) -> list[Table | Figure]:
+def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     found = trial.explored
     ratio, textbook = found.cost_ratio, found.textbook
     rows: list[tuple[str, str]] = [

@@ -34,7 +34,7 @@ _MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
 
 
 @dataclass(frozen=True)
-class Decoded:
+class TrialCounts:
     """Steps that only decode: the one that reads the prompt is left out.
 
     ``nodes`` drafted in all; ``reached[i]`` drafts had a token to try at position i, and of
@@ -48,8 +48,8 @@ class Decoded:
     reached: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
 
-    def __add__(self, other: Decoded) -> Decoded:
-        return Decoded(
+    def __add__(self, other: TrialCounts) -> TrialCounts:
+        return TrialCounts(
             self.tokens + other.tokens,
             self.steps + other.steps,
             {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
@@ -76,9 +76,9 @@ class Exploration:
     nodes.
     """
 
-    plain: Decoded
-    long: Decoded
-    short: Decoded
+    plain: TrialCounts
+    long: TrialCounts
+    short: TrialCounts
     passes: tuple[int, ...]
     nodes: tuple[int, ...]
 
@@ -159,7 +159,7 @@ class Exploration:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SpeedupTrial:
     """``measured``: the speedup at the best draft length, the median over prompts."""
 
     explored: Exploration
@@ -190,7 +190,7 @@ def run_trial(
     spec: LLM,
     seconds: float = SECONDS,
     progress: Callable[[float], None] = lambda passed: None,
-) -> Trial:
+) -> SpeedupTrial:
     """Measure a pair for about ``seconds``, greedily, one sequence at a time.
 
     ``spec`` decodes with the draft, at fixed lengths. ``progress``
@@ -201,7 +201,7 @@ def run_trial(
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
-    def turn(ids: list[int], tokens: int, *lengths: int) -> list[Decoded]:
+    def turn(ids: list[int], tokens: int, *lengths: int) -> list[TrialCounts]:
         found = []
         for length in lengths:
             found.append(decode(spec if length else plain, ids, tokens, length))
@@ -226,7 +226,7 @@ def run_trial(
     )
     pairs = [turn(ids, tokens, 0, found.best) for ids in _until(prompts, start + seconds)]
     measured = statistics.median(fast.rate / slow.rate for slow, fast in pairs)
-    return Trial(found, measured, time.perf_counter() - start)
+    return SpeedupTrial(found, measured, time.perf_counter() - start)
 
 
 def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]:
@@ -237,7 +237,7 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         yield ids
 
 
-def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> Decoded:
+def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> TrialCounts:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
     engine = llm.engine
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
@@ -253,7 +253,7 @@ def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> Decoded:
     finally:
         engine.abort(_SEQUENCE)
     after, counts = engine.clock.totals(), seq.counts
-    return Decoded(
+    return TrialCounts(
         tokens=seq.generated - first,
         steps=engine.clock.steps - steps,
         seconds={phase: after[phase] - before[phase] for phase in PHASES},

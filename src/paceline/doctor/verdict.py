@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding, finding
-from paceline.doctor.trial import Trial
+from paceline.doctor.trial import SpeedupTrial
 
 VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")
 _WORTH, _HARMLESS = 1.1, 0.97  # speedups from which a draft helps, and does no harm
@@ -13,7 +13,7 @@ _DEAR = 1 / 3  # of a target forward, for one pass of the drafter
 _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 
 
-def judge(trial: Trial) -> list[Finding]:
+def judge(trial: SpeedupTrial) -> list[Finding]:
     """The verdict first, then what stands in the way."""
     found = trial.explored
     best, predicted = found.best, found.speedup(found.best)

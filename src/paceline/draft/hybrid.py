@@ -29,8 +29,8 @@ from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.prices import DEARER, HURT
 from paceline.draft.steptime import StepTime
-from paceline.draft.trial import Trial
-from paceline.draft.worth import Acceptance, Probe, Profile, best, levels_tried
+from paceline.draft.trial import ShadowDraft
+from paceline.draft.worth import AcceptanceTracker, Profile, RetryBackoff, best, levels_tried
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
 
@@ -65,8 +65,8 @@ class _State:
     """What is remembered of a sequence: this step's pick, probes and trials by member."""
 
     picked: _Pick | None = None
-    probes: dict[int, Probe] = field(default_factory=dict)
-    trials: dict[int, Trial] = field(default_factory=dict)
+    probes: dict[int, RetryBackoff] = field(default_factory=dict)
+    trials: dict[int, ShadowDraft] = field(default_factory=dict)
 
 
 class Hybrid:
@@ -86,13 +86,13 @@ class Hybrid:
         self._empty = TokenTree.empty(device)
         self._steps: StepTime | None = None
         self._profiles: tuple[Profile, ...] = ()
-        self._acceptance = Acceptance(0)
+        self._acceptance = AcceptanceTracker(0)
         self._states: dict[int, _State] = {}
 
     def calibrate(self, steps: StepTime, profiles: Sequence[Profile]) -> None:
         """Learn what steps and the members' drafts cost; ``profiles`` in their order."""
         self._steps, self._profiles = steps, tuple(profiles)
-        self._acceptance = Acceptance(max(profile.longest for profile in profiles))
+        self._acceptance = AcceptanceTracker(max(profile.longest for profile in profiles))
 
     def max_nodes(self, length: int) -> int:
         return max(member.max_nodes(length) for member in self.members)
@@ -280,7 +280,7 @@ class Hybrid:
         for index, free in enumerate(self._free):
             if free:
                 continue  # known from its trials
-            probe = state.probes.setdefault(index, Probe())
+            probe = state.probes.setdefault(index, RetryBackoff())
             if chosen.pick and chosen.pick.member == index:
                 probe.used()
                 continue
@@ -313,7 +313,7 @@ class Hybrid:
         state.picked = pick
         for index, tree in found.items():
             if index not in state.trials or (pick and pick.member == index):
-                state.trials[index] = Trial(self._kind(index, seq_id), tree)
+                state.trials[index] = ShadowDraft(self._kind(index, seq_id), tree)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:

@@ -17,7 +17,7 @@ _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DraftProspect:
     """A sequence of the batch: its drafter and the expected tokens of a step, by draft length.
 
     ``reading``: seconds that the drafter needs, for each token to come, to read what it has not
@@ -113,7 +113,7 @@ class Prices:
 
 
 def choose(
-    prices: Prices, batch: int, candidates: Sequence[Candidate], most: int | None = None
+    prices: Prices, batch: int, candidates: Sequence[DraftProspect], most: int | None = None
 ) -> list[int]:
     """The draft length of each candidate with which the batch is fastest.
 
@@ -148,7 +148,7 @@ def choose(
     return best
 
 
-def _time(own: Candidate, times: Sequence[float], length: int) -> float:
+def _time(own: DraftProspect, times: Sequence[float], length: int) -> float:
     """A sequence's part of the step, reading written off over the tokens to come."""
     return times[length] + own.reading * own.gains[length] if length else times[0]
 
@@ -156,7 +156,7 @@ def _time(own: Candidate, times: Sequence[float], length: int) -> float:
 def _score(
     prices: Prices,
     batch: int,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[DraftProspect],
     lengths: Sequence[int],
     plain: float,
 ) -> float:
@@ -175,7 +175,7 @@ def _score(
 
 
 def _apart(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[DraftProspect],
     tables: Sequence[Sequence[float]],
     start: Sequence[int],
     dearer: float,

@@ -20,7 +20,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.suffix_tree import Speculation, SuffixTree
+from paceline.draft.suffix_tree import SuffixDraft, SuffixTree
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
 
@@ -148,14 +148,14 @@ class SuffixDrafter:
             return self._empty
         return TokenTree(to_device(guess.tokens, self._device), guess.parents)
 
-    def _speculate(self, seq: SequenceState, length: int) -> Speculation:
+    def _speculate(self, seq: SequenceState, length: int) -> SuffixDraft:
         """The better draft of the two trees."""
         options = self.options
         self._catch_up()
         local = self._locals[seq.seq_id].tree
         local.extend(seq.tokens[local.open_tokens :])
         text = seq.tokens[-options.max_depth :]
-        best = Speculation([], (), 0.0, 0)
+        best = SuffixDraft([], (), 0.0, 0)
         for tree in (local, self._global):
             guess = tree.speculate(
                 text,

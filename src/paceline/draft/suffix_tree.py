@@ -37,7 +37,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SuffixDraft:
     """A tree of likely continuations; ``score`` is the estimated number of accepted tokens.
 
     ``match`` is the number of tokens of the text that were found in the suffix tree.
@@ -272,7 +272,7 @@ class SuffixTree:
         factor: float = 1.0,
         offset: float = 0.0,
         min_prob: float = 0.1,
-    ) -> Speculation:
+    ) -> SuffixDraft:
         """The likeliest continuations of the longest suffix of ``text`` that is known.
 
         Best first by estimated probability, the product of the shares along the path: at most
@@ -281,7 +281,7 @@ class SuffixTree:
         """
         place = self._longest(text)
         if place is None:
-            return Speculation([], (), 0.0, 0)
+            return SuffixDraft([], (), 0.0, 0)
         match = place.depth
         budget = min(max_nodes, int(factor * match + offset))
         tokens: list[int] = []
@@ -313,7 +313,7 @@ class SuffixTree:
             parents.append(above)
             paths.append(path)
             score += chance
-        return Speculation(tokens, tuple(parents), score, match)
+        return SuffixDraft(tokens, tuple(parents), score, match)
 
 
 def _positions(node: _Node) -> Iterator[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.core.tree import TokenTree, children_of
 
 
-class Trial:
+class ShadowDraft:
     """A proposal followed along the text, whoever drafts: how far it would have been right.
 
     So a free member is known without being used. The next trial starts when this one has ended,

@@ -137,7 +137,7 @@ class OwnAcceptance:
         return self._expected[2]
 
 
-class Acceptance:
+class AcceptanceTracker:
     """Estimates for each sequence and kind of draft, for up to ``depth`` levels.
 
     A kind is a drafter, or a drafter and how sure it was. A sequence starts from what all
@@ -266,7 +266,7 @@ def best(gains: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -
 
 
 @dataclass
-class Probe:
+class RetryBackoff:
     """When a drafter that is not used tries again: ever more seldom while it is in vain."""
 
     wait: float = 16.0

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
-from paceline.draft.prices import Candidate, Prices
+from paceline.draft.prices import DraftProspect, Prices
 from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Acceptance, Profile, levels_tried
+from paceline.draft.worth import AcceptanceTracker, Profile, levels_tried
 from paceline.engine.ledger import Ledger
 from paceline.engine.risk import HOLD, HOLD_PLAIN, Party, Risk, Ruling
 
@@ -85,7 +85,7 @@ class _Settled:
     drafts: bool = False
     drafting: list[tuple[str, float]] = field(default_factory=list)  # by drafter, as measured
     probe: bool = False
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[DraftProspect] = field(default_factory=list)
     given: bool = False  # some requests have a length of their own: such steps are no measure
 
 
@@ -131,7 +131,7 @@ class AdaptiveLength:
         self._prices = Prices(steps, {**self._bounds, **self._profiles})
         self._default = default or next(iter(profiles))
         depth = max((profile.longest for profile in self._profiles.values()), default=0)
-        self._acceptance = Acceptance(depth)
+        self._acceptance = AcceptanceTracker(depth)
         self._ledger = Ledger()
         self._risk = Risk(self._prices, self._ledger, self._profiles)
         self._step = 0
@@ -207,7 +207,7 @@ class AdaptiveLength:
                 found.drafting.append((name, self._prices.passes(name, lengths)))
         found.drafts = any(found.wishes)
 
-    def _candidate(self, seq: SequenceState, name: str) -> Candidate:
+    def _candidate(self, seq: SequenceState, name: str) -> DraftProspect:
         own = self._acceptance.of(seq.seq_id, name)
         lost = self._ledger.lost(seq.seq_id)
         gains = own.own_tokens() if lost else own.expected_tokens()
@@ -218,9 +218,9 @@ class AdaptiveLength:
         self._risk.meet(seq, name)
         unread = self._risk.unread(seq.seq_id, len(seq.tokens))
         if unread <= 8 or not self._profiles[name].reads:
-            return Candidate(name, gains, safe=safe)
+            return DraftProspect(name, gains, safe=safe)
         room = min(max(seq.room, 1), self.HORIZON)
-        return Candidate(name, gains, unread * self._prices.reading(name) / room, safe)
+        return DraftProspect(name, gains, unread * self._prices.reading(name) / room, safe)
 
     # -- learning ----------------------------------------------------------------------------
 

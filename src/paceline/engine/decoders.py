@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # as Rust reads numb
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Stage(Protocol):
+class DecoderStage(Protocol):
     """State of one part of a decoder in the middle of one text."""
 
     def feed(self, token: str) -> list[str]:
@@ -40,7 +40,7 @@ class Stage(Protocol):
 class Part(Protocol):
     """What texts share: makes stages."""
 
-    def stage(self) -> Stage: ...
+    def stage(self) -> DecoderStage: ...
 
 
 class Single:
@@ -68,7 +68,7 @@ class Single:
             return self._decoder.decode([token])
         return self._decoder.decode(["a", token])[len(self._decoder.decode(["a"])) :]
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return _SingleStage(self)
 
 
@@ -95,7 +95,7 @@ class Strip:
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return self
 
     def feed(self, token: str) -> list[str]:
@@ -115,7 +115,7 @@ class Strip:
 class Spaces:
     """Tokenizers without a decoder put a space between tokens."""
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return _SpacesStage()
 
 
@@ -140,7 +140,7 @@ class Suffix:
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return _SuffixStage(self._suffix)
 
 
@@ -164,7 +164,7 @@ class ByteFallback:
     """Tokens ``<0xE4>`` are bytes. A run of them is text, or if it is no UTF-8 every byte of it is
     U+FFFD: so a run waits for its end, or for the first byte that cannot be."""
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return ByteRun()
 
 
@@ -236,7 +236,7 @@ class ByteLevel:
             self._known[token] = found
         return found
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return _ByteLevelStage(self)
 
 
@@ -271,7 +271,7 @@ class Beginning:
     def __init__(self, content: str, count: int) -> None:
         self._content, self._count = content, count
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return DropBeginning(self._content * self._count)
 
 
@@ -306,7 +306,7 @@ class Whole:
     def __init__(self, decoder: Decoder, joined: bool) -> None:
         self.decoder, self.joined = decoder, joined
 
-    def stage(self) -> Stage:
+    def stage(self) -> DecoderStage:
         return _WholeStage(self)
 
 

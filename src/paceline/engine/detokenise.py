@@ -7,7 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from paceline.engine.decoders import ByteRun, DropBeginning, Stage, Whole, parts_of
+from paceline.engine.decoders import ByteRun, DecoderStage, DropBeginning, Whole, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ class Detokeniser:
                 self._stages.append(DropBeginning(ending))
         self.guess = ""
         self._run, self._after = self._byte_run()
-        self._ahead: list[Stage] | None = None  # those after the run, as if it had ended
+        self._ahead: list[DecoderStage] | None = None  # those after the run, as if it had ended
         if self._run is not None and self._run.length:
             self._look_ahead(self._run.text)
             self.guess = ""
@@ -142,13 +142,13 @@ class Detokeniser:
                 break
         return first + last[::-1]
 
-    def _read(self, names: list[str]) -> list[Stage]:
+    def _read(self, names: list[str]) -> list[DecoderStage]:
         stages = [part.stage() for part in self._spelling.parts]
         for name in names:
             _through(stages, [name])
         return stages
 
-    def _byte_run(self) -> tuple[ByteRun | None, list[Stage]]:
+    def _byte_run(self) -> tuple[ByteRun | None, list[DecoderStage]]:
         """The stage of byte fallback and those after it, if a guess can be told from them."""
         for place, stage in enumerate(self._stages):
             after = self._stages[place + 1 :]
@@ -157,14 +157,14 @@ class Detokeniser:
         return None, []
 
     @staticmethod
-    def _flush(stages: list[Stage]) -> str:
+    def _flush(stages: list[DecoderStage]) -> str:
         pieces: list[str] = []
         for stage in stages:
             pieces = [out for piece in pieces for out in stage.feed(piece)] + stage.flush()
         return "".join(pieces)
 
 
-def _through(stages: Sequence[Stage], pieces: list[str]) -> str:
+def _through(stages: Sequence[DecoderStage], pieces: list[str]) -> str:
     for stage in stages:
         if len(pieces) == 1:
             pieces = stage.feed(pieces[0])

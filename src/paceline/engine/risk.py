@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.sequence import SequenceState
-from paceline.draft.prices import Candidate, Prices, choose
+from paceline.draft.prices import DraftProspect, Prices, choose
 from paceline.draft.steptime import group_of
 from paceline.draft.worth import Profile
 from paceline.engine.ledger import KEPT, SHARE, Ledger
@@ -32,7 +32,7 @@ class Party:
     batch: int
     plain: float
     seqs: Sequence[SequenceState]
-    candidates: Sequence[Candidate]
+    candidates: Sequence[DraftProspect]
 
     @property
     def names(self) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.model.pieces import AttentionStep, Piece
+from paceline.model.pieces import AttentionPiece, AttentionStep
 
 
 def paged_attention(
@@ -70,7 +70,7 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
     )
 
 
-def _rows_of(cache: Tensor, piece: Piece, part: str) -> Tensor:
+def _rows_of(cache: Tensor, piece: AttentionPiece, part: str) -> Tensor:
     """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values".
 
     What is gathered holds until the next layer gathers, into the same memory: fresh memory costs a
@@ -89,7 +89,7 @@ def _rows_of(cache: Tensor, piece: Piece, part: str) -> Tensor:
 
 
 def _attend(
-    piece: Piece,
+    piece: AttentionPiece,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -137,7 +137,9 @@ def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
     return out.reshape(batch, heads, rows, width).transpose(1, 2).reshape(1, -1, heads, width)
 
 
-def _attend_long(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _attend_long(
+    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
     group = query.shape[1] // key.shape[1]
     if group > 1 and query.is_cuda and piece.mask is not None:
         # No fused CUDA kernel takes grouped heads together with a mask.
@@ -156,7 +158,7 @@ def _attend_long(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scalin
 
 
 def _attend_explicitly(
-    piece: Piece,
+    piece: AttentionPiece,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -28,7 +28,7 @@ class KeyValueStore(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionPiece:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
     The rows are ``start .. start + batch * rows`` of the packed batch, or those named by
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    items: tuple[Piece, ...]
+    items: tuple[AttentionPiece, ...]
     order: Tensor | None  # int64 [T]: where each packed row stands among the pieces' rows
 
 
@@ -122,7 +122,7 @@ class _Layout:
         return self.step.slots.device
 
     def pieces(self) -> Pieces:
-        items: list[Piece] = []
+        items: list[AttentionPiece] = []
         order: list[int] = []
         for members in self._groups():
             if len(members) > 1:
@@ -173,13 +173,13 @@ class _Layout:
                 inverse[row] = place
         return to_device(inverse, self.device)
 
-    def _single(self, i: int) -> Piece:
+    def _single(self, i: int) -> AttentionPiece:
         span, table = self.step.spans[i], self.step.tables[i]
         size = self.step.cache.block_size
         first = self.pattern.first_key(span)
         keys = span.kv_length - first
         slot = _run_start(table, first, span.kv_length, size)
-        piece = Piece(span.start, 1, span.rows, keys, slot or 0)
+        piece = AttentionPiece(span.start, 1, span.rows, keys, slot or 0)
         if slot is None:
             blocks = to_device(table[first // size : -(-span.kv_length // size)], self.device)
             piece = replace(piece, gather=blocks, unit=size, skip=first % size)
@@ -201,7 +201,7 @@ class _Layout:
         on_path = span.parents[-1] == nodes - 2 and span.parents == tuple(range(-1, nodes - 1))
         return on_path and (self.pattern == FULL or nodes == 1)
 
-    def _padded(self, members: list[int]) -> tuple[Piece, list[int]]:
+    def _padded(self, members: list[int]) -> tuple[AttentionPiece, list[int]]:
         """Short spans in one call: keys right-aligned, absent rows and keys masked."""
         spans = [self.step.spans[i] for i in members]
         firsts = [self.pattern.first_key(span) for span in spans]
@@ -229,7 +229,7 @@ class _Layout:
         plain = plain and min(lengths) == keys
         even = pick == list(range(pick[0], pick[0] + len(pick)))
         folded = bias.view(len(spans), 1, self.group * rows, keys)
-        piece = Piece(
+        piece = AttentionPiece(
             start=pick[0],
             batch=len(members),
             rows=rows,

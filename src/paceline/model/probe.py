@@ -26,7 +26,7 @@ _FAR = 1 << 30  # a position beyond every window
 
 
 @dataclass
-class Probe:
+class AttentionProbe:
     """Filled by the probing attention function, one entry per call."""
 
     layers: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ def _probing_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     kind = type(module).__name__
-    if not isinstance(paceline_step, Probe):
+    if not isinstance(paceline_step, AttentionProbe):
         raise UnsupportedModelError(f"{kind} does not pass keyword arguments on to attention")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):

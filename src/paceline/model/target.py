@@ -186,10 +186,10 @@ class CausalModel:
     @torch.inference_mode()
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""
-        from paceline.model.probe import ATTENTION, PROBE, Probe, register
+        from paceline.model.probe import ATTENTION, PROBE, AttentionProbe, register
 
         register()
-        probe = Probe()
+        probe = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
             logits = self._forward(_probe_batch(self.device), probe)

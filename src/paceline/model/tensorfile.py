@@ -41,14 +41,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """``sums``: the digests that the file carries, by tensor; empty if it carries none."""
 
     entries: Mapping[str, Entry]
     sums: Mapping[str, str]
 
 
-def read_table(file: Path) -> Table:
+def read_table(file: Path) -> TensorTable:
     """The table of a file, held against the file's length.
 
     Raises ModelLoadError: what is wrong with the file, and which tensor is cut.
@@ -74,7 +74,7 @@ def read_table(file: Path) -> Table:
         width = _WIDTHS.get(entry.dtype)
         if width is not None and entry.end - entry.start != prod(entry.shape) * width:
             raise _damaged(file, f"tensor {key} has not the bytes that its shape asks for")
-    return Table(entries, sums)
+    return TensorTable(entries, sums)
 
 
 def _entry(value: Mapping[str, Any], base: int) -> Entry:
@@ -89,7 +89,7 @@ def _damaged(file: Path, what: str) -> ModelLoadError:
     return ModelLoadError(f"the weights file {file} is damaged: {what}; {_AGAIN}")
 
 
-def verify(file: Path, table: Table | None = None) -> bool:
+def verify(file: Path, table: TensorTable | None = None) -> bool:
     """Whether the file carries checksums; if it does, they are right.
 
     Reads the whole file, at a gigabyte or two a second. Raises ModelLoadError, naming the tensor.

@@ -19,7 +19,7 @@ _CALLS, _FEW_CALLS = 1000, 50
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpeeds:
     """Measured on the device, with the dtype and the threads of the run. Bandwidths in bytes/s.
 
     ``copy_bandwidth`` counts bytes read AND bytes written, over buffers of ``buffer_bytes`` that
@@ -50,11 +50,11 @@ class Machine:
 
 
 @torch.inference_mode()
-def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int]) -> Machine:
+def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int]) -> MachineSpeeds:
     """Bandwidths, operator price, and products of ``rows`` rows (and of many); about 3 seconds."""
     cache = last_level_cache(device)
     size = min(max(_SMALLEST_BUFFER, 4 * (cache or 0)), _LARGEST_BUFFER)
-    return Machine(
+    return MachineSpeeds(
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),

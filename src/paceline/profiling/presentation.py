@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.profiling.machine import Machine
-from paceline.profiling.runs import Result, RunProfile
+from paceline.profiling.machine import MachineSpeeds
+from paceline.profiling.runs import ProfileResult, RunProfile
 from paceline.profiling.verdict import label, rate, rows_of, size
 from paceline.report.document import Cell, Figure, Report, Table, Text
 from paceline.report.plots import stacks
@@ -11,7 +11,7 @@ from paceline.report.plots import stacks
 _TOP = 8  # operators in the table
 
 
-def report_of(result: Result, setting: str) -> Report:
+def report_of(result: ProfileResult, setting: str) -> Report:
     """``setting`` says in a line what was decoded. Runs that were not finished are not in it."""
     report = Report("Profile of steady decoding")
     machine = result.machine
@@ -70,7 +70,7 @@ def _time_table(run: RunProfile) -> Table:
     )
 
 
-def _limit_table(run: RunProfile, machine: Machine) -> Table:
+def _limit_table(run: RunProfile, machine: MachineSpeeds) -> Table:
     rows: list[list[Cell]] = [
         [
             f.name,
@@ -95,7 +95,7 @@ def _limit_table(run: RunProfile, machine: Machine) -> Table:
     )
 
 
-def _machine_table(machine: Machine) -> Table:
+def _machine_table(machine: MachineSpeeds) -> Table:
     products: list[list[Cell]] = [
         [f"products of {rows_of(count)}, {machine.dtype}", f"{flops / 1e9:.3g} GFLOP/s"]
         for count, flops in machine.products

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.draft.base import NoDrafter
 from paceline.engine.clock import PHASES
 from paceline.profiling import steady, trace
-from paceline.profiling.machine import Machine, measure_machine, read_bandwidth
+from paceline.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
 from paceline.profiling.verdict import MINOR, Figures, bound, conclude, explain, saturated
 from paceline.profiling.work import Work, WorkCounter
 
@@ -65,7 +65,7 @@ class RunProfile:
             )
         return found
 
-    def sentences(self, machine: Machine) -> list[str]:
+    def sentences(self, machine: MachineSpeeds) -> list[str]:
         """What holds the step up, then each phase that matters, the longest first."""
         found = [conclude(self.name, list(self.figures), machine, self.tokens_per_second)]
         if machine.fits_cache(int(self.working_set)):
@@ -77,7 +77,7 @@ class RunProfile:
         matter = [f for f in longest if f.seconds >= MINOR * self.step_seconds]
         return found + [explain(figures, machine) for figures in matter]
 
-    def record(self, machine: Machine) -> dict[str, Any]:
+    def record(self, machine: MachineSpeeds) -> dict[str, Any]:
         phases = {
             f.name: {
                 **{key: value for key, value in asdict(f).items() if key != "name"},
@@ -114,10 +114,10 @@ class RunProfile:
 
 
 @dataclass
-class Result:
+class ProfileResult:
     """What is known until now: runs are added when they are complete."""
 
-    machine: Machine | None = None
+    machine: MachineSpeeds | None = None
     runs: list[RunProfile] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ProfileOptions:
     """How much is measured, and where the last contestant's trace goes."""
 
     steps: int = 40
@@ -135,7 +135,7 @@ class Wish:
     trace: str | Path | None = None
 
 
-def stages(contestants: int, wish: Wish) -> int:
+def stages(contestants: int, wish: ProfileOptions) -> int:
     """Calls of ``advance`` that ``profile_all`` makes."""
     return contestants * (wish.rounds + 2) + 1
 
@@ -143,8 +143,8 @@ def stages(contestants: int, wish: Wish) -> int:
 def profile_all(
     contestants: Sequence[tuple[str, LLM]],
     prompts: Sequence[list[int]],
-    wish: Wish,
-    result: Result,
+    wish: ProfileOptions,
+    result: ProfileResult,
     advance: Callable[[str], object],
 ) -> None:
     """Fill ``result``: count the work, measure the machine, time in turn, then profile each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.profiling.machine import Machine
+from paceline.profiling.machine import MachineSpeeds
 
 # Moving the bytes at the machine's best takes as large a part of the time as the share of the best
 # that was reached. From a half on, that part is larger than all others together.
@@ -61,11 +61,11 @@ class Figures:
         """Share of the machine's best reading, from 0 to about 1."""
         return self.bytes_per_second / self.bandwidth if self.bandwidth else 0.0
 
-    def of_compute(self, machine: Machine) -> float:
+    def of_compute(self, machine: MachineSpeeds) -> float:
         return self.flops_per_second / machine.peak_flops
 
 
-def bound(figures: Figures, machine: Machine) -> Bound:
+def bound(figures: Figures, machine: MachineSpeeds) -> Bound:
     """Memory or compute if one is saturated, or the nearer of them if products and attention take
     most of the time all the same; else calls or Python, whichever takes longer."""
     memory, compute = figures.of_bandwidth(), figures.of_compute(machine)
@@ -75,12 +75,12 @@ def bound(figures: Figures, machine: Machine) -> Bound:
     return Bound.LAUNCH if figures.launches >= figures.python else Bound.PYTHON
 
 
-def saturated(figures: Figures, machine: Machine) -> bool:
+def saturated(figures: Figures, machine: MachineSpeeds) -> bool:
     """Whether memory or compute is used so well that nothing else can be the matter."""
     return max(figures.of_bandwidth(), figures.of_compute(machine)) >= SATURATED
 
 
-def label(figures: Figures, machine: Machine) -> str:
+def label(figures: Figures, machine: MachineSpeeds) -> str:
     """The bound in words; "nearest to" where products and attention do not reach their limit."""
     limit = bound(figures, machine)
     hardware = limit in (Bound.MEMORY, Bound.COMPUTE)
@@ -88,7 +88,7 @@ def label(figures: Figures, machine: Machine) -> str:
     return f"{near}{limit.value}"
 
 
-def explain(figures: Figures, machine: Machine) -> str:
+def explain(figures: Figures, machine: MachineSpeeds) -> str:
     """What holds this phase up, with the figures that say so, and what would help."""
     limit = bound(figures, machine)
     return (
@@ -97,12 +97,12 @@ def explain(figures: Figures, machine: Machine) -> str:
     )
 
 
-def _bound_by(figures: Figures, machine: Machine) -> str:
+def _bound_by(figures: Figures, machine: MachineSpeeds) -> str:
     words = label(figures, machine)
     return words if words.startswith("nearest") else f"bound by {words}"
 
 
-def _reason(limit: Bound, figures: Figures, machine: Machine) -> str:
+def _reason(limit: Bound, figures: Figures, machine: MachineSpeeds) -> str:
     if limit is Bound.PYTHON:
         return (
             f"{_percent(figures.python, figures.seconds)} of it passes between its "
@@ -200,13 +200,15 @@ _CURES = {
 _OVERHEAD_CURES = {"target": _MORE_TOKENS, "draft": _FEWER_PASSES}
 
 
-def _cure(limit: Bound, figures: Figures, machine: Machine) -> str:
+def _cure(limit: Bound, figures: Figures, machine: MachineSpeeds) -> str:
     if saturated(figures, machine):
         return _CURES.get((limit, figures.name), _FEWER_STEPS)
     return _OVERHEAD_CURES.get(figures.name, _FEWER_STEPS)
 
 
-def conclude(name: str, phases: list[Figures], machine: Machine, tokens_per_second: float) -> str:
+def conclude(
+    name: str, phases: list[Figures], machine: MachineSpeeds, tokens_per_second: float
+) -> str:
     """One sentence on the whole step: what holds most of its time up."""
     total = sum(figures.seconds for figures in phases)
     parts: dict[str, float] = {}

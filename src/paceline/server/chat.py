@@ -21,7 +21,7 @@ from paceline.server.choices import (
 from paceline.server.client import Ticket
 from paceline.server.params import sampling_params
 from paceline.server.protocol import ChatRequest, Speculation
-from paceline.server.records import Completion, Event, TokenLogprob
+from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service, gather
 from paceline.server.sse import Chunk, EventStream
 from paceline.server.tool_calls import forced_grammar
@@ -76,7 +76,7 @@ class _Answer:
         count = ticket.count if body.stream else 0
         self._streams = [self._stream() for _ in range(count)]
         self._sources = [self._origins() for _ in range(count if self._wish.tokens else 0)]
-        self._done: dict[int, Completion] = {}
+        self._done: dict[int, CompletionRecord] = {}
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ class _Answer:
             "model": self._service.model,
         }
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[CompletionRecord]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
             text, reason = completion.text, completion.finish_reason
@@ -125,12 +125,12 @@ class _Answer:
     def _origins(self) -> Origins:
         return Origins(self._tokenizer, self._prompt, visible=self._may_call)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[LogprobRecord] | None) -> dict[str, Any] | None:
         if not self._body.logprobs or entries is None:
             return None
         return {"content": [token_record(self._tokenizer, e) for e in entries], "refusal": None}
 
-    def _stats(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    def _stats(self, completions: Sequence[CompletionRecord]) -> list[dict[str, Any]]:
         return [speculation_stats(found, self._ticket.drafter) for found in completions]
 
     # -- streaming -----------------------------------------------------------------------------

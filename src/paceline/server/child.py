@@ -29,8 +29,8 @@ from paceline.server.wire import (
     Failed,
     Fault,
     Hello,
-    Load,
-    Message,
+    LoadModel,
+    WireMessage,
     packed,
     read_message,
 )
@@ -56,7 +56,7 @@ class Link:
         self._writing = threading.Lock()
         self.desk: Desk | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Waits while the other process does not read, and so the engine does, too."""
         data = packed(message)
         try:
@@ -100,7 +100,7 @@ def main(descriptor: int) -> None:
     if first is None:
         return
     load = REQUESTS.decode(first)
-    assert isinstance(load, Load)
+    assert isinstance(load, LoadModel)
     # Before anything is loaded, so that a parent that ends meanwhile is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     desk = _open(load.config, link)

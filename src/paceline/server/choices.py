@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.detokenise import Detokeniser, Spelling
-from paceline.server.records import Completion, TokenLogprob
+from paceline.server.records import CompletionRecord, LogprobRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
+def usage(prompt_tokens: int, completions: Sequence[CompletionRecord]) -> dict[str, int]:
     """Token counts; a prompt counts once, however many completions it has."""
     written = sum(len(completion.token_ids) for completion in completions)
     return {
@@ -23,7 +23,7 @@ def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, in
     }
 
 
-def speculation_stats(completion: Completion, drafter: str) -> dict[str, Any]:
+def speculation_stats(completion: CompletionRecord, drafter: str) -> dict[str, Any]:
     """How drafting went for one completion."""
     stats = completion.stats
     return {
@@ -38,7 +38,7 @@ def speculation_stats(completion: Completion, drafter: str) -> dict[str, Any]:
     }
 
 
-def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
+def token_record(tokenizer: PreTrainedTokenizerFast, entry: LogprobRecord) -> dict[str, Any]:
     """A token and its alternatives, as chats report them."""
     return {
         **_token(tokenizer, entry.token_id, entry.logprob),
@@ -87,7 +87,7 @@ class Origins:
         self,
         tokens: Sequence[int],
         from_draft: Sequence[bool],
-        logprobs: Sequence[TokenLogprob] | None,
+        logprobs: Sequence[LogprobRecord] | None,
         reason: str | None,
     ) -> list[dict[str, Any]]:
         """Of the tokens that follow; the last ones if there is a ``reason`` why the text ended.
@@ -129,7 +129,7 @@ class LogprobColumns:
     def _detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._prompt)
 
-    def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def columns(self, entries: Sequence[LogprobRecord]) -> dict[str, Any]:
         """Of the tokens that follow. ``text_offset`` is how many characters of the text stood
         complete before the token."""
         offsets = []

@@ -2,7 +2,7 @@
 
     handler                     event loop                        engine (see wire.py)
     ticket = await submit() --> Submit -------------------------> desk.py
-    async for events in ticket <-- one wake-up a step <---------- Step
+    async for events in ticket <-- one wake-up a step <---- StepEvents
 
 Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
 gone) is cancelled, and its cache blocks are free again after the step that runs.
@@ -25,11 +25,11 @@ from paceline.server.wire import (
     Cancel,
     Ended,
     Lost,
-    Message,
     Scrape,
     Scraped,
-    Step,
+    StepEvents,
     Submit,
+    WireMessage,
 )
 
 if TYPE_CHECKING:
@@ -242,8 +242,8 @@ class EngineClient(ABC):
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def receive(self, message: Message) -> None:
-        if isinstance(message, Step):
+    def receive(self, message: WireMessage) -> None:
+        if isinstance(message, StepEvents):
             self._deliver(message.events)
         elif isinstance(message, Accepted):
             ticket = self._tickets.get(message.ticket)
@@ -296,7 +296,7 @@ class EngineClient(ABC):
         """On the event loop that everything else will be called on."""
 
     @abstractmethod
-    def _post(self, message: Message) -> None:
+    def _post(self, message: WireMessage) -> None:
         """Send a message to the engine. Raises ConfigError if it cannot be said."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from paceline.server.client import Ticket
 from paceline.server.errors import APIError
 from paceline.server.params import sampling_params
 from paceline.server.protocol import CompletionRequest, Speculation
-from paceline.server.records import Completion, Event
+from paceline.server.records import CompletionRecord, Event
 from paceline.server.service import Service, gather
 from paceline.server.sse import Chunk, EventStream
 
@@ -84,9 +84,9 @@ class _Answer:
         traced = self._prompts if body.stream and self._wish.tokens else []
         self._columns = [LogprobColumns(self._tokenizer, prompt) for prompt in shown]
         self._origins = [Origins(self._tokenizer, prompt) for prompt in traced]
-        self._done: dict[int, Completion] = {}
+        self._done: dict[int, CompletionRecord] = {}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[CompletionRecord]) -> dict[str, Any]:
         choices = []
         for place, completion in enumerate(completions):
             logprobs = None
@@ -113,7 +113,7 @@ class _Answer:
     ) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _stats(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    def _stats(self, completions: Sequence[CompletionRecord]) -> list[dict[str, Any]]:
         return [speculation_stats(found, self._ticket.drafter) for found in completions]
 
     # -- streaming -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 
 SECTIONS = ("model", "engine", "server", "limits", "security")
 
-Kind = Literal["text", "count", "seconds", "switch", "list", "size", "length"]
+OptionKind = Literal["text", "count", "seconds", "switch", "list", "size", "length"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Key:
     """
 
     section: str
-    kind: Kind
+    kind: OptionKind
     help: str
     low: float | None = None
     high: float | None = None
@@ -102,7 +102,7 @@ def _length(value: object) -> int | str:
     return _count(value)
 
 
-_READERS: dict[Kind, Callable[[object], Any]] = {
+_READERS: dict[OptionKind, Callable[[object], Any]] = {
     "text": _text,
     "count": _count,
     "seconds": _seconds,
@@ -111,7 +111,7 @@ _READERS: dict[Kind, Callable[[object], Any]] = {
     "size": _size,
     "length": _length,
 }
-_WORDS: dict[Kind, str] = {
+_WORDS: dict[OptionKind, str] = {
     "text": "text in quotes",
     "count": "a whole number",
     "seconds": "a number of seconds",

@@ -9,9 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
-from paceline.server.loop import EngineLoop, Job
+from paceline.server.loop import EngineJob, EngineLoop
 from paceline.server.metrics import Metrics
-from paceline.server.wire import Accepted, Cancel, Ended, Fault, Message, Scrape, Scraped, Submit
+from paceline.server.wire import (
+    Accepted,
+    Cancel,
+    Ended,
+    Fault,
+    Scrape,
+    Scraped,
+    Submit,
+    WireMessage,
+)
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -25,7 +34,7 @@ class Desk:
     ``handle`` never waits for the engine or for a grammar to be compiled.
     """
 
-    def __init__(self, llm: LLM, max_queue: int, post: Callable[[Message], None]) -> None:
+    def __init__(self, llm: LLM, max_queue: int, post: Callable[[WireMessage], None]) -> None:
         """``post`` is called from several threads."""
         self.llm = llm
         self.metrics = Metrics()
@@ -43,7 +52,7 @@ class Desk:
         self.loop.stop()
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: WireMessage) -> None:
         """Called on one thread only."""
         if isinstance(message, Submit):
             self._take(message)
@@ -69,7 +78,7 @@ class Desk:
             ]
             # Before the first step can be told: nothing comes before this.
             self._post(Accepted(wish.ticket))
-            self.loop.put(Job(wish.ticket, requests, wish.seconds, wish.own, arrived))
+            self.loop.put(EngineJob(wish.ticket, requests, wish.seconds, wish.own, arrived))
         except Exception as error:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)

@@ -11,7 +11,7 @@ from paceline.server.desk import Desk
 from paceline.server.records import Facts
 from paceline.server.security import RequestLimits
 from paceline.server.service import Service
-from paceline.server.wire import Message
+from paceline.server.wire import WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -39,10 +39,10 @@ class LocalEngine(EngineClient):
     def idle(self) -> bool:
         return super().idle and self.desk.loop.idle
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: WireMessage) -> None:
         self.desk.handle(message)
 
-    def _from_engine(self, message: Message) -> None:
+    def _from_engine(self, message: WireMessage) -> None:
         """On any thread."""
         assert self._events is not None
         with suppress(RuntimeError):  # the event loop is closed: nobody listens any more

@@ -2,7 +2,7 @@
 
     desk.py (other threads)                engine thread
     reserve, put(job) -------- inbox ----> enqueue, step, step, ...
-    post(Step(events)) <------------------ one message a step, for all jobs
+    post(StepEvents(events)) <------------ one message a step, for all jobs
 
 Nothing but this thread touches the engine. A job that is cancelled leaves before the next step, and
 its cache blocks are free again. However this thread ends, every job is told.
@@ -28,7 +28,7 @@ from paceline.server.failures import (
 )
 from paceline.server.observer import Guarded, Observer, SilentObserver
 from paceline.server.records import Event, completion_of, event_of
-from paceline.server.wire import Ended, Fault, Lost, Message, Step
+from paceline.server.wire import Ended, Fault, Lost, StepEvents, WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -40,7 +40,7 @@ log = logging.getLogger("paceline.server")
 MAX_FAILURES = 3
 
 
-class Job:
+class EngineJob:
     """The engine's side of a ticket."""
 
     def __init__(
@@ -64,7 +64,7 @@ class EngineLoop:
         self,
         llm: LLM,
         max_queue: int,
-        post: Callable[[Message], None],
+        post: Callable[[WireMessage], None],
         observer: Observer | None = None,
     ) -> None:
         self.llm = llm
@@ -72,8 +72,8 @@ class EngineLoop:
         self._max_queue, self._post = max_queue, post
         self._observer = Guarded(observer or SilentObserver())
         self._reserved: dict[int, int] = {}  # sequences that are being prepared, by ticket
-        self._inbox: deque[Job] = deque()
-        self._jobs: list[Job] = []
+        self._inbox: deque[EngineJob] = deque()
+        self._jobs: list[EngineJob] = []
         self._cancelled: set[int] = set()
         self._wake = threading.Condition()
         self._stopping = self._closed = False
@@ -112,7 +112,7 @@ class EngineLoop:
             self._reserved.pop(ticket, None)
             self._cancelled.discard(ticket)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: EngineJob) -> None:
         """The job of a reservation. Raises GoneError."""
         with self._wake:
             self._reserved.pop(job.ticket, None)
@@ -216,7 +216,7 @@ class EngineLoop:
 
     def _publish(self) -> None:
         events: list[Event] = []
-        failed: list[tuple[Job, str]] = []
+        failed: list[tuple[EngineJob, str]] = []
         for job in list(self._jobs):
             reason = self._collect(job, events)
             if reason is not None:
@@ -224,11 +224,11 @@ class EngineLoop:
             elif not job.open:
                 self._forget(job)
         if events:
-            self._post(Step(events))
+            self._post(StepEvents(events))
         for job, reason in failed:
             self._drop(job, "error", RequestFailedError(reason))
 
-    def _collect(self, job: Job, events: list[Event]) -> str | None:
+    def _collect(self, job: EngineJob, events: list[Event]) -> str | None:
         """What is new of a job; why it failed, if it did."""
         for request in list(job.open):
             completion = request.completion
@@ -250,14 +250,14 @@ class EngineLoop:
             self._request_seconds += 0.1 * (seconds - self._request_seconds)
         return None
 
-    def _drop(self, job: Job, outcome: str, error: Exception) -> None:
+    def _drop(self, job: EngineJob, outcome: str, error: Exception) -> None:
         """A job ends before its requests do."""
         for request in job.open:
             self._observer.finished(request, outcome)
         self._forget(job)
         self._post(Ended(job.ticket, Fault.of(error)))
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: EngineJob) -> None:
         self.llm.release(job.requests)
         with self._wake:
             self._cancelled.discard(job.ticket)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.door import Room
+from paceline.door import ContextBudget
 
 if TYPE_CHECKING:
-    from paceline import completion as engine
-    from paceline.core.batch import TokenLogprob as EngineLogprob
+    from paceline import completion
+    from paceline.core.batch import TokenLogprob
     from paceline.llm import LLM
 
 
-class Record(msgspec.Struct, array_like=True, gc=False):
+class WireRecord(msgspec.Struct, array_like=True, gc=False):
     """Encoded without its field names: both ends are of one version."""
 
 
-class TokenLogprob(Record):
+class LogprobRecord(WireRecord):
     """See ``paceline.core.batch.TokenLogprob``."""
 
     token_id: int
@@ -29,7 +29,7 @@ class TokenLogprob(Record):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Stats(Record):
+class Stats(WireRecord):
     """See ``paceline.completion.CompletionStats``; what answers show of it."""
 
     drafted_tokens: int
@@ -40,19 +40,19 @@ class Stats(Record):
     target_steps: int
 
 
-class Completion(Record):
+class CompletionRecord(WireRecord):
     """See ``paceline.completion.Completion``."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[LogprobRecord] | None
     finish_reason: str
     draft_mask: list[bool]
     stats: Stats
     lossy: bool
 
 
-class Event(Record):
+class Event(WireRecord):
     """What a step added to one text of a ticket; see ``paceline.completion.StreamEvent``.
 
     An answer that is not streamed has one event a text, its completion.
@@ -64,14 +64,14 @@ class Event(Record):
     text: str = ""
     token_ids: list[int] = []
     from_draft: list[bool] = []
-    completion: Completion | None = None
-    logprobs: list[TokenLogprob] | None = None
+    completion: CompletionRecord | None = None
+    logprobs: list[LogprobRecord] | None = None
 
 
-class Facts(Record):
+class Facts(WireRecord):
     """What there is to know of an engine by those who do not hold it."""
 
-    room: Room
+    room: ContextBudget
     drafters: tuple[str, ...]
     dtype: str
     device: str
@@ -88,15 +88,15 @@ class Facts(Record):
         )
 
 
-def logprobs_of(entries: list[EngineLogprob] | None) -> list[TokenLogprob] | None:
+def logprobs_of(entries: list[TokenLogprob] | None) -> list[LogprobRecord] | None:
     if entries is None:
         return None
-    return [TokenLogprob(entry.token_id, entry.logprob, entry.top) for entry in entries]
+    return [LogprobRecord(entry.token_id, entry.logprob, entry.top) for entry in entries]
 
 
-def completion_of(done: engine.Completion) -> Completion:
+def completion_of(done: completion.Completion) -> CompletionRecord:
     stats = done.stats
-    return Completion(
+    return CompletionRecord(
         done.text,
         done.token_ids,
         logprobs_of(done.logprobs),
@@ -114,7 +114,7 @@ def completion_of(done: engine.Completion) -> Completion:
     )
 
 
-def event_of(ticket: int, event: engine.StreamEvent) -> Event:
+def event_of(ticket: int, event: completion.StreamEvent) -> Event:
     done = event.completion
     return Event(
         ticket,

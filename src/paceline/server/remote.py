@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import ConfigError
 from paceline.server.client import EngineClient, Limits
 from paceline.server.failures import BusyError, GoneError
-from paceline.server.wire import REPLIES, Frames, Message, packed
+from paceline.server.wire import REPLIES, Frames, WireMessage, packed
 
 if TYPE_CHECKING:
     from paceline.server.process import EngineProcess
@@ -34,7 +34,7 @@ class RemoteEngine(EngineClient):
         )
         self._transport, self._started = transport, True
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: WireMessage) -> None:
         if self._transport is None or self._transport.is_closing():
             raise GoneError
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams
     from paceline.server.client import EngineClient, Ticket
-    from paceline.server.records import Completion
+    from paceline.server.records import CompletionRecord
 
 log = logging.getLogger("paceline.server")
 
@@ -110,10 +110,10 @@ async def leave_with_client(receive: Receive, ticket: Ticket) -> None:
     ticket.cancel()
 
 
-async def gather(ticket: Ticket, http: HTTPRequest) -> list[Completion]:
+async def gather(ticket: Ticket, http: HTTPRequest) -> list[CompletionRecord]:
     """All completions of a ticket, in order; cancels them if the client goes away meanwhile."""
     watcher = asyncio.create_task(leave_with_client(http.receive, ticket))
-    found: dict[tuple[int, int], Completion] = {}
+    found: dict[tuple[int, int], CompletionRecord] = {}
     try:
         while events := await ticket.next():
             for event in events:

@@ -1,11 +1,11 @@
 """The messages between those who speak HTTP and the engine, and how they cross a socket.
 
     HTTP                                        engine
-    Load(config) ----------------------------->           (two processes only)
+    LoadModel(config) ------------------------>           (two processes only)
            <-------------------------------------- Hello(facts) | Failed
     Submit(ticket, prompts, params, ...) ----->
            <-------------------------------------- Accepted(ticket) | Ended(ticket, fault)
-           <-------------------------------------- Step(events), one a step for all tickets
+           <-------------------------------- StepEvents(events), one a step for all tickets
            <-------------------------------------- Ended(ticket, fault)
     Cancel(ticket), Scrape(number) ----------->
            <-------------------------------------- Scraped(number, text)
@@ -28,12 +28,12 @@ from paceline.errors import PacelineError
 from paceline.server import failures
 from paceline.server.config import ServeConfig
 from paceline.server.failures import BusyError, DeadlineError, GoneError
-from paceline.server.records import Event, Facts, Record
+from paceline.server.records import Event, Facts, WireRecord
 
 _HEAD = struct.Struct("<I")
 
 
-class Fault(Record):
+class Fault(WireRecord):
     """An error by its class's name; errors that we did not foresee lose theirs."""
 
     name: str
@@ -66,17 +66,17 @@ class Fault(Record):
         return PacelineError(self.message)
 
 
-class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
+class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
     """One of the messages below."""
 
 
-class Load(Message):
+class LoadModel(WireMessage):
     """The first message: what to load."""
 
     config: ServeConfig
 
 
-class Submit(Message):
+class Submit(WireMessage):
     """``n`` answers for each prompt. ``seconds`` may be taken; ``own``: the request says so."""
 
     ticket: int
@@ -87,60 +87,60 @@ class Submit(Message):
     own: bool
 
 
-class Cancel(Message):
+class Cancel(WireMessage):
     ticket: int
 
 
-class Scrape(Message):
+class Scrape(WireMessage):
     number: int
 
 
-class Hello(Message):
+class Hello(WireMessage):
     facts: Facts
 
 
-class Failed(Message):
+class Failed(WireMessage):
     """Nothing could be loaded. ``expected``: for a reason that has a line of its own."""
 
     fault: Fault
     expected: bool
 
 
-class Accepted(Message):
+class Accepted(WireMessage):
     ticket: int
 
 
-class Step(Message):
+class StepEvents(WireMessage):
     events: list[Event]
 
 
-class Ended(Message):
+class Ended(WireMessage):
     """A ticket will get nothing more, for a reason other than its completion."""
 
     ticket: int
     fault: Fault
 
 
-class Scraped(Message):
+class Scraped(WireMessage):
     number: int
     text: str
 
 
-class Lost(Message):
+class Lost(WireMessage):
     """The engine's thread has ended and cannot be started again."""
 
     reason: str
 
 
-Request = Load | Submit | Cancel | Scrape
-Reply = Hello | Failed | Accepted | Step | Ended | Scraped | Lost
+EngineCommand = LoadModel | Submit | Cancel | Scrape
+Reply = Hello | Failed | Accepted | StepEvents | Ended | Scraped | Lost
 
 _ENCODER = msgspec.msgpack.Encoder()
-REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REQUESTS: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def packed(message: Message) -> bytes:
+def packed(message: WireMessage) -> bytes:
     """Length and message. Raises what msgspec does on text or numbers that cannot be encoded."""
     buffer = bytearray(_HEAD.size)
     _ENCODER.encode_into(message, buffer, _HEAD.size)

@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceCounts:
     """Counts over one or several texts.
 
     ``tokens`` committed by ``steps`` target steps, the target's own tokens included. Position j
@@ -48,12 +48,12 @@ class Acceptance:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Acceptance:
+    def from_dict(cls, values: dict[str, Any]) -> AcceptanceCounts:
         reached, accepted = tuple(values["reached"]), tuple(values["accepted"])
         return cls(values["tokens"], values["steps"], reached, accepted)
 
 
-def total(parts: Iterable[Acceptance]) -> Acceptance:
+def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
     """The counts of several texts together."""
     parts = list(parts)
     length = max((len(part.reached) for part in parts), default=0)
@@ -62,7 +62,7 @@ def total(parts: Iterable[Acceptance]) -> Acceptance:
         rows = [getattr(part, name) for part in parts]
         return tuple(sum(row[j] for row in rows if j < len(row)) for j in range(length))
 
-    return Acceptance(
+    return AcceptanceCounts(
         sum(part.tokens for part in parts),
         sum(part.steps for part in parts),
         summed("reached"),
@@ -70,7 +70,7 @@ def total(parts: Iterable[Acceptance]) -> Acceptance:
     )
 
 
-def walk(matches: torch.Tensor, undrafted: int = 1) -> Acceptance:
+def walk(matches: torch.Tensor, undrafted: int = 1) -> AcceptanceCounts:
     """Decode a text of n tokens from ``matches`` bool ``[n, length]``.
 
     ``matches[i, j]``: of a draft made when token i is the next one, token j equals the text's
@@ -91,7 +91,7 @@ def walk(matches: torch.Tensor, undrafted: int = 1) -> Acceptance:
             accepted[j] += j < taken
         steps += 1
         start += taken + 1
-    return Acceptance(undrafted + count, steps, tuple(reached), tuple(accepted))
+    return AcceptanceCounts(undrafted + count, steps, tuple(reached), tuple(accepted))
 
 
 def match_matrix(drafts: torch.Tensor, text: torch.Tensor, prompt: int) -> torch.Tensor:

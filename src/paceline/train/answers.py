@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.errors import DataError
 from paceline.stages import stage
-from paceline.train.chat import ChatWriter, Messages, has_our_roles, questions_of
+from paceline.train.chat import ChatMessages, ChatWriter, has_our_roles, questions_of
 from paceline.train.records import Refusals, RefusedError, Source, numbered_records
 from paceline.train.sample import Opening, openings
 
@@ -42,7 +42,7 @@ _OPENINGS = 1000  # of text, where no count is given
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PromptSelection:
     """Which prompts are taken. Lengths in tokens; ``count`` None is all conversations there are,
     and a thousand beginnings of other text."""
 
@@ -55,7 +55,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """A prompt, and what is asked next when it has been answered."""
 
     number: int
@@ -63,7 +63,7 @@ class Job:
     source: str
     license: str
     task: str = ""
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     later: tuple[str, ...] = ()
 
 
@@ -88,11 +88,11 @@ class Decoder(Protocol):
 
 
 def jobs_of(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, wishes: Wishes
-) -> list[Job]:
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, wishes: PromptSelection
+) -> list[AnswerJob]:
     """The prompts of all files; the same for the same files and wishes. Raises DataError."""
     total = sum(source.weight for source in sources)
-    jobs: list[Job] = []
+    jobs: list[AnswerJob] = []
     for place, source in enumerate(sources):
         share = source.weight / total
         wanted = None if wishes.count is None else round(wishes.count * share)
@@ -114,7 +114,7 @@ def jobs_of(
     return [jobs[int(place)] for place in order]
 
 
-def _asks(source: Source, wishes: Wishes) -> bool:
+def _asks(source: Source, wishes: PromptSelection) -> bool:
     """Whether a file holds conversations in one of the layouts for them, going by its first
     record."""
     for _, record in numbered_records(source.path, wishes.exclude_licenses):
@@ -122,22 +122,22 @@ def _asks(source: Source, wishes: Wishes) -> bool:
     return False
 
 
-def _opened(number: int, opening: Opening) -> Job:
-    return Job(number, opening.token_ids, f"continued from {opening.source}", opening.license)
+def _opened(number: int, opening: Opening) -> AnswerJob:
+    return AnswerJob(number, opening.token_ids, f"continued from {opening.source}", opening.license)
 
 
 def _asked(
     source: Source,
     tokenizer: PreTrainedTokenizerFast,
-    wishes: Wishes,
+    wishes: PromptSelection,
     seed: tuple[int, int],
     wanted: int | None,
     first: int,
-) -> list[Job]:
+) -> list[AnswerJob]:
     """``wanted`` (None: all) of a file's questions, numbered from ``first``."""
     rng = np.random.default_rng(seed)
     prompter, refused = Prompter(tokenizer, wishes.max_prompt), Refusals(source.path)
-    found: list[Job] = []
+    found: list[AnswerJob] = []
     with stage(f"reading the prompts of {source.path.name}", unit="prompts") as doing:
         for line, record in numbered_records(source.path, wishes.exclude_licenses, refused):
             try:
@@ -154,7 +154,7 @@ def _asked(
             source_name, licence = str(record.get("source", "")), str(record.get("license", ""))
             task = str(record.get("task", record.get("category", "")))
             number = first + len(found)
-            found.append(Job(number, ids, source_name, licence, task, asked.messages, later))
+            found.append(AnswerJob(number, ids, source_name, licence, task, asked.messages, later))
             doing.advance()
     if not found:
         raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
@@ -175,7 +175,7 @@ class Prompter:
         self._writer = ChatWriter(self.tokenizer)
         self._own = has_our_roles(self.tokenizer)
 
-    def ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+    def ids(self, messages: ChatMessages, tools: list[Any] | None = None) -> list[int]:
         """Raises RefusedError for what the template refuses and what is too long."""
         text = self._writer.prompt(messages, tools)
         try:
@@ -192,10 +192,10 @@ class Prompter:
 
 @dataclass(frozen=True)
 class _Turn:
-    job: Job
+    job: AnswerJob
     number: int  # 1 is the first answer
     token_ids: list[int]
-    messages: Messages | None
+    messages: ChatMessages | None
 
 
 class AnswerWriter:
@@ -214,7 +214,7 @@ class AnswerWriter:
         self._temperature = temperature
         self.failed = 0  # answers that ended with an error
 
-    def write(self, jobs: Sequence[Job], batch: int, kept: Iterable[str] = ()) -> int:
+    def write(self, jobs: Sequence[AnswerJob], batch: int, kept: Iterable[str] = ()) -> int:
         """Answer the jobs, but for the lines that an earlier run has ``kept``; returns how many
         records were written. At most ``batch`` sequences of like length are decoded at once."""
         waiting = self._left(jobs, kept)
@@ -279,7 +279,7 @@ class AnswerWriter:
         except RefusedError:
             return None
 
-    def _left(self, jobs: Sequence[Job], kept: Iterable[str]) -> list[_Turn]:
+    def _left(self, jobs: Sequence[AnswerJob], kept: Iterable[str]) -> list[_Turn]:
         """What is yet to be answered: the first turns, and the next ones of what was kept."""
         turns: dict[int, _Turn | None] = {
             job.number: _Turn(job, 1, job.token_ids, job.messages) for job in jobs

@@ -18,7 +18,7 @@ from paceline.train.tokenizer import END_OF_TURN, ROLE_TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Messages = list[dict[str, Any]]
+ChatMessages = list[dict[str, Any]]
 
 _TURN = re.compile(r"(?:\A|\n\n)(User|Assistant): ")
 # Who speaks in ShareGPT's files and their descendants.
@@ -37,7 +37,7 @@ _THOUGHT = "</think>"
 class Conversation:
     """Messages as chat templates take them; ``unlearnt`` numbers those not to be learnt."""
 
-    messages: Messages
+    messages: ChatMessages
     tools: list[Any] | None = None
     unlearnt: frozenset[int] = frozenset()
 
@@ -51,7 +51,7 @@ class Conversation:
 class Questions:
     """What a user would send: ``messages`` to answer, then further questions in turn."""
 
-    messages: Messages
+    messages: ChatMessages
     later: tuple[str, ...] = ()
     tools: list[Any] | None = None
 
@@ -59,7 +59,7 @@ class Questions:
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-def turns_of(text: str) -> Messages:
+def turns_of(text: str) -> ChatMessages:
     """The messages of a text of ``User: `` and ``Assistant: `` turns; [] for other text."""
     if not text.startswith(("User: ", "Assistant: ")):
         return []
@@ -172,7 +172,7 @@ def _holds_questions(record: dict[str, Any]) -> bool:
     return len(record["turns"]) == 1 or any(name in record for name in _QUESTIONS_ONLY)
 
 
-def _turns(record: dict[str, Any]) -> Messages:
+def _turns(record: dict[str, Any]) -> ChatMessages:
     """Texts of user and assistant in turn, or objects. Raises RefusedError for mere questions."""
     turns = record["turns"]
     if _are_texts(turns):
@@ -196,7 +196,7 @@ def has_our_roles(tokenizer: PreTrainedTokenizerFast) -> bool:
     return all(known(token) is not None for token in ROLE_TOKENS.values())
 
 
-def in_our_format(messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+def in_our_format(messages: ChatMessages) -> tuple[str, list[tuple[int, int]]]:
     """``<|user|>question<|end|><|assistant|>answer<|end|>`` and, for each message, the characters
     between its role and the next. Raises RefusedError for a role that has no token."""
     text, places = "", []
@@ -240,7 +240,7 @@ class ChatWriter:
                 spans.append(self._span(talk, k, whole, spans[-1][1] if spans else 0))
         return whole, spans
 
-    def prompt(self, messages: Messages, tools: list[Any] | None = None) -> str:
+    def prompt(self, messages: ChatMessages, tools: list[Any] | None = None) -> str:
         """A conversation as the model sees it when it is to answer. Raises RefusedError."""
         talk = Conversation(messages, tools)
         self._check(talk)

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
 from paceline.model.vocabulary import differences
 from paceline.stages import stage
-from paceline.train.acceptance import Acceptance, total, walk
+from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.data import Stream
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import LMConfig, LMTrainer, Progress
@@ -123,7 +123,7 @@ class DraftTrainer(LMTrainer):
         self.history[-1]["acceptance"] = found
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Acceptance]:
+    def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy chains of ``draft_length`` tokens.
 
         A drafted token counts only where all before it were right, so one forward over the
@@ -132,7 +132,7 @@ class DraftTrainer(LMTrainer):
         if self._texts is None:
             self._texts = self._written()
         self.model.eval()
-        found: dict[str, list[Acceptance]] = {}
+        found: dict[str, list[AcceptanceCounts]] = {}
         with stage("measuring held-out acceptance", len(self._texts), "texts") as doing:
             for text in self._texts:
                 ids = torch.tensor(text.token_ids, device=self.device)

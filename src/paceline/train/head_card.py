@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.files import replace_text
-from paceline.train.acceptance import Acceptance, total
+from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.card import data_table
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def loss_table(history: list[dict[str, Any]]) -> list[str]:
     rows = ["| Step | Loss | Tokens per step |", "|---:|---:|---:|"]
     every = max(1, -(-len(history) // _LOSSES))
     for entry in history[len(history) - 1 :: -every][::-1]:
-        parts = [Acceptance.from_dict(values) for values in entry["acceptance"].values()]
+        parts = [AcceptanceCounts.from_dict(values) for values in entry["acceptance"].values()]
         length = f"{total(parts).mean_accepted_length:.2f}" if parts else "-"
         rows.append(f"| {entry['step']:,} | {entry['loss']:.3f} | {length} |")
     return rows
@@ -34,7 +34,8 @@ def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
     if not history or not history[-1]["acceptance"]:
         return ["No validation files were given."]
     tasks = {
-        name: Acceptance.from_dict(values) for name, values in history[-1]["acceptance"].items()
+        name: AcceptanceCounts.from_dict(values)
+        for name, values in history[-1]["acceptance"].items()
     }
     tasks["all"] = total(tasks.values())
     length = len(tasks["all"].reached)

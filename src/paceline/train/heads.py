@@ -21,7 +21,7 @@ from torch import nn
 from paceline.errors import ConfigError, DataError
 from paceline.model.loading import load_module, load_tokenizer, resolve_device, resolve_dtype
 from paceline.stages import stage
-from paceline.train.acceptance import Acceptance, match_matrix, total, walk
+from paceline.train.acceptance import AcceptanceCounts, match_matrix, total, walk
 from paceline.train.data import Source
 from paceline.train.documents import Documents, Windows
 from paceline.train.feature_cache import FeatureCache
@@ -83,7 +83,7 @@ class HeadProgress:
     steps: int
     loss: float
     tokens_per_second: float
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)
 
 
 class HeadTrainer(ABC):
@@ -333,11 +333,11 @@ class HeadTrainer(ABC):
         return loss_sum
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Acceptance]:
+    def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy chains of ``draft_length`` tokens."""
         if self._held_out is None:
             self._held_out = self._read_held_out()
-        found: dict[str, list[Acceptance]] = {}
+        found: dict[str, list[AcceptanceCounts]] = {}
         with stage("measuring held-out acceptance", len(self._held_out), "texts") as doing:
             for text, seen in self._held_out:
                 drafts = self.drafts(seen, self.config.draft_length)

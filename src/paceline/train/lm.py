@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer, resolve_device
 from paceline.stages import stage
-from paceline.train.acceptance import Acceptance
+from paceline.train.acceptance import AcceptanceCounts
 from paceline.train.chat import own_text
 from paceline.train.data import Mixture, Source, Stream, read_records
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
@@ -87,7 +87,7 @@ class Progress:
     loss: float
     tokens_per_second: float
     validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # of a draft, by file
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)  # of a draft, by file
 
 
 def run_name(model: str) -> str:

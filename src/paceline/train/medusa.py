@@ -22,7 +22,7 @@ from paceline.draft.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
-from paceline.train.acceptance import Acceptance, total, walk
+from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
@@ -178,7 +178,7 @@ class MedusaTrainer(HeadTrainer):
         return F.pad(tokens, (0, max(0, length - tokens.shape[1])), value=-1)[:, :length]
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Acceptance]:
+    def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
         if self.config.joint:  # another target by now: let it write anew
             (self.out / "held_out.json").unlink(missing_ok=True)
@@ -191,7 +191,7 @@ class MedusaTrainer(HeadTrainer):
         accuracy = accuracy_of(torch.cat(ranks), _RANKS)
         self.head.config = replace(self.head.config, accuracy=accuracy)
         shape = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
-        found: dict[str, list[Acceptance]] = {}
+        found: dict[str, list[AcceptanceCounts]] = {}
         for (text, _), own in zip(self._held_out, ranks, strict=True):
             found.setdefault(text.source, []).append(walk(matches_of(own, shape)))
         return {name: total(parts) for name, parts in found.items()}

@@ -133,7 +133,7 @@ class UnrolledAttention:
         return out
 
 
-class _LawLoss(torch.autograd.Function):
+class _DistributionLoss(torch.autograd.Function):
     """Weighted cross-entropy against probabilities, its gradient made in the same pass.
 
     Row by row in chunks, so that nothing as large as float32 logits of all rows is kept or read
@@ -176,7 +176,7 @@ def law_loss(
     ``logits [N, V]``, ``laws [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
     float32 ``[N]``. Only the logits get a gradient.
     """
-    result: torch.Tensor = _LawLoss.apply(logits, laws, index, weights)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DistributionLoss.apply(logits, laws, index, weights)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.tune.plan import Outcome
+from paceline.tune.plan import TuningOutcome
 from paceline.tune.search import (
     MARGIN,
-    Method,
-    Setting,
+    MeasuredMethod,
+    PredictedSetting,
     batch_sizes,
     best_length,
     predict,
@@ -35,7 +35,7 @@ class Advice:
     holds: bool | None
 
 
-def advise(outcome: Outcome) -> list[Advice]:
+def advise(outcome: TuningOutcome) -> list[Advice]:
     """All rules to which the outcome has something to say; none before anything was measured."""
     settings = outcome.settings
     if not settings:
@@ -52,17 +52,17 @@ def advise(outcome: Outcome) -> list[Advice]:
     ]
 
 
-def _gain(outcome: Outcome, setting: Setting) -> float:
+def _gain(outcome: TuningOutcome, setting: PredictedSetting) -> float:
     return setting.rate / outcome.plain_rate
 
 
-def cost_ratio(outcome: Outcome, method: Method) -> float:
+def cost_ratio(outcome: TuningOutcome, method: MeasuredMethod) -> float:
     """Seconds of one pass of the drafter by those of one plain target forward, alone."""
     assert outcome.target is not None and outcome.plain is not None
     return method.pass_seconds(1) / step_cost(outcome.plain, outcome.target, 0, 1).target
 
 
-def _size(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
+def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     best = next((s for s in settings if s.method.parameters), None)
     if best is None or not outcome.parameters:
         return
@@ -81,7 +81,7 @@ def _size(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     )
 
 
-def _worth(outcome: Outcome, settings: list[Setting]) -> Advice:
+def _worth(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Advice:
     low = [s for s in settings if s.method.mean_acceptance < WORTH]
     paying = [s for s in low if _gain(outcome, s) >= MARGIN]
     shown = [
@@ -102,7 +102,7 @@ def _worth(outcome: Outcome, settings: list[Setting]) -> Advice:
     return Advice("acceptance below 0.4 is not worth drafting for", measured, verdict, holds)
 
 
-def _longer(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
+def _longer(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     assert outcome.target is not None
     best = next((s for s in settings if s.method.longest > _LONG), None)
     if best is None:
@@ -125,7 +125,7 @@ def _longer(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     yield Advice("acceptance above 0.8: draft longer", measured, verdict, high == long)
 
 
-def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
+def _copying(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     lookup = next((s for s in settings if s.method.family in _LOOKUP), None)
     model = next((s for s in settings if s.method.family not in _LOOKUP), None)
     if lookup is None:
@@ -149,7 +149,7 @@ def _copying(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
     )
 
 
-def _break_even(outcome: Outcome, best: Setting) -> Advice:
+def _break_even(outcome: TuningOutcome, best: PredictedSetting) -> Advice:
     last, largest = outcome.break_even_of(best.method), outcome.largest_batch
     if last >= largest:
         measured = f"{best.method.label} still gains at {largest} sequences"
@@ -163,7 +163,7 @@ def _break_even(outcome: Outcome, best: Setting) -> Advice:
     return Advice("no speculation past the break-even batch size", measured, verdict, None)
 
 
-def _trees(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
+def _trees(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     for family in dict.fromkeys(s.method.family for s in settings):
         own = [s for s in settings if s.method.family == family]
         chain = next((s for s in own if s.method.shape == "chain"), None)
@@ -181,7 +181,7 @@ def _trees(outcome: Outcome, settings: list[Setting]) -> Iterator[Advice]:
         )
 
 
-def _temperature(outcome: Outcome, best: Setting) -> Iterator[Advice]:
+def _temperature(outcome: TuningOutcome, best: PredictedSetting) -> Iterator[Advice]:
     if outcome.at_other is None:
         return
     other, rate = outcome.at_other
@@ -196,7 +196,7 @@ def _temperature(outcome: Outcome, best: Setting) -> Iterator[Advice]:
     )
 
 
-def _batch(outcome: Outcome, best: Setting) -> Advice:
+def _batch(outcome: TuningOutcome, best: PredictedSetting) -> Advice:
     assert outcome.target is not None and outcome.plain is not None
     sizes = batch_sizes(outcome.wish.concurrency, outcome.largest_batch)
     plain = {b: predict(outcome.plain, outcome.target, 0, b).rate for b in sizes}

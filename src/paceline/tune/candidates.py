@@ -9,7 +9,7 @@ from paceline.config import DraftSpec
 from paceline.defaults import EMBEDDED
 from paceline.defaults import candidates as built_in
 from paceline.drafters import DRAFTERS, POLICY_OPTIONS
-from paceline.tune.search import Method
+from paceline.tune.search import MeasuredMethod
 
 _LOOKUPS = ("ngram", "suffix", "recycling")
 _TRAINED_ON_NOTHING = ("lookahead", "layer_skip")
@@ -20,7 +20,7 @@ CHAIN, TREE, BEST_FIRST = "chain", "2x2 tree", f"{_NODES} nodes"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DrafterCandidate:
     """``shape``: how its trees grow. ``given``: the user asked for it, so it must load."""
 
     label: str
@@ -30,7 +30,7 @@ class Candidate:
     given: bool = False
 
 
-def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Candidate]:
+def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
     """The user's drafts with their tree variants, and drafters that need no training.
 
     Without any of the user's, those built in for the target are taken. ``only``: nothing but the
@@ -39,14 +39,14 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Candi
     given = [found for text in drafts for found in variants(text, given=True)]
     if only and given:
         return _unique(given)
-    own: list[Candidate] = []
+    own: list[DrafterCandidate] = []
     if not drafts:
         own = [found for text in built_in(model) for found in variants(text)]
     free = _LOOKUPS if model == EMBEDDED else _LOOKUPS + _TRAINED_ON_NOTHING
     return _unique([*given, *own, *(found for text in free for found in variants(text))])
 
 
-def variants(text: str, given: bool = False) -> list[Candidate]:
+def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
     """A draft as a chain, a static tree and a best-first tree, unless its spec already says."""
     spec = DraftSpec.parse(text, tuple(DRAFTERS))
     if spec.kind == "none":
@@ -54,7 +54,7 @@ def variants(text: str, given: bool = False) -> list[Candidate]:
     fixed = set(spec.options) & set(POLICY_OPTIONS) or spec.kind in ("tree", "eagle2")
     if spec.kind not in _TREE_KINDS or fixed:
         full = text if text.partition(":")[0] in DRAFTERS else f"model:{text}"
-        return [Candidate(_label(spec), full, spec.kind, _shape_of(spec), given)]
+        return [DrafterCandidate(_label(spec), full, spec.kind, _shape_of(spec), given)]
     base = f"{spec.kind}:{spec.argument or ''}"
     rest = "".join(f",{key}={value}" for key, value in spec.options.items())
     shapes = {
@@ -63,7 +63,9 @@ def variants(text: str, given: bool = False) -> list[Candidate]:
         BEST_FIRST: f"{base}{rest},nodes={_NODES}",
     }
     label = _label(spec)
-    return [Candidate(f"{label} {s}", full, spec.kind, s, given) for s, full in shapes.items()]
+    return [
+        DrafterCandidate(f"{label} {s}", full, spec.kind, s, given) for s, full in shapes.items()
+    ]
 
 
 def _label(spec: DraftSpec) -> str:
@@ -80,11 +82,11 @@ def _shape_of(spec: DraftSpec) -> str:
     return "tree" if spec.kind in ("tree", "eagle2") else CHAIN
 
 
-def hybrid_of(first: Method, second: Method) -> Candidate:
+def hybrid_of(first: MeasuredMethod, second: MeasuredMethod) -> DrafterCandidate:
     """Two drafters that take turns; the one that looks text up comes first."""
     label = f"{first.label} + {second.label}"
-    return Candidate(label, f"hybrid:{first.spec}+{second.spec}", "hybrid", "")
+    return DrafterCandidate(label, f"hybrid:{first.spec}+{second.spec}", "hybrid", "")
 
 
-def _unique(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _unique(candidates: Sequence[DrafterCandidate]) -> list[DrafterCandidate]:
     return list({candidate.spec: candidate for candidate in candidates}.values())

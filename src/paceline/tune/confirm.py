@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.tune.decode import Run, decode
-from paceline.tune.search import MARGIN, Method
+from paceline.tune.search import MARGIN, MeasuredMethod
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -20,7 +20,7 @@ PLAIN = "none"
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Finalist:
     """A drafter at a ``length``, fixed or "auto", which is then at most ``max_length``.
 
     ``predicted``: speed by plain decoding's; of the adaptive length and of a hybrid that of the
@@ -34,7 +34,7 @@ class Contestant:
     max_length: int
     batch: int
     predicted: float = 1.0
-    methods: tuple[Method, ...] = ()
+    methods: tuple[MeasuredMethod, ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Contestant:
 class Confirmation:
     """What a contestant took in every round; a ratio is its rate by plain's in that round."""
 
-    contestant: Contestant
+    contestant: Finalist
     tokens: int = 0
     seconds: float = 0.0
     target_steps: int = 0
@@ -114,7 +114,7 @@ class Rounds:
 
 def confirm(
     llm: LLM,
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Finalist],
     rounds: Rounds,
     results: list[Confirmation],
     advance: Callable[[str], None],
@@ -151,7 +151,7 @@ def confirm(
         engine.close()
 
 
-def _engine(llm: LLM, contestant: Contestant) -> LLM:
+def _engine(llm: LLM, contestant: Finalist) -> LLM:
     return llm.beside(
         contestant.spec,
         max_batch_size=contestant.batch,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One engine step that decoded only: ``nodes`` verified over ``batch`` sequences gained so
     many ``tokens``; the rest are seconds."""
 
@@ -77,7 +77,7 @@ class Run:
 
     levels: Levels
     concurrency: int = 1
-    steps: list[Step] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     target_steps: int = 0  # summed over sequences
@@ -143,7 +143,7 @@ def _step(llm: LLM, run: Run, running: dict[int, SequenceState]) -> None:
     if commits and all(commit.tokens and commit.fed == 1 for commit in commits):
         spent = {phase: after[phase] - before[phase] for phase in after}
         run.steps.append(
-            Step(
+            MeasuredStep(
                 batch=len(commits),
                 nodes=sum(commit.drafted for commit in commits),
                 tokens=sum(len(commit.tokens) for commit in commits),

@@ -19,9 +19,9 @@ from paceline.engine.costs import made_up_chains, measure
 from paceline.errors import DataError
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
-from paceline.tune.candidates import Candidate
-from paceline.tune.decode import Levels, Run, Step, decode
-from paceline.tune.search import Method, TargetCosts
+from paceline.tune.candidates import DrafterCandidate
+from paceline.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tune.search import MeasuredMethod, TargetCosts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -95,12 +95,14 @@ def target_costs(
     return TargetCosts(tuple(sizes[: len(curves)]), tuple(curves))
 
 
-def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method, list[Run]]:
+def measure_plain(
+    llm: LLM, target: TargetCosts, sample: Sample
+) -> tuple[MeasuredMethod, list[Run]]:
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
     runs = _runs(llm, sample, 0)
     costs = _typical_pair(runs, target)
     none = CostCurve((1,), (0.0,))
-    method = Method(
+    method = MeasuredMethod(
         label="plain",
         spec="none",
         family="none",
@@ -120,8 +122,12 @@ def measure_plain(llm: LLM, target: TargetCosts, sample: Sample) -> tuple[Method
 
 
 def measure_method(
-    llm: LLM, candidate: Candidate, target: TargetCosts, plain: Method, sample: Sample
-) -> Method:
+    llm: LLM,
+    candidate: DrafterCandidate,
+    target: TargetCosts,
+    plain: MeasuredMethod,
+    sample: Sample,
+) -> MeasuredMethod:
     """A drafter's acceptance and costs. ``llm`` has it loaded and is idle. Raises DataError."""
     drafter = llm.engine.drafter
     rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
@@ -140,7 +146,7 @@ def measure_method(
     if profile.passes[longest] > profile.passes[min(_SHORT, longest)]:
         short = _typical_pair(_runs(llm, sample.brief(), _SHORT), target)
     drift = _drift(llm, sample, target, plain)
-    return Method(
+    return MeasuredMethod(
         label=candidate.label,
         spec=candidate.spec,
         family=candidate.family,
@@ -163,7 +169,7 @@ def measure_method(
     )
 
 
-def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: Method) -> float:
+def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod) -> float:
     """How much slower plain steps are than when plain decoding was measured.
 
     A machine's clock drifts, and other programs come and go: what is measured at another time is
@@ -176,15 +182,15 @@ def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: Method) -> floa
     return min(max(now.target / (target(1, 1) * plain.dearness(1)), 0.5), 3.0)
 
 
-def _scaled(step: Step, factor: float) -> Step:
+def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
     return replace(
         step, draft=step.draft * factor, target=step.target * factor, other=step.other * factor
     )
 
 
 def _drafting(
-    long: Sequence[Step],
-    short: Sequence[Step],
+    long: Sequence[MeasuredStep],
+    short: Sequence[MeasuredStep],
     passes: tuple[int, int],
     rehearsed: CostCurve,
     batches: tuple[int, int],
@@ -208,7 +214,10 @@ def _drafting(
 
 
 def _surroundings(
-    costs: Sequence[Step], target: TargetCosts, plain: Method, batches: tuple[int, int]
+    costs: Sequence[MeasuredStep],
+    target: TargetCosts,
+    plain: MeasuredMethod,
+    batches: tuple[int, int],
 ) -> dict[str, CostCurve]:
     """How real target forwards differ from those measured alone, and what each node adds."""
     nodes = [max(1.0, c.nodes / c.batch) for c in costs]
@@ -231,7 +240,7 @@ def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
     ]
 
 
-def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[Step]:
+def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep]:
     """Typical steps of both runs; one stands for the other if that never had a full batch."""
     steps = [_typical(run.steps, run.concurrency, target) for run in runs]
     found = next((step for step in steps if step is not None), None)
@@ -243,7 +252,7 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[Step]:
     return [step or found for step in steps]
 
 
-def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step | None:
+def _typical(steps: Sequence[MeasuredStep], batch: int, target: TargetCosts) -> MeasuredStep | None:
     """The mean of the faster three quarters of the steps of a full batch: noise only adds.
 
     Fast is judged by the target forward against what it should take, so that steps which verify
@@ -255,7 +264,7 @@ def _typical(steps: Sequence[Step], batch: int, target: TargetCosts) -> Step | N
     kept = chosen[: -(-3 * len(chosen) // 4)]
     if not kept:
         return None
-    return Step(
+    return MeasuredStep(
         batch=batch,
         nodes=round(fmean(step.nodes for step in kept)),
         tokens=0,

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from paceline.bench.prompts import Prompt, fit
+from paceline.bench.prompts import BenchPrompt, fit
 from paceline.bench.runner import spread
 from paceline.budget import Budget
 from paceline.errors import DataError, PacelineError
 from paceline.model.identity import count_parameters
-from paceline.tune.candidates import Candidate, hybrid_of
-from paceline.tune.confirm import PLAIN, Confirmation, Contestant, Rounds, confirm, winner
+from paceline.tune.candidates import DrafterCandidate, hybrid_of
+from paceline.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
 from paceline.tune.decode import Run, decode
 from paceline.tune.measure import Sample, measure_method, measure_plain, target_costs
 from paceline.tune.search import (
-    Method,
-    Setting,
+    MeasuredMethod,
+    PredictedSetting,
     TargetCosts,
     batch_sizes,
     best_batch,
@@ -29,7 +29,7 @@ from paceline.tune.spending import (
     CANDIDATE_SHARE,
     LEAST_ROUNDS,
     TARGET_SHARE,
-    Bought,
+    TuneSpending,
     affordable,
     fitting_sample,
 )
@@ -44,7 +44,7 @@ _ALONE = 4  # prompts decoded one at a time
 
 
 @dataclass(frozen=True)
-class Wish:
+class TuneOptions:
     """What the user tunes for. ``source`` names the prompts."""
 
     concurrency: int = 1
@@ -55,16 +55,16 @@ class Wish:
 
 
 @dataclass
-class Outcome:
+class TuningOutcome:
     """All that was found out so far; Ctrl-C leaves what there is."""
 
-    wish: Wish
+    wish: TuneOptions
     model: str
     parameters: int
     prompt_count: int = 0
     target: TargetCosts | None = None
-    plain: Method | None = None
-    methods: list[Method] = field(default_factory=list)
+    plain: MeasuredMethod | None = None
+    methods: list[MeasuredMethod] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
     unrest: float = 1.0  # slow plain steps by the fastest: the machine's other work
     copied: float = 0.0  # share of plain decoding's text that stood in the text before it
@@ -75,15 +75,15 @@ class Outcome:
     rounds: int = 0  # of the confirmation that are wanted, and the prompts of each
     size: int = 0
     spent: float = 0.0  # seconds, in all runs
-    bought: Bought | None = None
+    bought: TuneSpending | None = None
 
     @classmethod
-    def start(cls, wish: Wish, llm: LLM) -> Outcome:
+    def start(cls, wish: TuneOptions, llm: LLM) -> TuningOutcome:
         """Of the target that ``llm`` has loaded."""
         return cls(wish, llm.target.name, count_parameters(llm.target))
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[PredictedSetting]:
         """The best setting of every method at the wished concurrency, the fastest first."""
         if self.target is None:
             return []
@@ -95,7 +95,7 @@ class Outcome:
         assert self.target is not None and self.plain is not None
         return predict(self.plain, self.target, 0, self.wish.concurrency).rate
 
-    def break_even_of(self, method: Method) -> int:
+    def break_even_of(self, method: MeasuredMethod) -> int:
         assert self.target is not None and self.plain is not None
         return break_even(method, self.plain, self.target, self.largest_batch)
 
@@ -103,24 +103,24 @@ class Outcome:
     def largest_batch(self) -> int:
         return max(LARGEST_BATCH, self.wish.concurrency)
 
-    def method_of(self, spec: str) -> Method | None:
+    def method_of(self, spec: str) -> MeasuredMethod | None:
         return next((method for method in self.methods if method.spec == spec), None)
 
 
-Advance = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
-def turns(candidates: Sequence[Candidate], wish: Wish) -> int:
+def turns(candidates: Sequence[DrafterCandidate], wish: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
     return 10 + len(candidates) + 6 * wish.rounds
 
 
 def tune(
     llm: LLM,
-    candidates: Sequence[Candidate],
-    prompts: Sequence[Prompt],
-    outcome: Outcome,
-    advance: Advance,
+    candidates: Sequence[DrafterCandidate],
+    prompts: Sequence[BenchPrompt],
+    outcome: TuningOutcome,
+    advance: OnProgress,
     budget: Budget | None = None,
 ) -> None:
     """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
@@ -148,7 +148,7 @@ def tune(
         outcome.bought = _bought(outcome, ordered, budget)
 
 
-def _encoded(llm: LLM, prompts: Sequence[Prompt], outcome: Outcome) -> list[list[int]]:
+def _encoded(llm: LLM, prompts: Sequence[BenchPrompt], outcome: TuningOutcome) -> list[list[int]]:
     """The prompts that leave room for the answers."""
     wish = outcome.wish
     ids, left_out = fit(_mixed(prompts), llm, wish.max_tokens)
@@ -167,8 +167,8 @@ def _measure_target(
     llm: LLM,
     sample: Sample,
     candidates: int,
-    outcome: Outcome,
-    advance: Advance,
+    outcome: TuningOutcome,
+    advance: OnProgress,
     budget: Budget,
 ) -> Sample:
     """The target's costs and plain decoding, once; returns what drafters are measured on."""
@@ -191,10 +191,10 @@ def _measure_target(
 
 def _measure_candidates(
     llm: LLM,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[DrafterCandidate],
     sample: Sample,
-    outcome: Outcome,
-    advance: Advance,
+    outcome: TuningOutcome,
+    advance: OnProgress,
     budget: Budget,
 ) -> None:
     """Each whole or not at all, until their share of the time is spent."""
@@ -216,8 +216,8 @@ def _confirm(
     llm: LLM,
     prompts: list[list[int]],
     sample: Sample,
-    outcome: Outcome,
-    advance: Advance,
+    outcome: TuningOutcome,
+    advance: OnProgress,
     budget: Budget,
 ) -> None:
     """Rounds of the best settings; those of other contestants than before begin anew."""
@@ -241,9 +241,11 @@ def _confirm(
     outcome.chosen = winner(results) if enough else None
 
 
-def _bought(outcome: Outcome, candidates: Sequence[Candidate], budget: Budget) -> Bought:
+def _bought(
+    outcome: TuningOutcome, candidates: Sequence[DrafterCandidate], budget: Budget
+) -> TuneSpending:
     done = len(outcome.results[0].ratios) if outcome.results else 0
-    return Bought(
+    return TuneSpending(
         seconds=budget.seconds,
         spent=outcome.spent,
         candidates=len(candidates) - len(outcome.not_tried),
@@ -263,12 +265,12 @@ def unrest_of(run: Run) -> float:
     return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
 
 
-def _mixed(prompts: Sequence[Prompt]) -> list[Prompt]:
+def _mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
     """One of each category in turn, so that any part of them has all."""
     return spread(prompts, lambda prompt: prompt.category)
 
 
-def _sample(prompts: list[list[int]], wish: Wish) -> Sample:
+def _sample(prompts: list[list[int]], wish: TuneOptions) -> Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, wish.concurrency), LARGEST_BATCH)
     together = [prompts[place % len(prompts)] for place in range(2 * wide)]
@@ -276,7 +278,7 @@ def _sample(prompts: list[list[int]], wish: Wish) -> Sample:
     return Sample(alone, together, (1, wide), wish.max_tokens, wish.temperature)
 
 
-def _measure(llm: LLM, candidate: Candidate, sample: Sample, outcome: Outcome) -> None:
+def _measure(llm: LLM, candidate: DrafterCandidate, sample: Sample, outcome: TuningOutcome) -> None:
     assert outcome.target is not None and outcome.plain is not None
     try:
         own = _beside(llm, candidate.spec, sample)
@@ -299,7 +301,7 @@ def _beside(llm: LLM, spec: str, sample: Sample) -> LLM:
     )
 
 
-def _other_temperature(llm: LLM, sample: Sample, outcome: Outcome) -> None:
+def _other_temperature(llm: LLM, sample: Sample, outcome: TuningOutcome) -> None:
     """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
     best = next(iter(outcome.settings), None)
     if best is None:
@@ -337,7 +339,7 @@ def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) 
     return copied
 
 
-def choose(outcome: Outcome) -> list[Contestant]:
+def choose(outcome: TuningOutcome) -> list[Finalist]:
     """Plain decoding; the best two families, each at its best length and adapting; a hybrid.
 
     The hybrid is of the best drafter that looks text up and the best that runs a model, if both
@@ -345,8 +347,8 @@ def choose(outcome: Outcome) -> list[Contestant]:
     """
     assert outcome.target is not None
     wish = outcome.wish
-    contestants = [Contestant("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, wish.concurrency)]
-    best: dict[str, Setting] = {}
+    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, wish.concurrency)]
+    best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
     for setting in list(best.values())[:2]:
@@ -358,7 +360,7 @@ def choose(outcome: Outcome) -> list[Contestant]:
         both = hybrid_of(lookup.method, model.method)
         better = max(lookup, model, key=lambda setting: setting.rate)
         contestants.append(
-            Contestant(
+            Finalist(
                 both.label,
                 both.spec,
                 both.family,
@@ -372,14 +374,14 @@ def choose(outcome: Outcome) -> list[Contestant]:
     return contestants
 
 
-def _both_lengths(setting: Setting, outcome: Outcome) -> list[Contestant]:
+def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:
     assert outcome.target is not None
     method = setting.method
     found = best_batch(method, outcome.target, outcome.wish.concurrency)
     predicted = found.rate / outcome.plain_rate
     longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
     return [
-        Contestant(
+        Finalist(
             method.label,
             method.spec,
             method.family,

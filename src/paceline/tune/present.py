@@ -10,14 +10,14 @@ from paceline.report.document import Figure, Report, Table, Text
 from paceline.report.plots import lines
 from paceline.tune.advice import advise, cost_ratio
 from paceline.tune.confirm import PLAIN, Confirmation
-from paceline.tune.plan import CALM, Outcome
+from paceline.tune.plan import CALM, TuningOutcome
 from paceline.tune.search import batch_sizes, speedups
 from paceline.tuned import (
     VERSION,
     DraftChoice,
     EngineChoice,
     KnownCosts,
-    Machine,
+    MachineIdentity,
     Measured,
     PassCosts,
     TunedProfile,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SHOWN = 4  # methods in the plot
 
 
-def decision(outcome: Outcome) -> str:
+def decision(outcome: TuningOutcome) -> str:
     """What is chosen and why, in one sentence; also while something is missing."""
     chosen = outcome.chosen
     if chosen is None:
@@ -52,7 +52,7 @@ def decision(outcome: Outcome) -> str:
     )
 
 
-def report_of(outcome: Outcome) -> Report:
+def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
     wish = outcome.wish
     report = Report(f"Tuning {outcome.model}")
@@ -73,7 +73,7 @@ def report_of(outcome: Outcome) -> Report:
     return report
 
 
-def _search_table(outcome: Outcome) -> Table:
+def _search_table(outcome: TuningOutcome) -> Table:
     wish = outcome.wish
     rows = []
     for setting in outcome.settings:
@@ -112,7 +112,7 @@ def _search_table(outcome: Outcome) -> Table:
     )
 
 
-def _unrest(outcome: Outcome) -> list[Text]:
+def _unrest(outcome: TuningOutcome) -> list[Text]:
     if outcome.unrest <= CALM:
         return []
     said = (
@@ -122,17 +122,17 @@ def _unrest(outcome: Outcome) -> list[Text]:
     return [Text(said, warning=True)]
 
 
-def _bought(outcome: Outcome) -> list[Text]:
+def _bought(outcome: TuningOutcome) -> list[Text]:
     return [] if outcome.bought is None else [Text(outcome.bought.line)]
 
 
-def _left_out(outcome: Outcome) -> list[Text]:
+def _left_out(outcome: TuningOutcome) -> list[Text]:
     if not outcome.left_out:
         return []
     return [Text("Left out: " + "; ".join(f"{what}: {why}" for what, why in outcome.left_out))]
 
 
-def _confirmation_table(outcome: Outcome) -> Table:
+def _confirmation_table(outcome: TuningOutcome) -> Table:
     rows = []
     plain = outcome.results[0].decoding_rate
     for result in outcome.results:
@@ -166,7 +166,7 @@ def _spread(result: Confirmation) -> str:
     return f"{min(result.ratios):.2f} to {max(result.ratios):.2f}"
 
 
-def _figures(outcome: Outcome, concurrency: int) -> list[Figure]:
+def _figures(outcome: TuningOutcome, concurrency: int) -> list[Figure]:
     target, plain = outcome.target, outcome.plain
     assert target is not None and plain is not None
     sizes = batch_sizes(concurrency, outcome.largest_batch)
@@ -197,7 +197,7 @@ def _figures(outcome: Outcome, concurrency: int) -> list[Figure]:
     ]
 
 
-def record_of(outcome: Outcome) -> dict[str, Any]:
+def record_of(outcome: TuningOutcome) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
     chosen, target = outcome.chosen, outcome.target
     return {
@@ -256,7 +256,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def profile_of(outcome: Outcome, llm: LLM) -> TunedProfile:
+def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     """The profile of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
     assert chosen is not None and outcome.target is not None
@@ -292,5 +292,5 @@ def profile_of(outcome: Outcome, llm: LLM) -> TunedProfile:
             target=tuple(curve.seconds for curve in outcome.target.curves),
             passes=passes,
         ),
-        machine=Machine.of(llm.target),
+        machine=MachineIdentity.of(llm.target),
     )

@@ -37,7 +37,7 @@ class TargetCosts:
 
 
 @dataclass(frozen=True)
-class Method:
+class MeasuredMethod:
     """One drafter as it was measured; entries of lists by draft length begin with length 0.
 
     ``survival[i]``: share of steps in which level i + 1 was accepted. ``acceptance[i]`` is
@@ -98,7 +98,7 @@ class StepCost:
         return self.draft + self.target + self.other
 
 
-def step_cost(method: Method, target: TargetCosts, length: int, batch: float) -> StepCost:
+def step_cost(method: MeasuredMethod, target: TargetCosts, length: int, batch: float) -> StepCost:
     """Of ``batch`` sequences that are each drafted ``length`` levels for."""
     nodes = method.nodes[length]
     drafting = method.passes[length] * method.pass_seconds(batch) + method.handling(batch)
@@ -110,10 +110,10 @@ def step_cost(method: Method, target: TargetCosts, length: int, batch: float) ->
 
 
 @dataclass(frozen=True)
-class Setting:
+class PredictedSetting:
     """A method at a draft length and batch size, with what the model predicts for it."""
 
-    method: Method
+    method: MeasuredMethod
     length: int
     batch: int
     tokens_per_step: float  # per sequence
@@ -125,18 +125,22 @@ class Setting:
         return self.batch * self.tokens_per_step / self.cost.total
 
 
-def predict(method: Method, target: TargetCosts, length: int, batch: int) -> Setting:
+def predict(
+    method: MeasuredMethod, target: TargetCosts, length: int, batch: int
+) -> PredictedSetting:
     cost = step_cost(method, target, length, batch)
-    return Setting(method, length, batch, method.expected_tokens(length), cost)
+    return PredictedSetting(method, length, batch, method.expected_tokens(length), cost)
 
 
-def best_length(method: Method, target: TargetCosts, batch: int) -> Setting:
+def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
     """The draft length, 1 at least where there is one, with the most tokens per second."""
     lengths = range(min(1, method.longest), method.longest + 1)
     return max((predict(method, target, g, batch) for g in lengths), key=lambda s: s.rate)
 
 
-def search(methods: Iterable[Method], target: TargetCosts, batch: int) -> list[Setting]:
+def search(
+    methods: Iterable[MeasuredMethod], target: TargetCosts, batch: int
+) -> list[PredictedSetting]:
     """The best setting of every method at one batch size, the fastest first.
 
     There are some hundred settings, so all are tried.
@@ -151,7 +155,7 @@ def batch_sizes(concurrency: int, largest: int = 32) -> list[int]:
     return sorted({*powers, concurrency})
 
 
-def best_batch(method: Method, target: TargetCosts, concurrency: int) -> Setting:
+def best_batch(method: MeasuredMethod, target: TargetCosts, concurrency: int) -> PredictedSetting:
     """How many of ``concurrency`` requests to decode at once.
 
     The smallest batch within the margin of the most tokens per second: requests that wait must
@@ -169,7 +173,7 @@ def best_batch(method: Method, target: TargetCosts, concurrency: int) -> Setting
 
 
 def speedups(
-    method: Method, plain: Method, target: TargetCosts, batches: Sequence[int]
+    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, batches: Sequence[int]
 ) -> list[float]:
     """Predicted tokens per second by plain decoding's at each batch size, each at its best."""
     return [
@@ -178,7 +182,9 @@ def speedups(
     ]
 
 
-def break_even(method: Method, plain: Method, target: TargetCosts, largest: int) -> int:
+def break_even(
+    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, largest: int
+) -> int:
     """The largest batch up to which the method beats plain decoding without a gap; 0 if none."""
     for batch in range(1, largest + 1):
         if speedups(method, plain, target, [batch])[0] <= 1:

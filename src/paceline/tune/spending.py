@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.budget import Budget
-from paceline.tune.confirm import Contestant
+from paceline.tune.confirm import Finalist
 from paceline.tune.measure import LONGEST, Sample
 from paceline.tune.search import TargetCosts
 
@@ -20,7 +20,7 @@ LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Bought:
+class TuneSpending:
     """What the time was spent on. ``not_tried``: drafters that were not measured, by label."""
 
     seconds: float | None
@@ -74,13 +74,13 @@ def _seconds(sample: Sample, target: TargetCosts) -> float:
 
 
 def affordable(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Finalist],
     target: TargetCosts,
     concurrency: int,
     max_tokens: int,
     rounds: int,
     budget: Budget,
-) -> tuple[list[Contestant], int]:
+) -> tuple[list[Finalist], int]:
     """Who is confirmed, and on how many prompts a round, so that two rounds fit at least."""
     own = list(contestants)
     largest = max(_SIZES[0], concurrency)

@@ -25,7 +25,7 @@ from paceline.verify.layout import Shapes, chain_grid, layout_of
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RuleProbabilities:
     """``accept`` [N]: a node's chance. ``stop`` [R, V]: law of the token that ends a step there."""
 
     accept: torch.Tensor
@@ -58,7 +58,9 @@ def _normalised(
     return torch.addcmul(weights / (mass + empty), otherwise, empty)
 
 
-def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> Outcome:
+def siblings(
+    p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
+) -> RuleProbabilities:
     """Siblings drawn one after another without replacement (SpecInfer, Sequoia).
 
     The k-th child x of a row is accepted with min(1, p(x) / q(x)); if it is refused,
@@ -86,10 +88,12 @@ def siblings(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Sha
         if rank + 1 < len(layout.ranks):
             draft = draft.scatter(1, token, 0.0)
             draft = _normalised(draft, draft)
-    return Outcome(accept, stop)
+    return RuleProbabilities(accept, stop)
 
 
-def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> Outcome:
+def block(
+    p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
+) -> RuleProbabilities:
     """Block verification of independently drawn chains (Sun et al. 2024, arXiv 2403.10444).
 
     With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the laws after node i,
@@ -117,4 +121,4 @@ def block(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
     following = mass.roll(-1)
     left = following + (1.0 - own)  # in this order: the bracket is exact near one
     chances = torch.where(left > 0, following / left, 1.0)
-    return Outcome(torch.where(grid.ends, own, chances), stop)
+    return RuleProbabilities(torch.where(grid.ends, own, chances), stop)

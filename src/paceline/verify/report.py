@@ -13,7 +13,7 @@ from paceline.verify.layout import layout_of
 
 
 @dataclass(frozen=True)
-class Report:
+class StepLogprobs:
     """Log-softmax of the adjusted logits (after bias and penalties, before temperature).
 
     ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
@@ -26,7 +26,9 @@ class Report:
     count: int
 
     @classmethod
-    def of(cls, scores: torch.Tensor, checks: Sequence[Check], choices: torch.Tensor) -> Report:
+    def of(
+        cls, scores: torch.Tensor, checks: Sequence[Check], choices: torch.Tensor
+    ) -> StepLogprobs:
         """From adjusted logits [R, V] and the choices [R] of all rows."""
         logprobs = torch.log_softmax(scores, dim=-1)
         width = scores.shape[1]

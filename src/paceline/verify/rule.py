@@ -34,19 +34,19 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
 from paceline.errors import ConfigError
-from paceline.verify.laws import Outcome, aligned, block, siblings
-from paceline.verify.report import Report
+from paceline.verify.laws import RuleProbabilities, aligned, block, siblings
+from paceline.verify.report import StepLogprobs
 from paceline.verify.walk import first_accepted, last_accepted, matching
 
 RULES = ("auto", "token", "block", "coupled")
-Method = Literal["match", "siblings", "block"]
+LosslessRule = Literal["match", "siblings", "block"]
 NO_DISTRIBUTION = (
     "no token can follow: the model's scores are not finite here, or the request's parameters "
     "forbid every token; change the parameters, or check the model's weights"
 )
 
 
-def method_of(check: Check, rule: str = "auto") -> Method:
+def method_of(check: Check, rule: str = "auto") -> LosslessRule:
     """Which of the three procedures decides on this tree.
 
     Under "coupled" every request should carry a seed; one without is matched against fresh draws,
@@ -134,7 +134,7 @@ class Verifier:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
-    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> Outcome | None:
+    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
         """Accept chances and stop laws of all checks; None if all of them are matched."""
         methods = [method_of(check, self.rule) for check in checks]
         if all(method == "match" for method in methods):
@@ -143,7 +143,7 @@ class Verifier:
             return _apply(methods[0], laws, checks)
         accept = laws.new_zeros(sum(len(check.tree) for check in checks))
         stop = laws
-        procedures: tuple[Method, ...] = ("siblings", "block")
+        procedures: tuple[LosslessRule, ...] = ("siblings", "block")
         for method in procedures:
             chosen = [check for check, m in zip(checks, methods, strict=True) if m == method]
             if not chosen:
@@ -155,7 +155,7 @@ class Verifier:
             _, part_stop = aligned(stop, part.stop)
             stop = stop.index_copy(0, row_index, part_stop)
             accept[to_device(node_list, laws.device)] = part.accept
-        return Outcome(accept, stop)
+        return RuleProbabilities(accept, stop)
 
     # -- the one transfer, and the walk -------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Verifier:
             parts.append(decisions.accepted)
         report = None
         if scores is not None:
-            report = Report.of(scores, checks, decisions.choices)
+            report = StepLogprobs.of(scores, checks, decisions.choices)
             parts.append(report.values)
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
         total_rows = nodes + len(checks)
@@ -240,7 +240,7 @@ def _widened(q: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(q, (0, width - q.shape[1]))
 
 
-def _apply(method: Method, laws: torch.Tensor, checks: Sequence[Check]) -> Outcome:
+def _apply(method: LosslessRule, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities:
     """One procedure on the laws [R, V] of some checks with sampled drafts."""
     laws_of_draft = [check.tree.q for check in checks if check.tree.q is not None]
     width = max(q.shape[1] for q in laws_of_draft)
@@ -253,7 +253,7 @@ def _apply(method: Method, laws: torch.Tensor, checks: Sequence[Check]) -> Outco
 
 
 def _places(
-    checks: Sequence[Check], methods: Sequence[Method], method: Method
+    checks: Sequence[Check], methods: Sequence[LosslessRule], method: LosslessRule
 ) -> tuple[list[int], list[int]]:
     """Rows and nodes of the checks that this method decides on."""
     rows: list[int] = []
