@@ -27,7 +27,7 @@ def random_llama(seed: int = 0, layers: int = 2, noise: float = 0.0, vocab: int 
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=160,
-        initializer_range=0.25,  # far from uniform laws, so that wrong rows show
+        initializer_range=0.25,  # far from uniform distributions, so that wrong rows show
         attn_implementation=ATTENTION,
     )
     with torch.random.fork_rng():

@@ -48,7 +48,7 @@ def test_sampled_scores_take_temperature_and_noise_into_account() -> None:
     assert hot.step == pytest.approx(2 * cold.step)
 
 
-def test_the_border_of_a_truncated_law_counts_as_a_tie_and_nothing_beyond() -> None:
+def test_the_border_of_a_truncated_distribution_counts_as_a_tie_and_nothing_beyond() -> None:
     order = reference_logits(MODEL, PROMPT)[-1].argsort(descending=True).tolist()
     params = SamplingParams(temperature=1.0, top_k=5, seed=3)
     for left, right, expected in (

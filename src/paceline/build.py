@@ -25,8 +25,8 @@ from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.tuned import KnownCosts
-from paceline.verify.rule import RULES, Verifier
 from paceline.verify.typical import TypicalVerifier
+from paceline.verify.verifier import RULES, Verifier
 
 _PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 

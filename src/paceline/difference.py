@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, adjusted, laws_of_scores
+from paceline.core.sampling import Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceState
 from paceline.model.cache import Feed, PagedCache
 
@@ -36,7 +36,7 @@ class Difference:
 
     ``gap`` is the distance of their scores (logits, over the temperature and with the seed's noise
     if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
-    the two stands at the border of the truncated law, which rounding moves by a token.
+    the two stands at the border of the truncated distribution, which rounding moves by a token.
     ``scores``: those of the two tokens; None where there are none to compare. ``spread``: how far
     other batch shapes moved the likeliest logits at this very place, on the same scale.
     """
@@ -96,9 +96,9 @@ def explain(
         return Difference(at, one, other, abs(found[0] - found[1]), step, False, found, spread)
     noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
     found = _pair((scores / params.temperature + noise)[0], pair)
-    law = laws_of_scores(scores, [params])[0]
+    distribution = probs_of_scores(scores, [params])[0]
     tolerance = 2 * max(step, spread)
-    on_edge = params.truncates and _at_border(scores[0], law > 0, pair, tolerance)
+    on_edge = params.truncates and _at_border(scores[0], distribution > 0, pair, tolerance)
     gap = abs(found[0] - found[1])
     step, spread = step / params.temperature, spread / params.temperature
     return Difference(at, one, other, gap, step, on_edge, found, spread)

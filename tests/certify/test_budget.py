@@ -85,7 +85,7 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
 def test_few_samples_are_not_enough_however_well_they_fit(
     llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.certify.run.MOST_BIAS", 0.2)  # these laws have few cells
+    monkeypatch.setattr("paceline.certify.run.MOST_BIAS", 0.2)  # these distributions have few cells
     effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()
@@ -216,10 +216,10 @@ def test_laws_are_those_of_the_whole_text(llm: LLM, given: int) -> None:
     start = Start(tuple(range(1, given + 1)), (5, 6))
     scorer = Scorer(llm.target, start, SamplingParams(temperature=1.0))
     strings = [(), (7,), (8, 9), (7, 7, 7)]
-    for laws in (scorer.at_once(strings), scorer.stepwise(strings)):
-        for string, law in zip(strings, laws, strict=True):
+    for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
+        for string, distribution in zip(strings, distributions, strict=True):
             (*_, last) = reference_logits(llm.target, [*start.tokens, *string])
-            assert torch.allclose(law, last.softmax(-1), atol=1e-5), string
+            assert torch.allclose(distribution, last.softmax(-1), atol=1e-5), string
 
 
 def test_what_texts_have_in_common_is_read_once(llm: LLM) -> None:

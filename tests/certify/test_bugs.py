@@ -15,13 +15,13 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
 from paceline.llm import LLM
-from paceline.verify.laws import RuleProbabilities, aligned
-from paceline.verify.rule import Decisions, Verifier
+from paceline.verify.rules import RuleProbabilities, aligned
+from paceline.verify.verifier import Decisions, Verifier
 
 Named = Sequence[tuple[str, Sequence[int]]]
 SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
 WARM = SamplingParams(temperature=1.0)
-COOL = SamplingParams(temperature=0.5)  # sharper laws, which differ more
+COOL = SamplingParams(temperature=0.5)  # sharper distributions, which differ more
 
 
 def parts(certificate: Certificate) -> set[str]:
@@ -54,7 +54,7 @@ class Altered:
 
 
 def temperature_forgotten(tree: TokenTree) -> TokenTree:
-    """Declares the law at temperature 1, drawn from at 0.5."""
+    """Declares the distribution at temperature 1, drawn from at 0.5."""
     warm = tree.q.sqrt()
     return replace(tree, q=warm / warm.sum(-1, keepdim=True))
 
@@ -94,10 +94,14 @@ def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingP
 class NoResidual(Verifier):
     """Refused drafts are replaced by a draw from p itself."""
 
-    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
-        found = super()._outcome(laws, checks)
+    def _outcome(
+        self, distributions: torch.Tensor, checks: Sequence[Check]
+    ) -> RuleProbabilities | None:
+        found = super()._outcome(distributions, checks)
         return (
-            None if found is None else RuleProbabilities(found.accept, aligned(laws, found.stop)[0])
+            None
+            if found is None
+            else RuleProbabilities(found.accept, aligned(distributions, found.stop)[0])
         )
 
 
@@ -147,10 +151,10 @@ def test_a_missing_bonus_token(llm: LLM, prompts: Named) -> None:
 def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
 
-    def unseeded(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
-        return pick(laws, torch.rand(len(laws), generator=generator))
+    def unseeded(distributions: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return pick(distributions, torch.rand(len(distributions), generator=generator))
 
-    monkeypatch.setattr("paceline.verify.rule.coupled_choice", unseeded)
+    monkeypatch.setattr("paceline.verify.verifier.coupled_choice", unseeded)
     assert parts(outcome(llm, prompts)) == {"seeded"}
 
 

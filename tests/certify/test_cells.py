@@ -1,4 +1,4 @@
-"""Cells are a partition, and their chances are the law's."""
+"""Cells are a partition, and their chances are the distribution's."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from paceline.certify.each import Scale
 VOCAB = 6
 
 
-def law_of(seed: int):
-    """Random laws that depend on the whole string before."""
+def distribution_of(seed: int):
+    """Random distributions that depend on the whole string before."""
 
-    def laws(strings: Sequence[String]) -> torch.Tensor:
+    def distributions(strings: Sequence[String]) -> torch.Tensor:
         rows = []
         for string in strings:
             generator = torch.Generator().manual_seed(seed + hash(string) % 10_000)
             rows.append(torch.softmax(2 * torch.randn(VOCAB, generator=generator), -1))
         return torch.stack(rows)
 
-    return laws
+    return distributions
 
 
-def chance(string: String, laws) -> float:
+def chance(string: String, distributions) -> float:
     result = 1.0
     for place, token in enumerate(string):
-        result *= float(laws([string[:place]])[0][token].double())
+        result *= float(distributions([string[:place]])[0][token].double())
     return result
 
 
-def summed(cells: Cells, laws, depth: int) -> list[float]:
+def summed(cells: Cells, distributions, depth: int) -> list[float]:
     found = [0.0] * len(cells)
     for string in itertools.product(range(VOCAB), repeat=depth):
-        found[cells.cell_of(string)] += chance(string, laws)
+        found[cells.cell_of(string)] += chance(string, distributions)
     return found
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("least", [0.01, 0.1])
 def test_chances_are_sums_over_strings(depth: int, least: float) -> None:
-    laws, other = law_of(0), law_of(50)
-    cells = make_cells(laws, depth, least)
-    assert cells.chances == pytest.approx(summed(cells, laws, depth), abs=1e-6)
+    distributions, other = distribution_of(0), distribution_of(50)
+    cells = make_cells(distributions, depth, least)
+    assert cells.chances == pytest.approx(summed(cells, distributions, depth), abs=1e-6)
     assert sum(cells.chances) == pytest.approx(1.0, abs=1e-6)
     assert cells.chances_under(other) == pytest.approx(summed(cells, other, depth), abs=1e-6)
     assert min(cells.chances) >= least - 1e-9
 
 
 def test_likely_beginnings_are_split() -> None:
-    cells = make_cells(law_of(0), 3, 0.01)
+    cells = make_cells(distribution_of(0), 3, 0.01)
     assert max(len(leaf) for leaf in cells.leaves) == 3
-    assert len(make_cells(law_of(0), 3, 0.01, most_splits=1)) < len(cells)
+    assert len(make_cells(distribution_of(0), 3, 0.01, most_splits=1)) < len(cells)
 
 
-def test_a_certain_law_has_one_cell() -> None:
+def test_a_certain_distribution_has_one_cell() -> None:
     certain = torch.zeros(VOCAB)
     certain[2] = 1.0
     cells = make_cells(lambda strings: certain.repeat(len(strings), 1), 2, 0.01)
@@ -67,13 +67,13 @@ def test_a_certain_law_has_one_cell() -> None:
 
 
 def test_a_scale_is_a_distribution_function() -> None:
-    law = torch.tensor([0.1, 0.6, 0.0, 0.3])
-    scale = Scale.of(law)
+    distribution = torch.tensor([0.1, 0.6, 0.0, 0.3])
+    scale = Scale.of(distribution)
     tokens = torch.tensor([1, 3, 0, 2])
     low = scale.places(tokens, torch.zeros(4))
     high = scale.places(tokens, torch.ones(4))
     assert low.tolist() == pytest.approx([0.0, 0.6, 0.9, 1.0])
     assert high.tolist() == pytest.approx([0.6, 0.9, 1.0, 1.0])
-    assert scale.masses(law, 10).tolist() == pytest.approx([0.1] * 10)
+    assert scale.masses(distribution, 10).tolist() == pytest.approx([0.1] * 10)
     moved = scale.masses(torch.tensor([0.1, 0.3, 0.0, 0.6]), 10)
     assert moved.tolist() == pytest.approx([0.05] * 6 + [0.2] * 3 + [0.1])

@@ -32,8 +32,12 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     assert {check.kind for check in certificate.texts} == {"greedy", "seeded"}
     assert all(check.drafted > check.accepted > 0 for check in certificate.texts)
     assert max(check.distance for check in certificate.exact) < 1e-6
-    whats = {result.test.what for result in certificate.laws}
-    assert {"first token / law", "each token / law", "draws / declared law"} <= whats
+    whats = {result.test.what for result in certificate.distributions}
+    assert {
+        "first token / distribution",
+        "each token / distribution",
+        "draws / declared distribution",
+    } <= whats
     assert 0 < certificate.smallest_bias < 0.25
     (figure,) = make_report(certificate, str).figures()
     assert "range of chance" in figure.draw()
@@ -55,14 +59,14 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     pieces: list[str] = []
     certifier.run(pieces.append)
     assert len(pieces) == certifier.pieces
-    # Its drafts are chosen, so there is no law of its own to test.
-    assert not [r for r in certifier.certificate().laws if r.test.draft_length < 0]
+    # Its drafts are chosen, so there is no distribution of its own to test.
+    assert not [r for r in certifier.certificate().distributions if r.test.draft_length < 0]
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
     certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
     assert certificate.lossless
-    assert not certificate.laws and "temperature is 0" in certificate.notes[0]
+    assert not certificate.distributions and "temperature is 0" in certificate.notes[0]
 
 
 class Silent:

@@ -8,11 +8,12 @@ from paceline.certify.draws import Recorder
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
 
-LAW = torch.softmax(torch.arange(8) / 2.0, -1)
+DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 
 
 class Sampler:
-    """Two siblings without replacement, or one token, from a fixed law; declares another one."""
+    """Two siblings without replacement, or one token, from a fixed distribution; declares another
+    one."""
 
     name = "sampler"
     features: tuple[int, ...] = ()
@@ -44,22 +45,22 @@ def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float
 
 def test_honest_draws_pass() -> None:
     for siblings in (1, 2, 3):
-        assert p_value(LAW, LAW, siblings) > 1e-3
+        assert p_value(DISTRIBUTION, DISTRIBUTION, siblings) > 1e-3
 
 
 def test_another_temperature_does_not() -> None:
     for siblings in (1, 2):
-        assert p_value(LAW.square(), LAW, siblings) < 1e-6
+        assert p_value(DISTRIBUTION.square(), DISTRIBUTION, siblings) < 1e-6
 
 
 def test_impossible_draws_are_counted() -> None:
-    declared = LAW.clone()
+    declared = DISTRIBUTION.clone()
     declared[7] = 0.0
-    recorder = Recorder(Sampler(LAW, declared / declared.sum(), 1))
+    recorder = Recorder(Sampler(DISTRIBUTION, declared / declared.sum(), 1))
     for _ in range(100):
         recorder.propose(OneSlice())
     assert recorder.impossible > 10
 
 
 def test_deterministic_drafts_have_nothing_to_test() -> None:
-    assert Recorder(Sampler(LAW, LAW, 1)).honesty() is None
+    assert Recorder(Sampler(DISTRIBUTION, DISTRIBUTION, 1)).honesty() is None

@@ -7,10 +7,10 @@ import torch
 
 from paceline.certify.exact import Case, TooManyOutcomes, drafts, step_error
 from paceline.core.tree import Draw, chain_parents
-from paceline.verify.rule import Verifier
+from paceline.verify.verifier import Verifier
 
 
-def laws(width: int, depth: int, seed: int) -> dict[tuple[int, ...], torch.Tensor]:
+def distributions(width: int, depth: int, seed: int) -> dict[tuple[int, ...], torch.Tensor]:
     import itertools
 
     generator = torch.Generator().manual_seed(seed)
@@ -23,8 +23,8 @@ def laws(width: int, depth: int, seed: int) -> dict[tuple[int, ...], torch.Tenso
 
 def case(parents: tuple[int, ...], draw: Draw, depth: int, width: int = 3) -> Case:
     tokens = tuple(i % width for i in range(len(parents)))
-    target = laws(width, depth, 0)
-    return Case(parents, draw, target, laws(width, depth, 1), tokens)
+    target = distributions(width, depth, 0)
+    return Case(parents, draw, target, distributions(width, depth, 1), tokens)
 
 
 CASES = {
@@ -48,14 +48,14 @@ def test_every_rule_is_exact_on_chains(rule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chain", "siblings", "all siblings"])
-def test_drafts_are_a_law(name: str) -> None:
+def test_drafts_are_a_distribution(name: str) -> None:
     found = list(drafts(CASES[name]))
     assert sum(weight for _, weight in found) == pytest.approx(1.0)
     assert len({tokens for tokens, _ in found}) == len(found)
 
 
-def test_a_wrong_draft_law_shows() -> None:
-    """The verifier is told another law than the drafts were drawn from."""
+def test_a_wrong_draft_distribution_shows() -> None:
+    """The verifier is told another distribution than the drafts were drawn from."""
     honest = CASES["chain"]
 
     class Misled(Verifier):

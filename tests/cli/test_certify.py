@@ -43,7 +43,7 @@ def test_json(arguments: list[str]) -> None:
     assert record["lossless"] is True and record["problems"] == []
     assert record["sampling"]["top_p"] == 0.9
     assert {check["kind"] for check in record["texts"]} == {"greedy", "seeded"}
-    assert all(0 <= law["p_value"] <= 1 for law in record["laws"])
+    assert all(0 <= distribution["p_value"] <= 1 for distribution in record["laws"])
     assert 0 < record["smallest_bias"] < 1
 
 

@@ -1,4 +1,5 @@
-"""From laws to tokens: thresholds checked with placed uniforms, and drafts of every kind."""
+"""From distributions to tokens: thresholds checked with placed uniforms, and drafts of every
+kind."""
 
 import pytest
 import torch
@@ -19,50 +20,50 @@ FREE, SEEDED, GREEDY = request(temperature=1.0), request(temperature=1.0, seed=3
 
 
 def test_pick_changes_at_the_cumulative_sums():
-    """A grid of uniforms reproduces the law: no token is favoured at an end."""
-    law = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    """A grid of uniforms reproduces the distribution: no token is favoured at an end."""
+    distribution = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    tokens = pick(law.expand(1000, 6), grid)
+    tokens = pick(distribution.expand(1000, 6), grid)
     assert torch.bincount(tokens, minlength=6).tolist() == [0, 250, 0, 500, 250, 0]
     assert tokens.equal(tokens.sort().values)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2.0**-53])
 def test_pick_never_takes_an_impossible_token(uniform):
-    laws = torch.eye(7) * torch.linspace(0.1, 3.3, 7).unsqueeze(1)  # of any mass
-    assert pick(laws, torch.full((7,), uniform, dtype=torch.float64)).tolist() == list(range(7))
+    probs = torch.eye(7) * torch.linspace(0.1, 3.3, 7).unsqueeze(1)  # of any mass
+    assert pick(probs, torch.full((7,), uniform, dtype=torch.float64)).tolist() == list(range(7))
 
 
 def test_pick_reaches_rare_tokens():
     """1e-9 is below the step of a float32 sum near one."""
-    law = torch.tensor([[1.0, 1e-9, 0.0]])
-    assert pick(law, torch.tensor([1 - 1e-10], dtype=torch.float64)).item() == 1
-    assert pick(law, torch.tensor([1 - 1e-8], dtype=torch.float64)).item() == 0
+    distribution = torch.tensor([[1.0, 1e-9, 0.0]])
+    assert pick(distribution, torch.tensor([1 - 1e-10], dtype=torch.float64)).item() == 1
+    assert pick(distribution, torch.tensor([1 - 1e-8], dtype=torch.float64)).item() == 0
 
 
 def test_coupled_choice_is_the_argmax_of_log_p_plus_gumbel():
     logits = torch.randn(200, 30, generator=torch.Generator().manual_seed(0))
     seqs = tuple(request(temperature=1.0, seed=seed, top_k=9) for seed in range(200))
     rows = Rows(seqs, tuple(range(200)))
-    laws = probabilities(logits, rows)
+    probs = probabilities(logits, rows)
     noise = gumbel(range(200), [3 + depth for depth in range(200)], 30)
-    assert coupled_choice(laws, rows).equal((laws.log() + noise).argmax(-1))
+    assert coupled_choice(probs, rows).equal((probs.log() + noise).argmax(-1))
 
 
 def test_choose_serves_each_row_as_its_request_asks():
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     seqs = (FREE, SEEDED, GREEDY, request(temperature=0.5, seed=4)) * 10
     rows = Rows(seqs, (0, 1, 2, 3) * 10)
-    laws = probabilities(logits, rows)
+    probs = probabilities(logits, rows)
     first, again, other = (
-        choose(laws, rows, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        choose(probs, rows, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     )
     assert first.equal(again)
     assert (first != other)[0::4].any() and first[1::2].equal(other[1::2])
     assert first[2::4].equal(logits[2::4].argmax(-1))
     assert first[2::4].equal(other[2::4])
     alone = Rows((SEEDED,) * 10, (1,) * 10)
-    assert first[1::4].equal(coupled_choice(laws[1::4], alone))
+    assert first[1::4].equal(coupled_choice(probs[1::4], alone))
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -80,13 +81,13 @@ def test_draft_of_a_mixed_batch(k):
     assert drafted.tokens[1].equal(best)
 
 
-def test_greedy_drafts_need_no_law():
+def test_greedy_drafts_need_no_distribution():
     logits = torch.randn(2, 30)
     drafted = draft(logits, Rows((GREEDY,) * 2, (0, 0)), 4)
     assert drafted.q is None and drafted.tokens.equal(logits.topk(4).indices)
 
 
-def test_siblings_run_out_of_law_before_they_repeat():
+def test_siblings_run_out_of_distribution_before_they_repeat():
     """top_k 2 and three siblings: the third cannot have been drawn, and is no repetition."""
     seq = request(temperature=1.0, top_k=2)
     logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))

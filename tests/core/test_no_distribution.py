@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.draws import choose, coupled_choice, draft, likeliest, pick
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_choice, laws_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_choice, probs_of_scores
 from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 
@@ -20,7 +20,7 @@ def request(**params: object) -> SequenceState:
 
 
 def hopeless(kind: str) -> torch.Tensor:
-    """Scores [VOCAB] that no law can be made of."""
+    """Scores [VOCAB] that no distribution can be made of."""
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     if kind == "one is not a number":
         row[4] = NAN
@@ -45,8 +45,8 @@ KINDS_OF_REQUEST = {
 )
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-53])
 def test_pick_takes_no_token_where_there_is_no_distribution(row, uniform):
-    laws = torch.tensor([row, [0.0, 1.0, 0.0]])
-    chosen = pick(laws, torch.full((2,), uniform, dtype=torch.float64))
+    probs = torch.tensor([row, [0.0, 1.0, 0.0]])
+    chosen = pick(probs, torch.full((2,), uniform, dtype=torch.float64))
     assert chosen.tolist() == [NO_TOKEN, 1]
 
 
@@ -58,20 +58,21 @@ def test_a_choice_is_flagged_and_its_neighbours_are_untouched(kind, name):
     seqs = tuple(request(**KINDS_OF_REQUEST[name]) for _ in scores)
     rows = Rows(seqs, (0, 0))
     params = [seq.params for seq in seqs]
-    laws = laws_of_scores(scores, params)
-    chosen = choose(laws, rows, torch.Generator().manual_seed(0))
+    probs = probs_of_scores(scores, params)
+    chosen = choose(probs, rows, torch.Generator().manual_seed(0))
     assert chosen[1] == NO_TOKEN and 0 <= chosen[0] < VOCAB
-    assert laws[0].equal(laws_of_scores(scores[:1], params[:1])[0])
+    assert probs[0].equal(probs_of_scores(scores[:1], params[:1])[0])
     if name == "greedy":
         assert greedy_choice(scores).tolist() == [int(scores[0].argmax()), NO_TOKEN]
     if name == "seeded":
-        assert coupled_choice(laws, rows)[1] == NO_TOKEN
+        assert coupled_choice(probs, rows)[1] == NO_TOKEN
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_draft_from_no_distribution_is_a_token_that_is_always_refused(kind, k):
-    """In the vocabulary, as it will be embedded, and of probability zero in a law of zeros."""
+    """In the vocabulary, as it will be embedded, and of probability zero in a distribution of
+    zeros."""
     generator = torch.Generator().manual_seed(3)
     sound = torch.randn(VOCAB, generator=generator)
     for name, params in KINDS_OF_REQUEST.items():
@@ -107,20 +108,20 @@ def test_nothing_is_likely_where_there_is_no_distribution(kind, name):
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
-def test_no_valid_request_makes_a_law_that_is_none(params, scale):
-    """Whatever the parameters, finite scores give a law; so cold a one is the argmax."""
+def test_no_valid_request_makes_a_distribution_that_is_none(params, scale):
+    """Whatever the parameters, finite scores give a distribution; so cold a one is the argmax."""
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * scale
     warm = request(temperature=0.9)
     seqs = (request(**params), warm, request(**params), warm)
     rows = Rows(seqs, (0,) * 4)
     scores = adjusted(logits, rows)
-    laws = laws_of_scores(scores, [seq.params for seq in seqs])
-    assert not scores.isnan().any() and not laws.isnan().any()
-    assert laws.sum(-1).sub(1).abs().max() < 1e-5
+    probs = probs_of_scores(scores, [seq.params for seq in seqs])
+    assert not scores.isnan().any() and not probs.isnan().any()
+    assert probs.sum(-1).sub(1).abs().max() < 1e-5
     if params["temperature"] < 1e-20:
-        assert laws[::2].argmax(-1).equal(scores[::2].argmax(-1))
-    plain = laws_of_scores(adjusted(logits[1::2], Rows((warm, warm), (0, 0))), [warm.params] * 2)
-    assert laws[1::2].equal(plain), "a neighbour's temperature changed a law"
+        assert probs[::2].argmax(-1).equal(scores[::2].argmax(-1))
+    plain = probs_of_scores(adjusted(logits[1::2], Rows((warm, warm), (0, 0))), [warm.params] * 2)
+    assert probs[1::2].equal(plain), "a neighbour's temperature changed a law"
 
 
 @pytest.mark.parametrize(

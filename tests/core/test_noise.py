@@ -136,15 +136,15 @@ def test_small_values_keep_their_precision():
 def test_a_race_of_the_likely_is_a_race_of_all(kept):
     """Noise for the tokens that have a probability only, and one row at a time: the same bits."""
     generator = torch.Generator().manual_seed(kept)
-    laws = torch.rand(3, 49152, generator=generator)
-    for law in laws:
-        law[torch.randperm(49152, generator=generator)[kept:]] = 0.0
-    laws[2] = float("nan")
+    probs = torch.rand(3, 49152, generator=generator)
+    for distribution in probs:
+        distribution[torch.randperm(49152, generator=generator)[kept:]] = 0.0
+    probs[2] = float("nan")
     seeds, positions = [5, 6, 7], [3, 1 << 40, 0]
-    raced = race(laws, seeds, positions)
+    raced = race(probs, seeds, positions)
     noise = torch.stack(
         [_exponential(hashes([s], [t], 49152)[0]) for s, t in zip(seeds, positions, strict=True)]
     )
     assert torch.equal(exponential(seeds, positions, 49152), noise)
-    assert torch.equal(raced[:2], laws[:2] / noise[:2])
+    assert torch.equal(raced[:2], probs[:2] / noise[:2])
     assert raced[2].isnan().all()

@@ -64,19 +64,19 @@ def test_rows_of_a_wider_tensor() -> None:
 @pytest.mark.parametrize("width", [512, 640, 4096, 5000])
 def test_a_draw_by_inversion_is_that_of_the_running_sums(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    laws = torch.rand(64, width, generator=generator) ** 8
-    laws[laws < 0.2] = 0.0  # whole stretches hold next to nothing
-    laws[:8, 3:] = 0.0
-    laws[8:16, : width - 2] = 0.0
-    laws[:, -1] += 1e-3
+    probs = torch.rand(64, width, generator=generator) ** 8
+    probs[probs < 0.2] = 0.0  # whole stretches hold next to nothing
+    probs[:8, 3:] = 0.0
+    probs[8:16, : width - 2] = 0.0
+    probs[:, -1] += 1e-3
     uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
     uniforms[::4], uniforms[1::4] = 0.0, 1 - 2**-53
-    sums = laws.cumsum(-1, dtype=torch.float64)
+    sums = probs.cumsum(-1, dtype=torch.float64)
     points = sums[:, -1:] * (uniforms.unsqueeze(1) * (1 - 2**-50))
     wanted = torch.searchsorted(sums, points, right=True).squeeze(1)
-    found, mass = inversion(laws, uniforms)
+    found, mass = inversion(probs, uniforms)
     assert torch.equal(found, wanted)
-    assert bool((laws.gather(1, found.unsqueeze(1)) > 0).all())
+    assert bool((probs.gather(1, found.unsqueeze(1)) > 0).all())
     torch.testing.assert_close(mass, sums[:, -1])
 
 
@@ -88,16 +88,16 @@ def test_a_draw_by_inversion_is_that_of_the_running_sums(width: int) -> None:
     uniform=st.sampled_from([0.0, 1e-300, 1e-17, 0.5, 1 - 2**-53]),
 )
 def test_what_weighs_nothing_is_never_drawn(weights: dict[int, float], uniform: float) -> None:
-    laws = torch.zeros(1, 640)
+    probs = torch.zeros(1, 640)
     for place, weight in weights.items():
-        laws[0, place] = weight
-    found, _ = inversion(laws, torch.tensor([uniform], dtype=torch.float64))
-    assert laws[0, int(found)] > 0
+        probs[0, place] = weight
+    found, _ = inversion(probs, torch.tensor([uniform], dtype=torch.float64))
+    assert probs[0, int(found)] > 0
 
 
 def test_rows_without_a_distribution_are_told_by_their_sums() -> None:
-    laws = torch.zeros(4, 640)
-    laws[1, 5], laws[2, 630], laws[3, 7] = NAN, INF, 1.0
-    found, mass = inversion(laws, torch.full((4,), 0.5, dtype=torch.float64))
+    probs = torch.zeros(4, 640)
+    probs[1, 5], probs[2, 630], probs[3, 7] = NAN, INF, 1.0
+    found, mass = inversion(probs, torch.full((4,), 0.5, dtype=torch.float64))
     assert ((mass > 0) & (mass < INF)).tolist() == [False, False, False, True]
     assert found[3] == 7 and bool((found < 640).all())

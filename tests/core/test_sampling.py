@@ -1,4 +1,4 @@
-"""Laws against a plain, slow definition of each step."""
+"""Distributions against a plain, slow definition of each step."""
 
 import math
 
@@ -14,8 +14,8 @@ from paceline.core.sampling import (
     adjusted,
     is_plain_greedy,
     log_probabilities,
-    needs_laws,
     needs_paths,
+    needs_probs,
     probabilities,
 )
 from paceline.core.sequence import SequenceState
@@ -46,7 +46,7 @@ def slow_scores(logits, seq, path):
     return scores
 
 
-def slow_law(logits, seq, path=()):
+def slow_distribution(logits, seq, path=()):
     params = seq.params
     scores = slow_scores(logits, seq, path)
     if params.greedy:
@@ -92,9 +92,9 @@ def test_law_of_one_request(params):
     generator = torch.Generator().manual_seed(0)
     seq = request((1, 2, 3, 3, 5), **params)
     logits = torch.randn(20, VOCAB, generator=generator) * 2
-    law = probabilities(logits, Rows((seq,) * 20, (0,) * 20))
-    expected = torch.tensor([slow_law(row, seq) for row in logits.tolist()])
-    assert torch.allclose(law, expected, atol=1e-6)
+    distribution = probabilities(logits, Rows((seq,) * 20, (0,) * 20))
+    expected = torch.tensor([slow_distribution(row, seq) for row in logits.tolist()])
+    assert torch.allclose(distribution, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -111,15 +111,17 @@ def test_mixed_batch_along_tree_paths(dtype):
         row += checks[-1].rows
     logits = (torch.randn(row, VOCAB, generator=generator) * 2).to(dtype)
     before = logits.clone()
-    law = probabilities(logits, Rows.of(checks))
+    distribution = probabilities(logits, Rows.of(checks))
     assert logits.equal(before), "the model's logits belong to the caller"
     for check in checks:
         tokens, paths = check.tree.tokens.tolist(), [[]]
         for token, parent in zip(tokens, check.tree.parents, strict=True):
             paths.append([*paths[parent + 1], token])
         for offset, path in enumerate(paths):
-            expected = slow_law(logits[check.start + offset].tolist(), check.seq, path)
-            assert torch.allclose(law[check.start + offset], torch.tensor(expected), atol=1e-6)
+            expected = slow_distribution(logits[check.start + offset].tolist(), check.seq, path)
+            assert torch.allclose(
+                distribution[check.start + offset], torch.tensor(expected), atol=1e-6
+            )
 
 
 @settings(max_examples=60, deadline=None)
@@ -130,15 +132,15 @@ def test_mixed_batch_along_tree_paths(dtype):
     logits=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=8, max_size=8),
 )
 def test_truncation_with_many_ties(k, p, floor, logits):
-    """Tied tokens stay or go together, so a law cannot depend on the order of a sort."""
+    """Tied tokens stay or go together, so a distribution cannot depend on the order of a sort."""
     seq = request(temperature=1.0, top_k=k, top_p=p, min_p=floor)
-    (law,) = probabilities(torch.tensor([logits]), Rows((seq,), (0,)))
+    (distribution,) = probabilities(torch.tensor([logits]), Rows((seq,), (0,)))
     by_logit = {}
-    for logit, chance in zip(logits, law.tolist(), strict=True):
+    for logit, chance in zip(logits, distribution.tolist(), strict=True):
         by_logit.setdefault(logit, set()).add(chance)
     assert all(len(chances) == 1 for chances in by_logit.values())
-    assert float(law.sum()) == pytest.approx(1, abs=1e-6)
-    assert int((law > 0).sum()) >= min(k or 1, 8 if p == 1 and floor == 0 else 1)
+    assert float(distribution.sum()) == pytest.approx(1, abs=1e-6)
+    assert int((distribution > 0).sum()) >= min(k or 1, 8 if p == 1 and floor == 0 else 1)
 
 
 def test_row_alone_equals_row_in_a_mixed_batch():
@@ -156,18 +158,18 @@ def test_nucleus_of_any_size(scale):
     """From one token to all: the short sorts and the full one agree with the definition."""
     seq = request(temperature=1.0, top_p=0.9)
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * scale
-    law = probabilities(logits, Rows((seq,) * 3, (0,) * 3))
+    distribution = probabilities(logits, Rows((seq,) * 3, (0,) * 3))
     ranked = torch.softmax(logits.double(), -1).sort(descending=True).values
     sizes = 1 + (ranked.cumsum(-1) < 0.9).sum(-1) if scale else torch.full((3,), 5000)
-    assert ((law > 0).sum(-1) - sizes).abs().max() <= 1, "but for one token at the edge"
+    assert ((distribution > 0).sum(-1) - sizes).abs().max() <= 1, "but for one token at the edge"
     plain = torch.softmax(logits, -1)
-    kept = torch.where(law > 0, plain, 0.0).sum(-1)
-    smallest = torch.where(law > 0, plain, 2.0).amin(-1)
+    kept = torch.where(distribution > 0, plain, 0.0).sum(-1)
+    smallest = torch.where(distribution > 0, plain, 2.0).amin(-1)
     assert (kept >= 0.9 - 1e-5).all()
     if scale:
         assert (kept - smallest < 0.9 + 1e-5).all()
     else:
-        assert (law > 0).all(), "all tokens tie with the last of the nucleus"
+        assert (distribution > 0).all(), "all tokens tie with the last of the nucleus"
 
 
 def test_greedy_takes_the_lowest_id_on_ties():
@@ -178,14 +180,14 @@ def test_greedy_takes_the_lowest_id_on_ties():
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
 def test_tiny_temperature_is_nearly_greedy(temperature):
     logits = torch.tensor([[1.0, 90.0, -80.0, 0.0]])
-    law = probabilities(logits, Rows((request(temperature=temperature),), (0,)))
-    assert law.tolist() == [[0, 1, 0, 0]]
+    distribution = probabilities(logits, Rows((request(temperature=temperature),), (0,)))
+    assert distribution.tolist() == [[0, 1, 0, 0]]
 
 
 def test_bias_on_ids_that_a_narrower_model_lacks():
     seq = request(temperature=1.0, logit_bias={50: 5.0}, repetition_penalty=2.0, tokens=(1, 50))
-    law = probabilities(torch.zeros(1, 4), Rows((seq,), (0,)))
-    assert law.tolist() == [[0.25] * 4]
+    distribution = probabilities(torch.zeros(1, 4), Rows((seq,), (0,)))
+    assert distribution.tolist() == [[0.25] * 4]
 
 
 def test_logprobs_are_before_temperature_and_truncation():
@@ -202,14 +204,14 @@ def test_adjusted_leaves_plain_logits_alone():
 
 
 def test_what_needs_what():
-    assert is_plain_greedy(request()) and not needs_laws([request(), request()])
+    assert is_plain_greedy(request()) and not needs_probs([request(), request()])
     for params in (
         {"temperature": 1.0},
         {"logit_bias": {1: 1.0}},
         {"frequency_penalty": 0.1},
         {"min_tokens": 2},
     ):
-        assert needs_laws([request(), request(**params)])
+        assert needs_probs([request(), request(**params)])
         assert needs_paths([request(**params)]) == ("frequency_penalty" in params)
     assert is_plain_greedy(request((1, 2, 3, 4), min_tokens=2)), "two have been generated"
 

@@ -23,15 +23,17 @@ WISHES = [
 ]
 
 
-def by_sorting(laws, params):
+def by_sorting(probs, params):
     """Each row alone, all of it sorted: the former way, without its short cuts."""
     cut = []
-    for law, p in zip(laws, params, strict=True):
-        ranked = law.sort(descending=True).values
-        threshold = law.amax() * torch.tensor(p.min_p) if p.min_p > 0 else torch.tensor(0.0)
-        if 0 < p.top_k < len(law):
+    for distribution, p in zip(probs, params, strict=True):
+        ranked = distribution.sort(descending=True).values
+        threshold = (
+            distribution.amax() * torch.tensor(p.min_p) if p.min_p > 0 else torch.tensor(0.0)
+        )
+        if 0 < p.top_k < len(distribution):
             threshold = torch.maximum(threshold, ranked[p.top_k - 1])
-        kept = law * (law >= threshold)
+        kept = distribution * (distribution >= threshold)
         mass = kept.unsqueeze(0).sum(dim=-1)[0]
         if p.top_p < 1:
             ranked = ranked * (ranked >= threshold)
@@ -46,15 +48,16 @@ def by_sorting(laws, params):
 @pytest.mark.parametrize("sharpness", [0.0, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize("width", [12, 500, 4096, 49152])
 def test_every_kind_of_request(width, sharpness):
-    """Flat laws (all tied), ordinary ones and peaked ones, each request alone and all together."""
+    """Flat distributions (all tied), ordinary ones and peaked ones, each request alone and all
+    together."""
     generator = torch.Generator().manual_seed(width)
     params = [SamplingParams(temperature=1.0, **wish) for wish in WISHES]
-    laws = torch.softmax(torch.randn(len(WISHES), width, generator=generator) * sharpness, -1)
-    wanted = by_sorting(laws, params)
-    assert torch.equal(truncated(laws.clone(), params), wanted)
+    probs = torch.softmax(torch.randn(len(WISHES), width, generator=generator) * sharpness, -1)
+    wanted = by_sorting(probs, params)
+    assert torch.equal(truncated(probs.clone(), params), wanted)
     for row, p in enumerate(params):
         if p.truncates:
-            alone = truncated(laws[row : row + 1].clone(), [p])
+            alone = truncated(probs[row : row + 1].clone(), [p])
             assert torch.equal(alone[0], wanted[row])
 
 
@@ -66,20 +69,21 @@ def test_every_kind_of_request(width, sharpness):
     min_p=st.sampled_from([0.0, 0.2, 1.0]),
 )
 def test_ties_stay_together(levels, top_p, top_k, min_p):
-    """Laws of few different values: whoever is as likely as the last that stays, stays too."""
+    """Distributions of few different values: whoever is as likely as the last that stays, stays
+    too."""
     scores = torch.tensor([levels], dtype=torch.float32)
-    laws = torch.softmax(scores, -1)
+    probs = torch.softmax(scores, -1)
     p = SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p)
     if p.truncates:
-        law = truncated(laws.clone(), [p])
-        assert torch.equal(law, by_sorting(laws, [p]))
-        assert all(len(law[scores == level].unique()) == 1 for level in set(levels))
+        distribution = truncated(probs.clone(), [p])
+        assert torch.equal(distribution, by_sorting(probs, [p]))
+        assert all(len(distribution[scores == level].unique()) == 1 for level in set(levels))
 
 
 @pytest.mark.parametrize("wish", WISHES[:-1], ids=str)
 def test_a_row_that_is_no_distribution_stays_none(wish):
-    laws = torch.full((2, 1000), float("nan"))
-    laws[1] = 1e-3
+    probs = torch.full((2, 1000), float("nan"))
+    probs[1] = 1e-3
     p = SamplingParams(temperature=1.0, **wish)
-    law = truncated(laws, [p, p])
-    assert law[0].isnan().all() and law[1].isfinite().all()
+    distribution = truncated(probs, [p, p])
+    assert distribution[0].isnan().all() and distribution[1].isfinite().all()

@@ -18,7 +18,7 @@ SPECS = {
     "static tree": "eagle3:paceline/tiny-eagle3,branching=2x2x1",
     "best-first tree": "eagle3:paceline/tiny-eagle3,nodes=8",
 }
-LAWS = {
+PROBS = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 3},
     "sampled": {"temperature": 1.0},
@@ -38,20 +38,20 @@ def drafted(plain: LLM, request: pytest.FixtureRequest) -> LLM:
     return plain.beside(SPECS[request.param], draft_length=4, max_batch_size=4)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_an_enum_outside_the_draft_vocabulary(plain: LLM, drafted: LLM, law: str) -> None:
-    params = SamplingParams(grammar=GRAMMAR, max_tokens=24, **LAWS[law])  # type: ignore[arg-type]
+@pytest.mark.parametrize("distribution", PROBS)
+def test_an_enum_outside_the_draft_vocabulary(plain: LLM, drafted: LLM, distribution: str) -> None:
+    params = SamplingParams(grammar=GRAMMAR, max_tokens=24, **PROBS[distribution])  # type: ignore[arg-type]
     (alone,) = plain.generate(PROMPTS[1], BESIDE)
-    for _ in range(5 if "seed" not in LAWS[law] and LAWS[law] else 1):
+    for _ in range(5 if "seed" not in PROBS[distribution] and PROBS[distribution] else 1):
         own, beside = drafted.generate(PROMPTS, [params, BESIDE])
         assert own.finish_reason == "stop" and json.loads(own.text) in WORDS
         assert beside.token_ids == alone.token_ids
-        if law in ("greedy", "seeded"):
+        if distribution in ("greedy", "seeded"):
             assert own.token_ids == plain.generate(PROMPTS[0], params)[0].token_ids
     assert drafted.engine.cache.pool.available == drafted.engine.cache.num_blocks
 
 
-def test_without_a_seed_it_is_still_the_targets_law(plain: LLM) -> None:
+def test_without_a_seed_it_is_still_the_targets_distribution(plain: LLM) -> None:
     """Both words come, as often as in plain decoding: five standard deviations apart at most."""
     params = SamplingParams(grammar=GRAMMAR, max_tokens=24, temperature=2.0, n=150)
     counts = []

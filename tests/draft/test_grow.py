@@ -19,7 +19,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.grow import BestFirstTree, Growing, StaticTree, grow
 from paceline.draft.shape import Shape
-from paceline.verify.rule import Verifier
+from paceline.verify.verifier import Verifier
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ class Table:
         grow(trees, first, forward, torch.Generator().manual_seed(seed))
         return [tree.finish() for tree in trees]
 
-    def law(self, seq: SequenceState, path: Path) -> torch.Tensor:
-        """float32 [V]: the drafter's law after a string, for this request."""
+    def distribution(self, seq: SequenceState, path: Path) -> torch.Tensor:
+        """float32 [V]: the drafter's distribution after a string, for this request."""
         rows = Rows((seq,), (len(path),), torch.tensor([path], dtype=torch.int64))
         return probabilities(self.after(seq, path)[None], rows)[0]
 
@@ -143,8 +143,8 @@ def test_with_full_width_it_is_the_best_of_all_connected_trees(seed: int, nodes:
     for path in itertools.chain.from_iterable(
         itertools.product(range(vocab), repeat=n) for n in (1, 2)
     ):
-        law = torch.softmax(GREEDY_SHARPNESS * table.after(seq, path[:-1]), -1)
-        chance[path] = chance[path[:-1]] * float(law[path[-1]])
+        distribution = torch.softmax(GREEDY_SHARPNESS * table.after(seq, path[:-1]), -1)
+        chance[path] = chance[path[:-1]] * float(distribution[path[-1]])
     del chance[()]
     # Products fall along paths, so the likeliest nodes are connected and nothing can beat them.
     best = sum(sorted(chance.values(), reverse=True)[:nodes])
@@ -164,7 +164,9 @@ SHAPES = {
 
 def ranked_by_hand(table: Table, seq: SequenceState, path: Path) -> list[int]:
     """Tokens in the order in which candidates are taken, for requests without chance."""
-    scores = table.law(seq, path).log() if not seq.params.greedy else table.after(seq, path)
+    scores = (
+        table.distribution(seq, path).log() if not seq.params.greedy else table.after(seq, path)
+    )
     if seq.params.seed is not None:
         scores = scores + gumbel([seq.params.seed], [len(seq.tokens) + len(path)], VOCAB)[0]
     return scores.sort(descending=True).indices.tolist()
@@ -185,7 +187,7 @@ def test_static_tree_of_a_request_without_chance(shape: Shape, kind: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "sparse"])
-def test_static_tree_of_a_sampled_request_carries_its_laws(name: str) -> None:
+def test_static_tree_of_a_sampled_request_carries_its_distributions(name: str) -> None:
     shape, table, seq = SHAPES[name], Table(4), request(KINDS["sampled"])
     trees = []
     for seed in (1, 2, 1):
@@ -193,7 +195,7 @@ def test_static_tree_of_a_sampled_request_carries_its_laws(name: str) -> None:
         assert tree.draw is (Draw.WITHOUT_REPLACEMENT if shape.branches else Draw.IID)
         assert tree.q is not None
         for node, path in enumerate(strings(tree)):
-            assert torch.allclose(tree.q[node], table.law(seq, path[:-1]), atol=1e-6)
+            assert torch.allclose(tree.q[node], table.distribution(seq, path[:-1]), atol=1e-6)
         assert len(set(strings(tree))) == len(tree)
         check_slots(tree, slots, table.fed[0])
         trees.append(tree.tokens.tolist())
@@ -223,15 +225,15 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
 # --- the likeliest -------------------------------------------------------------------------------
 
 
-def test_likeliest_are_the_largest_laws() -> None:
+def test_likeliest_are_the_largest_distributions() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     for params in (SamplingParams(), SamplingParams(temperature=0.7, top_k=5)):
         rows = Rows((request(params),) * 6, (0,) * 6)
         sharp = torch.softmax(GREEDY_SHARPNESS * logits, -1)
-        law = sharp if params.greedy else probabilities(logits, rows)
+        distribution = sharp if params.greedy else probabilities(logits, rows)
         tokens, weights = likeliest(logits, rows, 4)
-        assert tokens.equal(law.topk(4).indices)
-        assert torch.allclose(weights, law.topk(4).values.log())
+        assert tokens.equal(distribution.topk(4).indices)
+        assert torch.allclose(weights, distribution.topk(4).values.log())
 
 
 def test_likeliest_of_a_mixed_batch() -> None:
@@ -243,7 +245,9 @@ def test_likeliest_of_a_mixed_batch() -> None:
         assert tokens[row].equal(own[0][0]) and torch.allclose(weights[row], own[1][0])
 
 
-def test_with_equal_laws_the_likeliest_of_a_seeded_request_is_the_verifiers_choice() -> None:
+def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verifiers_choice() -> (
+    None
+):
     """The same noise at the same position, at the root and below it."""
     for seed in range(40):
         seq, table = request(SamplingParams(temperature=1.0, seed=seed)), Table(seed)

@@ -105,7 +105,7 @@ def test_preempted_and_chunked_sequences_say_the_same(folders: dict[str, str]) -
 
 
 @pytest.mark.parametrize("tree", ["auto", "chain", "0/1/0.0/1.0/0.1"])
-def test_unseeded_sampling_follows_the_law(folders: dict[str, str], tree: str) -> None:
+def test_unseeded_sampling_follows_the_distribution(folders: dict[str, str], tree: str) -> None:
     """Second to fourth token over many runs, plain and speculative: a two-sample chi-square.
 
     Token ids are counted by their remainder of 3: 27 cells. The engine's seeds are fixed.
@@ -126,7 +126,7 @@ def test_unseeded_sampling_follows_the_law(folders: dict[str, str], tree: str) -
     assert statistic < 55.6  # 26 degrees of freedom, the 0.06 % point
 
 
-def test_sampled_trees_carry_the_law_of_each_level(folders: dict[str, str]) -> None:
+def test_sampled_trees_carry_the_distribution_of_each_level(folders: dict[str, str]) -> None:
     llm = LLM(
         folders["target"], f"medusa:{folders['shared']},nodes=9", dtype="float32", draft_length=3
     )

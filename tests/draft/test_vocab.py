@@ -196,7 +196,7 @@ def test_a_text_without_borders_is_read_again_and_again(
     assert done == expected
 
 
-def test_unseeded_intersection_follows_the_law(folders: dict[str, str]) -> None:
+def test_unseeded_intersection_follows_the_distribution(folders: dict[str, str]) -> None:
     """First two tokens of many runs, plain and drafted: a two-sample chi-square."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
     counts: list[dict[tuple[int, ...], int]] = []

@@ -1,13 +1,13 @@
-"""Exact output laws of speculative decoding, by enumeration of every random outcome.
+"""Exact output distributions of speculative decoding, by enumeration of every random outcome.
 
 Fake models are random tables over a tiny vocabulary; the logits after a context depend on its last
 two tokens. A drafter here is a function that lists all the drafts it could make, each with its
 probability. A step's emissions are a float64 vector over token strings, addressed by ``string
 id``: the empty string is 0, and s followed by x is ``1 + V * id(s) + x``.
 
-``step_law`` uses the pure functions of ``paceline.verify.laws`` (or a mutated copy of them); for
-the whole ``Verifier`` see ``placed.py``. ``joint_law`` chains steps, and ``plain_law`` is the
-target's own answer.
+``step_distribution`` uses the pure functions of ``paceline.verify.rules`` (or a mutated copy of
+them); for the whole ``Verifier`` see ``placed.py``. ``joint_distribution`` chains steps, and
+``plain_distribution`` is the target's own answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, children_of
-from paceline.verify import laws as real_laws
+from paceline.verify import rules as real_rules
 
 Context = tuple[int, ...]
 PROMPT: Context = (0, 1)
@@ -79,8 +79,9 @@ def strings(vocab: int, depth: int) -> tuple[Context, ...]:
     return tuple(itertools.chain.from_iterable(levels))
 
 
-def law_table(model: Fake, setting: Setting, context: Context, depth: int) -> torch.Tensor:
-    """float32 [number of strings, V]: the law after ``context`` and each drafted string."""
+def distribution_table(model: Fake, setting: Setting, context: Context, depth: int) -> torch.Tensor:
+    """float32 [number of strings, V]: the distribution after ``context`` and each drafted
+    string."""
     paths = strings(model.vocab, depth)
     request = setting.request(context)
     padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths]).long()
@@ -111,7 +112,7 @@ class Drafts:
         return torch.stack(ids, dim=1)
 
 
-# From the drafter's own law table (strings up to its depth) to all its drafts.
+# From the drafter's own distribution table (strings up to its depth) to all its drafts.
 Drafter = Callable[[torch.Tensor], list[Drafts]]
 
 
@@ -158,7 +159,8 @@ def point_tree(branching: Sequence[int]) -> Drafter:
 
 
 def best_first_tree(depth: int, nodes: int) -> Drafter:
-    """The ``nodes`` likeliest strings of up to ``depth`` tokens: the shape depends on the law."""
+    """The ``nodes`` likeliest strings of up to ``depth`` tokens: the shape depends on the
+    distribution."""
 
     def propose(table: torch.Tensor) -> list[Drafts]:
         vocab = table.shape[1]
@@ -197,8 +199,8 @@ def sampled_tree(branching: Sequence[int], draw: Draw = Draw.WITHOUT_REPLACEMENT
             for _ in nodes:
                 mass = left.sum(-1, keepdim=True)
                 arbitrary = torch.nn.functional.one_hot((~used).long().argmax(-1), vocab)
-                law = torch.where(mass > 0, left / mass, arbitrary.double())
-                extended = weights[:, None] * law  # [B, V]
+                distribution = torch.where(mass > 0, left / mass, arbitrary.double())
+                extended = weights[:, None] * distribution  # [B, V]
                 keep = extended.flatten() > 0
                 picked = every.repeat(len(weights))[keep]
                 source = torch.arange(len(weights)).repeat_interleave(vocab)[keep]
@@ -248,12 +250,12 @@ def _matched(drafts: Drafts, p: torch.Tensor) -> torch.Tensor:
 
 
 def _decided(
-    drafts: Drafts, p: torch.Tensor, method: str, laws: ModuleType = real_laws
+    drafts: Drafts, p: torch.Tensor, method: str, rules: ModuleType = real_rules
 ) -> torch.Tensor:
     """Stopping chances [B, n + 1, V] of ``siblings`` or ``block``."""
     count, rows, vocab = p.shape
     assert drafts.q is not None
-    outcome = getattr(laws, method)(
+    outcome = getattr(rules, method)(
         p.reshape(-1, vocab),
         drafts.q.reshape(-1, vocab),
         drafts.tokens.flatten(),
@@ -282,20 +284,20 @@ def _decided(
 Step = Callable[[Context], torch.Tensor]
 
 
-def step_law(
-    setting: Setting, drafter: Drafter, depth: int, method: str, laws: ModuleType = real_laws
+def step_distribution(
+    setting: Setting, drafter: Drafter, depth: int, method: str, rules: ModuleType = real_rules
 ) -> Step:
     """Emissions of one step, by enumerating drafts and decisions over the pure functions."""
 
     def step(context: Context) -> torch.Tensor:
-        target = law_table(setting.target, setting, context, depth)
+        target = distribution_table(setting.target, setting, context, depth)
         emitted = torch.zeros(len(strings(setting.vocab, depth + 1)), dtype=torch.float64)
-        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+        for drafts in drafter(distribution_table(setting.draft, setting, context, depth)):
             p = target[drafts.row_strings]
             if method == "match" or drafts.draw is Draw.POINT:
                 stopping = _matched(drafts, p)
             else:
-                stopping = _decided(drafts, p, method, laws)
+                stopping = _decided(drafts, p, method, rules)
             emitted += _emissions(drafts, depth, stopping)
         return emitted
 
@@ -305,8 +307,9 @@ def step_law(
 # --- several steps -------------------------------------------------------------------------------
 
 
-def joint_law(setting: Setting, step: Step, length: int) -> torch.Tensor:
-    """float64 [V ** length]: law of the first ``length`` tokens over as many steps as they take."""
+def joint_distribution(setting: Setting, step: Step, length: int) -> torch.Tensor:
+    """float64 [V ** length]: distribution of the first ``length`` tokens over as many steps as they
+    take."""
     vocab = setting.vocab
     known: dict[tuple[Context, int], torch.Tensor] = {}
 
@@ -315,7 +318,7 @@ def joint_law(setting: Setting, step: Step, length: int) -> torch.Tensor:
             return torch.ones(1, dtype=torch.float64)
         if (context, left) in known:
             return known[context, left]
-        law = torch.zeros(vocab**left, dtype=torch.float64)
+        distribution = torch.zeros(vocab**left, dtype=torch.float64)
         emitted = step(context)
         depth = next(d for d in itertools.count() if len(strings(vocab, d)) >= len(emitted))
         for string, weight in zip(strings(vocab, depth), emitted.tolist(), strict=True):
@@ -325,26 +328,26 @@ def joint_law(setting: Setting, step: Step, length: int) -> torch.Tensor:
             head = string[:left]
             tail = joint((*context, *head), left - len(head))
             at = sum(token * vocab ** (left - 1 - i) for i, token in enumerate(head))
-            law[at : at + len(tail)] += weight * tail
-        known[context, left] = law
-        return law
+            distribution[at : at + len(tail)] += weight * tail
+        known[context, left] = distribution
+        return distribution
 
     return joint(PROMPT, length)
 
 
-def plain_law(setting: Setting, length: int) -> torch.Tensor:
+def plain_distribution(setting: Setting, length: int) -> torch.Tensor:
     """The target alone: one committed token after another, no draft."""
 
     def step(context: Context) -> torch.Tensor:
-        law = law_table(setting.target, setting, context, 0)[0].double()
-        return torch.cat((torch.zeros(1, dtype=torch.float64), law))
+        distribution = distribution_table(setting.target, setting, context, 0)[0].double()
+        return torch.cat((torch.zeros(1, dtype=torch.float64), distribution))
 
-    return joint_law(setting, step, length)
+    return joint_distribution(setting, step, length)
 
 
-def distance(law: torch.Tensor, other: torch.Tensor) -> float:
+def distance(distribution: torch.Tensor, other: torch.Tensor) -> float:
     """Total variation; infinite if either is not even a vector of numbers."""
-    value = float((law - other).abs().sum() / 2)
+    value = float((distribution - other).abs().sum() / 2)
     return value if value == value else float("inf")
 
 
@@ -354,8 +357,8 @@ def error(
     depth: int,
     method: str,
     length: int = 3,
-    laws: ModuleType = real_laws,
+    rules: ModuleType = real_rules,
 ) -> float:
     """Total variation between speculative and plain decoding of ``length`` tokens."""
-    step = step_law(setting, drafter, depth, method, laws)
-    return distance(joint_law(setting, step, length), plain_law(setting, length))
+    step = step_distribution(setting, drafter, depth, method, rules)
+    return distance(joint_distribution(setting, step, length), plain_distribution(setting, length))

@@ -1,4 +1,4 @@
-"""Exact output laws through the whole ``Verifier``: its uniforms are placed by hand.
+"""Exact output distributions through the whole ``Verifier``: its uniforms are placed by hand.
 
 One uniform in every interval that can matter, weighted by the length of the interval: nothing is
 left to chance, and walking, indexing and the one transfer are part of what is checked.
@@ -18,16 +18,16 @@ from harness import (
     Setting,
     Step,
     distance,
-    joint_law,
-    law_table,
-    plain_law,
+    distribution_table,
+    joint_distribution,
+    plain_distribution,
     strings,
 )
 
 from paceline.core.batch import Check, Verdict
 from paceline.core.tree import TokenTree
-from paceline.verify import laws as real_laws
-from paceline.verify.rule import Verifier
+from paceline.verify import rules as real_rules
+from paceline.verify.verifier import Verifier
 
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
 
@@ -42,9 +42,9 @@ class Placed(Verifier):
         return self.uniforms
 
 
-def _intervals(laws: torch.Tensor) -> list[Option]:
-    """The intervals in which none of the rows of laws [n, V] changes its choice."""
-    ends = laws.double().cumsum(-1)
+def _intervals(probs: torch.Tensor) -> list[Option]:
+    """The intervals in which none of the rows of distributions [n, V] changes its choice."""
+    ends = probs.double().cumsum(-1)
     cuts = torch.cat((torch.zeros(1), (ends / ends[:, -1:]).flatten())).clamp(max=1.0)
     return [
         ((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts.unique().tolist())
@@ -60,7 +60,7 @@ def _options(p: torch.Tensor, drafts: Drafts, index: int, method: str) -> list[l
         return [_intervals(row.unsqueeze(0)) for row in p]
     assert drafts.q is not None
     parents, tokens = drafts.parents, drafts.tokens[index]
-    outcome = getattr(real_laws, method)(p, drafts.q[index], tokens, (parents,))
+    outcome = getattr(real_rules, method)(p, drafts.q[index], tokens, (parents,))
     deciding = [
         [(chance / 2, chance), ((1 + chance) / 2, 1 - chance)]
         for chance in outcome.accept.double().tolist()
@@ -77,7 +77,7 @@ def _judged(
     paths = strings(setting.vocab, len(drafts.parents))
     logits = setting.target([(*context, *paths[i]) for i in ids.tolist()])
     request = setting.request(context)
-    p = law_table(setting.target, setting, context, len(drafts.parents))[ids]
+    p = distribution_table(setting.target, setting, context, len(drafts.parents))[ids]
     combinations = [
         combination
         for combination in itertools.product(*_options(p, drafts, index, method))
@@ -95,7 +95,7 @@ def _judged(
         yield verdict, math.prod(width for _, width in combination)
 
 
-def verifier_law(
+def verifier_distribution(
     setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str
 ) -> Step:
     """Emissions of one step through the whole ``Verifier``, each weighted by its interval.
@@ -105,7 +105,7 @@ def verifier_law(
 
     def step(context: Context) -> torch.Tensor:
         emitted = torch.zeros(len(strings(setting.vocab, depth + 1)), dtype=torch.float64)
-        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+        for drafts in drafter(distribution_table(setting.draft, setting, context, depth)):
             for index, weight in enumerate(drafts.weights.tolist()):
                 judged = _judged(setting, drafts, index, context, verifier, method)
                 for verdict, chance in judged:
@@ -128,8 +128,10 @@ def verifier_error(
     setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str, length: int = 2
 ) -> float:
     """Total variation from plain decoding; 1 if a step lacks the target's own token."""
-    step = verifier_law(setting, drafter, depth, verifier, method)
+    step = verifier_distribution(setting, drafter, depth, verifier, method)
     try:
-        return distance(joint_law(setting, step, length), plain_law(setting, length))
+        return distance(
+            joint_distribution(setting, step, length), plain_distribution(setting, length)
+        )
     except MissingToken:
         return 1.0

@@ -1,4 +1,5 @@
-"""Constrained decoding keeps the law: the target's own, with what is forbidden at probability 0."""
+"""Constrained decoding keeps the distribution: the target's own, with what is forbidden at
+probability 0."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import torch
 from harness import (
     Setting,
     distance,
-    joint_law,
-    plain_law,
+    joint_distribution,
+    plain_distribution,
     point_tree,
     sampled_chain,
     sampled_tree,
-    step_law,
+    step_distribution,
 )
-from placed import Placed, verifier_law
+from placed import Placed, verifier_distribution
 
 from paceline.core.params import SamplingParams
 
@@ -60,13 +61,17 @@ def constrained(params, vocab=4, seed=5):
 def test_law_is_the_constrained_targets(case, params):
     drafter, depth, method = case
     setting = constrained(params)
-    expected = plain_law(setting, 3)
+    expected = plain_distribution(setting, 3)
     assert (
-        distance(joint_law(setting, step_law(setting, drafter, depth, method), 3), expected) < 1e-6
+        distance(
+            joint_distribution(setting, step_distribution(setting, drafter, depth, method), 3),
+            expected,
+        )
+        < 1e-6
     )
     repeats = expected.view(4, 4, 4).diagonal(dim1=0, dim2=1)
     assert float(repeats.abs().sum()) == 0.0
-    assert distance(expected, plain_law(replace(setting, constraint=None), 3)) > 0.01
+    assert distance(expected, plain_distribution(replace(setting, constraint=None), 3)) > 0.01
 
 
 @pytest.mark.parametrize("method", ["match", "siblings", "block"])
@@ -75,8 +80,8 @@ def test_through_the_whole_verifier(method):
     setting = constrained(params, vocab=3)
     drafter = point_tree((2, 1)) if method == "match" else sampled_chain(2)
     verifier = Placed("token" if method == "siblings" else "auto")
-    step = verifier_law(setting, drafter, 2, verifier, method)
-    assert distance(joint_law(setting, step, 2), plain_law(setting, 2)) < 1e-6
+    step = verifier_distribution(setting, drafter, 2, verifier, method)
+    assert distance(joint_distribution(setting, step, 2), plain_distribution(setting, 2)) < 1e-6
 
 
 def test_a_drafter_that_knows_nothing_of_it_is_as_lossless():
@@ -85,23 +90,28 @@ def test_a_drafter_that_knows_nothing_of_it_is_as_lossless():
     ignorant = replace(setting, constraint=None)
 
     def step_of(method):
-        from harness import law_table
+        from harness import distribution_table
 
         table = {}
 
         def drafter(_):
             return sampled_chain(2)(table["draft"])
 
-        inner = step_law(setting, drafter, 2, method)
+        inner = step_distribution(setting, drafter, 2, method)
 
         def step(context):
-            table["draft"] = law_table(ignorant.draft, ignorant, context, 2)
+            table["draft"] = distribution_table(ignorant.draft, ignorant, context, 2)
             return inner(context)
 
         return step
 
     for method in ("siblings", "block"):
-        assert distance(joint_law(setting, step_of(method), 3), plain_law(setting, 3)) < 1e-6
+        assert (
+            distance(
+                joint_distribution(setting, step_of(method), 3), plain_distribution(setting, 3)
+            )
+            < 1e-6
+        )
 
 
 def test_forgetting_the_path_is_noticed():
@@ -113,5 +123,7 @@ def test_forgetting_the_path_is_noticed():
 
     setting = constrained(PARAMS["plain"])
     broken = replace(setting, constraint=lambda context: Forgetful(context, 4))
-    law = joint_law(setting, step_law(broken, sampled_chain(2), 2, "block"), 3)
-    assert distance(law, plain_law(setting, 3)) > 0.01
+    distribution = joint_distribution(
+        setting, step_distribution(broken, sampled_chain(2), 2, "block"), 3
+    )
+    assert distance(distribution, plain_distribution(setting, 3)) > 0.01

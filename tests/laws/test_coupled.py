@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from harness import Fake, SamplingParams, Setting, law_table, tree_parents
+from harness import Fake, SamplingParams, Setting, distribution_table, tree_parents
 
 from paceline.core.batch import Check
 from paceline.core.draws import draft, draw_of
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
-from paceline.verify.rule import Verifier
+from paceline.verify.verifier import Verifier
 
 VOCAB, LENGTH = 24, 30
 TARGET = Fake(VOCAB, 0, scale=2.0)
@@ -48,7 +48,7 @@ def from_model(branching):
     parents = tree_parents(branching)
 
     def propose(seq):
-        contexts, tokens, laws = [[]], [], []
+        contexts, tokens, probs = [[]], [], []
         first = 0  # first row of the level
         for depth, width in enumerate(branching):
             level = contexts[first:]
@@ -62,9 +62,9 @@ def from_model(branching):
                     contexts.append([*path, token])
                     tokens.append(token)
                     if drafted.q is not None:
-                        laws.append(drafted.q[row])
+                        probs.append(drafted.q[row])
         siblings = max(branching) > 1
-        q = torch.stack(laws) if laws else None
+        q = torch.stack(probs) if probs else None
         return TokenTree(torch.tensor(tokens), parents, draw_of(seq, siblings), q)
 
     return propose
@@ -146,7 +146,7 @@ def test_coupled_drafts_are_accepted_often():
     chances, shared, hits = [], [], []
     for start in range(VOCAB):
         context = (0, 1, start)
-        p, q = (law_table(m, setting, context, 0)[0] for m in (TARGET, DRAFT))
+        p, q = (distribution_table(m, setting, context, 0)[0] for m in (TARGET, DRAFT))
         tv = float((p - q).abs().sum() / 2)
         chances.append((1 - tv) / (1 + tv))
         shared.append(float((p * q).sum()))
@@ -160,17 +160,17 @@ def test_coupled_drafts_are_accepted_often():
     assert rate > sum(shared) / len(shared) + 0.1
 
 
-def chi_square(counts, law):
-    expected = law.double() * counts.sum()
+def chi_square(counts, distribution):
+    expected = distribution.double() * counts.sum()
     keep = expected > 0
     assert not counts[~keep].any()
     return float(((counts - expected)[keep] ** 2 / expected[keep]).sum()), int(keep.sum()) - 1
 
 
-def test_texts_over_seeds_follow_the_law():
-    """Two tokens, jointly, over 6000 seeds: chi-square against the target's own law."""
+def test_texts_over_seeds_follow_the_distribution():
+    """Two tokens, jointly, over 6000 seeds: chi-square against the target's own distribution."""
     setting = Setting.random(3, SamplingParams(temperature=1.0), seed=4)
-    first = law_table(setting.target, setting, (0, 1), 1)
+    first = distribution_table(setting.target, setting, (0, 1), 1)
     joint = (first[0][:, None] * first[1:4]).flatten()
     counts = torch.zeros(9)
     seqs = [
@@ -208,12 +208,12 @@ def test_unseeded_drafting_and_verifying_end_to_end():
         checks.append(Check(seq, 3 * row, tree))
         contexts = [(0, 1), *((0, 1, token) for token in tree.tokens.tolist())]
         logits.append(setting.target(contexts))
-    table = law_table(setting.target, setting, (0, 1), 1)
+    table = distribution_table(setting.target, setting, (0, 1), 1)
     pairs = torch.zeros(9)
     for verdict in verifier(torch.cat(logits), checks):
         if len(verdict.tokens) == 2:
             pairs[3 * verdict.tokens[0] + verdict.tokens[1]] += 1
-        else:  # the second token is another step's: its law is the table's
+        else:  # the second token is another step's: its distribution is the table's
             pairs[3 * verdict.tokens[0] : 3 * verdict.tokens[0] + 3] += table[1 + verdict.tokens[0]]
     statistic, _ = chi_square(pairs, (table[0][:, None] * table[1:4]).flatten())
     assert statistic < 26.1
@@ -221,7 +221,7 @@ def test_unseeded_drafting_and_verifying_end_to_end():
     for first, second in drafted.tokens.tolist():
         order[3 * first + second] += 1
     q = drafted.q[0]
-    law = torch.stack([q[a] * q / (1 - q[a]) for a in range(3)])
-    law.fill_diagonal_(0.0)
-    statistic, freedom = chi_square(order, law.flatten())
+    distribution = torch.stack([q[a] * q / (1 - q[a]) for a in range(3)])
+    distribution.fill_diagonal_(0.0)
+    statistic, freedom = chi_square(order, distribution.flatten())
     assert freedom == 5 and statistic < 20.5

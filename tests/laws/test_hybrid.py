@@ -1,4 +1,5 @@
-"""Choosing between drafters leaves the law alone, as long as no sampled tree is looked at."""
+"""Choosing between drafters leaves the distribution alone, as long as no sampled tree is looked
+at."""
 
 from types import ModuleType
 
@@ -118,7 +119,8 @@ def test_judging_a_sampled_proposal_by_its_size_is_caught() -> None:
 
 
 def test_a_choice_by_the_past_alone_is_lossless_at_every_state() -> None:
-    """Whatever the members' record, the law stays: here one of them is known to be useless."""
+    """Whatever the members' record, the distribution stays: here one of them is known to be
+    useless."""
 
     class Experienced(hybrid.Hybrid):
         def calibrate(self, steps, profiles):

@@ -1,4 +1,4 @@
-"""Every drafter kind under every rule has the target's own law, exactly."""
+"""Every drafter kind under every rule has the target's own distribution, exactly."""
 
 import itertools
 
@@ -10,14 +10,14 @@ from harness import (
     SamplingParams,
     Setting,
     best_first_tree,
+    distribution_table,
     empty,
     error,
-    joint_law,
-    law_table,
+    joint_distribution,
     point_tree,
     sampled_chain,
     sampled_tree,
-    step_law,
+    step_distribution,
     strings,
     tree_parents,
 )
@@ -25,8 +25,8 @@ from placed import Placed, verifier_error
 
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
-from paceline.verify import laws
-from paceline.verify.rule import Check, method_of
+from paceline.verify import rules
+from paceline.verify.verifier import Check, method_of
 
 PARAMS = {
     "plain": SamplingParams(temperature=1.0),
@@ -72,16 +72,16 @@ CASES = {
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_law_of_three_tokens_is_the_targets(case, params):
+def test_distribution_of_three_tokens_is_the_targets(case, params):
     drafter, depth, method, vocab = case
     assert error(Setting.random(vocab, params), drafter, depth, method) < 1e-6
 
 
 def test_best_first_trees_take_many_shapes():
-    """So the cases above do cover trees whose shape the law of the context decides."""
+    """So the cases above do cover trees whose shape the distribution of the context decides."""
     setting, shapes = Setting.random(4, PARAMS["plain"]), set()
     for context in itertools.product(range(4), repeat=2):
-        (drafts,) = best_first_tree(3, 5)(law_table(setting.draft, setting, context, 3))
+        (drafts,) = best_first_tree(3, 5)(distribution_table(setting.draft, setting, context, 3))
         shapes.add(drafts.parents)
     assert len(shapes) > 5
 
@@ -119,7 +119,8 @@ def test_draft_that_knows_a_part_of_the_vocabulary(method):
 
 
 def hollow(drafter, vocab, depth, share=3):
-    """The drafter, with nothing to propose after every ``share``-th string: a law of zeros."""
+    """The drafter, with nothing to propose after every ``share``-th string: a distribution of
+    zeros."""
 
     def propose(table):
         keep = [number % share != 1 for number in range(len(strings(vocab, depth)))]
@@ -133,15 +134,15 @@ def hollow(drafter, vocab, depth, share=3):
 @pytest.mark.parametrize(
     "case", ["chain, block", "chain, token rule", "siblings", "bushy siblings"]
 )
-def test_a_draft_law_that_is_empty_here_and_there(case, share, name):
-    """What was put there instead is refused, and the law is the target's own."""
+def test_a_draft_distribution_that_is_empty_here_and_there(case, share, name):
+    """What was put there instead is refused, and the distribution is the target's own."""
     drafter, depth, method, vocab = CASES[case]
     setting = Setting.random(vocab, PARAMS[name], seed=4)
     assert error(setting, hollow(drafter, vocab, depth, share), depth, method) < 1e-6
 
 
 @pytest.mark.parametrize("case", ["chain, block", "chain, token rule", "siblings"])
-def test_the_verifier_refuses_what_an_empty_law_proposes(case):
+def test_the_verifier_refuses_what_an_empty_distribution_proposes(case):
     drafter, depth, rule, method = VERIFIED[case]
     setting = Setting.random(3, PARAMS["plain"], seed=3)
     own = hollow(drafter, 3, depth, 2)
@@ -149,12 +150,13 @@ def test_the_verifier_refuses_what_an_empty_law_proposes(case):
 
 
 def test_block_accepts_more_than_the_token_rule():
-    """Mean tokens of one step, exactly; on average over laws and never less for any of them."""
+    """Mean tokens of one step, exactly; on average over distributions and never less for any of
+    them."""
     gains = []
     for seed in range(5):
         setting = Setting.random(3, PARAMS["plain"], seed=10 * seed)
         token, block = (
-            _mean_tokens(setting, step_law(setting, sampled_chain(3), 3, method))
+            _mean_tokens(setting, step_distribution(setting, sampled_chain(3), 3, method))
             for method in ("siblings", "block")
         )
         gains.append(block - token)
@@ -171,8 +173,8 @@ def _mean_tokens(setting, step):
 def test_a_chain_of_siblings_is_the_token_rule():
     """Same acceptance under both labels, so IID chains may share the siblings' code."""
     setting = Setting.random(3, PARAMS["plain"])
-    chain = step_law(setting, sampled_chain(2), 2, "siblings")
-    tree = step_law(setting, sampled_tree((1, 1)), 2, "siblings")
+    chain = step_distribution(setting, sampled_chain(2), 2, "siblings")
+    tree = step_distribution(setting, sampled_tree((1, 1)), 2, "siblings")
     assert chain((0, 1)).equal(tree((0, 1)))
 
 
@@ -194,7 +196,7 @@ VERIFIED = {
 
 @pytest.mark.parametrize("name", ["plain", "top_p", "penalties", "min_tokens"])
 @pytest.mark.parametrize("case", VERIFIED.values(), ids=VERIFIED.keys())
-def test_verifier_follows_the_law(case, name):
+def test_verifier_follows_the_distribution(case, name):
     drafter, depth, rule, method = case
     setting = Setting.random(3, PARAMS[name], seed=3)
     assert verifier_error(setting, drafter, depth, Placed(rule), method) < 1e-6
@@ -202,8 +204,8 @@ def test_verifier_follows_the_law(case, name):
 
 def test_which_method_decides():
     free, seeded = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=1)
-    ones = laws.torch.full((2, 3), 1 / 3)
-    tokens = laws.torch.tensor([0, 1])
+    ones = rules.torch.full((2, 3), 1 / 3)
+    tokens = rules.torch.tensor([0, 1])
 
     def method(params, draw, rule="auto"):
         tree = TokenTree(tokens, chain_parents(2), draw, ones)
@@ -218,19 +220,19 @@ def test_which_method_decides():
     assert method(free, Draw.POINT) == "match"
 
 
-def test_harness_sees_a_wrong_law():
+def test_harness_sees_a_wrong_distribution():
     """A drafter whose q is not what it draws from must be caught: the check itself works."""
     setting = Setting.random(3, PARAMS["plain"])
     honest = sampled_chain(2)
 
     def lying(table):
         (drafts,) = honest(table)
-        uniform = laws.torch.full_like(drafts.q, 1 / 3)
+        uniform = rules.torch.full_like(drafts.q, 1 / 3)
         return [
             type(drafts)(tree_parents((1, 1)), Draw.IID, drafts.tokens, drafts.weights, 3, uniform)
         ]
 
     for method in ("siblings", "block"):
         assert error(setting, lying, 2, method) > 1e-3
-        law = joint_law(setting, step_law(setting, lying, 2, method), 2)
-        assert abs(float(law.sum()) - 1) < 1e-6
+        distribution = joint_distribution(setting, step_distribution(setting, lying, 2, method), 2)
+        assert abs(float(distribution.sum()) - 1) < 1e-6

@@ -15,26 +15,27 @@ EXACT, CAUGHT = 1e-6, 1e-3
 def crossed(paths, level_strings=(0, 2), order=None):
     """Every draft of a tree of two levels, each level drawn once without replacement.
 
-    The law of a level is that after a fixed string: it knows nothing of the drafted tokens.
+    The distribution of a level is that after a fixed string: it knows nothing of the drafted
+    tokens.
     """
     shape = Shape.of_paths(paths)
     depths = [1 if parent < 0 else 2 for parent in shape.parents]
 
     def propose(table):
         vocab = table.shape[1]
-        laws = [table[string].double() for string in level_strings]
+        probs = [table[string].double() for string in level_strings]
         tokens, weights = [], []
         for draws in itertools.product(itertools.permutations(range(vocab)), repeat=2):
             chance = 1.0
-            for law, drawn in zip(laws, draws, strict=True):
-                left = law.clone()
+            for distribution, drawn in zip(probs, draws, strict=True):
+                left = distribution.clone()
                 for token in drawn:
                     chance *= float(left[token] / left.sum())
                     left[token] = 0.0
             nodes = zip(depths, shape.ranks, strict=True)
             tokens.append([draws[depth - 1][rank] for depth, rank in nodes])
             weights.append(chance)
-        q = torch.stack([laws[depth - 1] for depth in depths]).float()
+        q = torch.stack([probs[depth - 1] for depth in depths]).float()
         q = q.expand(len(tokens), *q.shape)
         weight = torch.tensor(weights, dtype=torch.float64)
         drawn = Draw.WITHOUT_REPLACEMENT
@@ -48,7 +49,7 @@ def test_one_draw_a_level_is_lossless(paths):
     assert error(Setting.random(3, PLAIN), crossed(paths), 2, "siblings") < EXACT
 
 
-def test_the_law_of_another_level_is_caught():
+def test_the_distribution_of_another_level_is_caught():
     setting = Setting.random(3, PLAIN)
     honest = crossed([(0, 0), (0, 1), (1, 0)])
 

@@ -1,4 +1,4 @@
-"""Planted bugs that the law check must catch: each is a mutation of the real source, or a drafter.
+"""Planted bugs that the law tests must catch: each is a mutation of the real source, or a drafter.
 
 A mutation names the text it replaces, so it fails loudly when the code moves on.
 """
@@ -21,7 +21,7 @@ from harness import (
 )
 from placed import Placed, verifier_error
 
-from paceline.verify import laws, rule
+from paceline.verify import rules, verifier
 
 PLAIN = SamplingParams(temperature=1.0)
 COOL = SamplingParams(temperature=0.5)
@@ -39,7 +39,7 @@ def mutated(module: ModuleType, old: str, new: str) -> ModuleType:
     return copy
 
 
-LAW_MUTATIONS = {
+RULES_MUTATIONS = {
     "siblings: residual without clamping": (
         "(target - draft).clamp_(min=0.0)",
         "(target - draft)",
@@ -88,17 +88,17 @@ LAW_MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", LAW_MUTATIONS.values(), ids=LAW_MUTATIONS.keys())
-def test_mutated_law_is_caught(mutation):
+@pytest.mark.parametrize("mutation", RULES_MUTATIONS.values(), ids=RULES_MUTATIONS.keys())
+def test_mutated_rules_are_caught(mutation):
     old, new, method = mutation
     setting = Setting.random(3, PLAIN)
     drafter = sampled_chain(3) if method == "block" else sampled_tree((2, 2))
     depth = 3 if method == "block" else 2
     assert error(setting, drafter, depth, method) < EXACT
-    assert error(setting, drafter, depth, method, laws=mutated(laws, old, new)) > CAUGHT
+    assert error(setting, drafter, depth, method, rules=mutated(rules, old, new)) > CAUGHT
 
 
-RULE_MUTATIONS = {
+VERIFIER_MUTATIONS = {
     "no bonus token": (
         "emitted = (*(own[i] for i in path), own_choices[end])",
         "emitted = (*(own[i] for i in path), *own_choices[end : n])",
@@ -113,12 +113,12 @@ RULE_MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", RULE_MUTATIONS.values(), ids=RULE_MUTATIONS.keys())
+@pytest.mark.parametrize("mutation", VERIFIER_MUTATIONS.values(), ids=VERIFIER_MUTATIONS.keys())
 def test_mutated_verifier_is_caught(mutation):
     setting = Setting.random(3, PLAIN)
     chain = sampled_chain(2)
     assert verifier_error(setting, chain, 2, Placed("block"), "block") < EXACT
-    wrong = mutated(rule, *mutation)
+    wrong = mutated(verifier, *mutation)
 
     class WrongPlaced(Placed, wrong.Verifier):
         _verdicts, _path = wrong.Verifier._verdicts, wrong.Verifier._path
@@ -130,7 +130,7 @@ def test_mutated_verifier_is_caught(mutation):
 
 
 def test_argmax_draft_accepted_with_the_softmax_is_caught():
-    """The draft was a point mass; its softmax is not the law it was drawn from."""
+    """The draft was a point mass; its softmax is not the distribution it was drawn from."""
     setting = Setting.random(3, PLAIN)
     chosen = point_tree((1, 1))
 
@@ -145,13 +145,13 @@ def test_argmax_draft_accepted_with_the_softmax_is_caught():
 
 
 def test_q_before_temperature_is_caught():
-    """Drawn at temperature 0.5, declared as at 1: q must be the law after processing."""
+    """Drawn at temperature 0.5, declared as at 1: q must be the distribution after processing."""
     setting = Setting.random(3, COOL)
 
     def declared_warm(honest):
         def propose(table):
             (d,) = honest(table)
-            warm = d.q.sqrt()  # the law at twice the temperature, up to its norm
+            warm = d.q.sqrt()  # the distribution at twice the temperature, up to its norm
             return [Drafts(d.parents, d.draw, d.tokens, d.weights, 3, warm / warm.sum(-1, True))]
 
         return propose

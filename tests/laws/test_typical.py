@@ -1,4 +1,4 @@
-"""Typical acceptance is lossy, and the law check sees it."""
+"""Typical acceptance is lossy, and the distribution check sees it."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from harness import (
     SamplingParams,
     Setting,
     distance,
-    joint_law,
-    law_table,
-    plain_law,
+    distribution_table,
+    joint_distribution,
+    plain_distribution,
     point_tree,
     sampled_chain,
     sampled_tree,
@@ -22,15 +22,16 @@ from paceline.verify.typical import TypicalVerifier
 PLAIN = SamplingParams(temperature=1.0)
 
 
-def typical_law(setting, drafter, depth):
-    """Emissions of one step: the paths are certain, the last token follows the target's law."""
+def typical_distribution(setting, drafter, depth):
+    """Emissions of one step: the paths are certain, the last token follows the target's
+    distribution."""
 
     def step(context):
         vocab = setting.vocab
         emitted = torch.zeros(len(strings(vocab, depth + 1)), dtype=torch.float64)
-        table = law_table(setting.target, setting, context, depth)
+        table = distribution_table(setting.target, setting, context, depth)
         paths = strings(vocab, depth)
-        for drafts in drafter(law_table(setting.draft, setting, context, depth)):
+        for drafts in drafter(distribution_table(setting.draft, setting, context, depth)):
             for index, weight in enumerate(drafts.weights.tolist()):
                 ids = drafts.row_strings[index]
                 logits = setting.target([(*context, *paths[i]) for i in ids.tolist()])
@@ -50,13 +51,15 @@ def typical_law(setting, drafter, depth):
 @pytest.mark.parametrize("drafter", [sampled_chain(2), sampled_tree((2, 1)), point_tree((2, 1))])
 def test_the_law_check_catches_it(drafter):
     setting = Setting.random(3, PLAIN)
-    law = joint_law(setting, typical_law(setting, drafter, 2), 2)
-    assert float(law.sum()) == pytest.approx(1.0, abs=1e-6)  # a law, but another one
-    assert distance(law, plain_law(setting, 2)) > 0.02
+    distribution = joint_distribution(setting, typical_distribution(setting, drafter, 2), 2)
+    assert float(distribution.sum()) == pytest.approx(
+        1.0, abs=1e-6
+    )  # a distribution, but another one
+    assert distance(distribution, plain_distribution(setting, 2)) > 0.02
 
 
 def test_without_drafts_it_is_plain_decoding():
     setting = Setting.random(3, PLAIN)
     empty = point_tree(())
-    law = joint_law(setting, typical_law(setting, empty, 0), 2)
-    assert distance(law, plain_law(setting, 2)) < 1e-6
+    distribution = joint_distribution(setting, typical_distribution(setting, empty, 0), 2)
+    assert distance(distribution, plain_distribution(setting, 2)) < 1e-6

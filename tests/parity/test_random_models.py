@@ -163,7 +163,8 @@ def test_the_target_as_its_own_draft_is_always_right(folders: dict[str, str], ru
 
 
 def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> None:
-    """Greedy, seeded, penalised and unseeded requests side by side; each gets its own law."""
+    """Greedy, seeded, penalised and unseeded requests side by side; each gets its own
+    distribution."""
     wishes = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
     llm = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
     got = llm.generate(PROMPTS, wishes)
@@ -260,8 +261,8 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, 
     tight.engine.cache.check()
 
 
-def test_unseeded_sampling_follows_the_law(folders: dict[str, str], plain: LLM) -> None:
-    """First two tokens over many runs: plain and speculative counts come from one law.
+def test_unseeded_sampling_follows_the_distribution(folders: dict[str, str], plain: LLM) -> None:
+    """First two tokens over many runs: plain and speculative counts come from one distribution.
 
     A two-sample chi-square over the commonest pairs; the engine seeds are fixed.
     """

@@ -9,7 +9,7 @@ import torch
 from paceline import DataError
 from paceline.train.data import Stream
 from paceline.train.documents import Documents
-from paceline.train.unrolled import Places, law_loss, mixed_laws
+from paceline.train.unrolled import Places, mixed_probs, soft_cross_entropy
 
 
 def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> Stream:
@@ -88,12 +88,12 @@ def test_places_of_several_windows() -> None:
 def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 40, generator=generator, requires_grad=True)
-    laws = torch.randn(30, 40, generator=generator).softmax(-1)
+    probs = torch.randn(30, 40, generator=generator).softmax(-1)
     index = torch.randint(30, (150,), generator=generator)
     weights = torch.rand(150, generator=generator)
-    expected = -((laws[index] * logits.log_softmax(-1)).sum(-1) * weights).sum()
+    expected = -((probs[index] * logits.log_softmax(-1)).sum(-1) * weights).sum()
     (wanted,) = torch.autograd.grad(2 * expected, logits)
-    found = law_loss(logits, laws, index, weights)
+    found = soft_cross_entropy(logits, probs, index, weights)
     (gradient,) = torch.autograd.grad(2 * found, logits)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, wanted)
@@ -102,6 +102,6 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_laws_with_a_share_for_the_likeliest_token(share: float) -> None:
     logits = torch.randn(600, 11, generator=torch.Generator().manual_seed(1))
-    laws = mixed_laws(600, lambda rows: logits[rows], share)
+    probs = mixed_probs(600, lambda rows: logits[rows], share)
     best = torch.nn.functional.one_hot(logits.argmax(-1), 11)
-    torch.testing.assert_close(laws, (1 - share) * logits.softmax(-1) + share * best)
+    torch.testing.assert_close(probs, (1 - share) * logits.softmax(-1) + share * best)

@@ -205,14 +205,14 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
 # -- losses ---------------------------------------------------------------------------------------
 
 
-def laws() -> tuple[torch.Tensor, torch.Tensor]:
+def probs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 5, 7, generator=generator)
     return logits, teacher
 
 
 def test_total_variation_is_the_chance_of_rejection() -> None:
-    logits, teacher = laws()
+    logits, teacher = probs()
     p, q = teacher.softmax(-1), logits.softmax(-1)
     expected = 0.5 * (p - q).abs().sum(-1).mean()
     torch.testing.assert_close(total_variation(p, q), expected)
@@ -223,7 +223,7 @@ def test_total_variation_is_the_chance_of_rejection() -> None:
 
 def test_total_variation_pulls_the_draft_to_the_target() -> None:
     """Descending it, tokens drafted too often lose and those drafted too seldom gain."""
-    logits, teacher = laws()
+    logits, teacher = probs()
     logits = logits[:1].requires_grad_()
     p = teacher[:1].softmax(-1)
     total_variation(p, logits.softmax(-1)).backward()
@@ -244,7 +244,7 @@ def test_total_variation_pulls_the_draft_to_the_target() -> None:
 
 
 def test_a_mixture_of_losses() -> None:
-    logits, teacher = laws()
+    logits, teacher = probs()
     targets = torch.arange(5)
     kl = distillation_loss(logits, teacher, targets, 0.0)
     tv = distillation_loss(logits, teacher, targets, 0.0, tv_weight=1.0)

@@ -290,13 +290,13 @@ def test_the_loss_is_that_of_single_drafts(
         seen = trainer.observe(ids, learn)
         found = float(trainer.loss(seen))
         out = trainer.target(input_ids=ids)
-        laws = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
+        probs = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
         total_loss = 0.0
         for t in range(3, 12):
             for j, logits in enumerate(chain_logits(head, seen, t)):
                 known = version == 1 or (t + 2 + j < 14 and bool(head.t2d[ids[0, t + 2 + j]]))
                 if t + 2 + j < 14 and known:
-                    nats = -(laws[t + 1 + j] * logits.log_softmax(-1)).sum()
+                    nats = -(probs[t + 1 + j] * logits.log_softmax(-1)).sum()
                     total_loss += 0.5**j / 1.75 * float(nats)
     assert found == pytest.approx(total_loss / 9, rel=1e-4)
 

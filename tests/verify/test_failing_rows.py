@@ -1,4 +1,5 @@
-"""A row without a law ends its own request, and nobody else's; where it is not reached, none."""
+"""A row without a distribution ends its own request, and nobody else's; where it is not reached,
+none."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
-from paceline.verify.laws import block, siblings
-from paceline.verify.rule import Verifier
+from paceline.verify.rules import block, siblings
 from paceline.verify.typical import TypicalVerifier
+from paceline.verify.verifier import Verifier
 
 VOCAB = 8
 NAN = float("nan")
@@ -31,7 +32,7 @@ def request(seq_id: int, params: dict) -> SequenceState:
 
 
 def tree(draw: Draw, parents: tuple[int, ...]) -> TokenTree:
-    """Tokens 0, 1, 2, ...; drawn from uniform laws where they were drawn."""
+    """Tokens 0, 1, 2, ...; drawn from uniform distributions where they were drawn."""
     n = len(parents)
     q = None if draw is Draw.POINT else torch.full((n, VOCAB), 1 / VOCAB)
     return TokenTree(torch.arange(n), parents, draw, q)
@@ -84,8 +85,9 @@ def test_a_row_that_is_reached_ends_the_request_behind_a_draft_too(draw):
     assert verdict.error is not None
 
 
-def test_block_verification_does_not_look_at_a_law_that_is_none():
-    """Chances above such a row are those of a chain with any other law there, never NaN."""
+def test_block_verification_does_not_look_at_a_distribution_that_is_none():
+    """Chances above such a row are those of a chain with any other distribution there, never
+    NaN."""
     generator = torch.Generator().manual_seed(0)
     q = torch.softmax(torch.randn(2, VOCAB, generator=generator), -1)
     logits = torch.randn(3, VOCAB, generator=generator)
@@ -101,17 +103,17 @@ def test_block_verification_does_not_look_at_a_law_that_is_none():
     assert min(found.values()) > 5, "node 0 must be accepted now and then, and refused"
 
 
-# --- an empty draft law is no draft ---------------------------------------------------------------
+# --- an empty draft distribution is no draft ------------------------------------------------------
 
 
-def laws_of(rows: int, seed: int) -> torch.Tensor:
+def probs_of(rows: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.softmax(2 * torch.randn(rows, VOCAB, generator=generator), -1)
 
 
 @pytest.mark.parametrize(("length", "empty"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_a_chain_with_an_empty_law_is_judged_as_one_that_ends_there(length, empty):
-    p, q = laws_of(length + 1, 1), laws_of(length, 2)
+def test_a_chain_with_an_empty_distribution_is_judged_as_one_that_ends_there(length, empty):
+    p, q = probs_of(length + 1, 1), probs_of(length, 2)
     q[empty] = 0.0
     tokens = torch.tensor([3, 0, 5])[:length]
     whole = block(p, q, tokens, (chain_parents(length),))
@@ -125,9 +127,9 @@ def test_a_chain_with_an_empty_law_is_judged_as_one_that_ends_there(length, empt
         assert torch.allclose(whole.stop[0], p[0], atol=1e-6)
 
 
-def test_siblings_with_an_empty_law_are_refused_and_leave_the_targets():
+def test_siblings_with_an_empty_distribution_are_refused_and_leave_the_targets():
     parents = (-1, -1, 0, 0, 1)
-    p, q = laws_of(6, 1), laws_of(5, 2)
+    p, q = probs_of(6, 1), probs_of(5, 2)
     q[1], q[2:4] = q[0], 0.0  # below node 0 there was nothing to propose
     outcome = siblings(p, q, torch.tensor([3, 1, 0, 1, 2]), (parents,))
     assert not outcome.accept[2:4].any()

@@ -16,8 +16,8 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
 from paceline.llm import LLM
-from paceline.verify.rule import RULES, Verifier
 from paceline.verify.typical import TypicalVerifier, longest, surprise
+from paceline.verify.verifier import RULES, Verifier
 
 
 def request(seq_id: int = 0, **params) -> SequenceState:
@@ -28,18 +28,18 @@ def request(seq_id: int = 0, **params) -> SequenceState:
 
 
 @pytest.mark.parametrize(
-    ("law", "threshold"),
+    ("distribution", "threshold"),
     [
         ([0.97, 0.01, 0.01, 0.01], 0.09),  # sure: epsilon
         ([0.25, 0.25, 0.25, 0.25], 0.075),  # delta * exp(-log 4)
         ([1.0, 0.0, 0.0, 0.0], 0.09),
     ],
 )
-def test_threshold_of_the_paper(law: list[float], threshold: float) -> None:
-    p = torch.tensor([law, law])
-    entropy = -sum(x * math.log(x) for x in law if x)
+def test_threshold_of_the_paper(distribution: list[float], threshold: float) -> None:
+    p = torch.tensor([distribution, distribution])
+    entropy = -sum(x * math.log(x) for x in distribution if x)
     assert threshold == pytest.approx(min(0.09, 0.3 * math.exp(-entropy)))
-    for token, chance in enumerate(law):
+    for token, chance in enumerate(distribution):
         (found,) = surprise(p, torch.tensor([token]), ((-1,),)).tolist()
         assert (found >= 0) == (chance > threshold)
         if found > 0:
@@ -49,9 +49,9 @@ def test_threshold_of_the_paper(law: list[float], threshold: float) -> None:
 def test_each_node_is_judged_by_its_parents_row() -> None:
     certain = torch.eye(3)[[0, 1, 2, 0, 1]]  # row r wants token r mod 3
     shapes = ((-1, 0, 0), (-1,))  # rows 0 to 3, then 0 to 1
-    laws = torch.cat((certain[:4], certain[2:4]))
+    probs = torch.cat((certain[:4], certain[2:4]))
     tokens = torch.tensor([0, 1, 2, 2])
-    assert surprise(laws, tokens, shapes).tolist() == [0, 0, -1, 0]
+    assert surprise(probs, tokens, shapes).tolist() == [0, 0, -1, 0]
 
 
 def test_the_longest_path_wins_then_the_likeliest() -> None:

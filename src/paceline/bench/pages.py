@@ -232,8 +232,8 @@ class _Pages:
         shown = [row for row in rows if row.concurrency == self.base]
         parts = {name: [row.phases[name] * 1e3 for row in shown] for name in names}
         note = (
-            "Mean over steps in which nobody reads a prompt. target: its forward; verify: laws, "
-            "rule and transfer; other: scheduling, packing and bookkeeping in Python."
+            "Mean over steps in which nobody reads a prompt. target: its forward; verify: "
+            "distributions, rule, transfer; other: scheduling, packing and bookkeeping in Python."
         )
         report.add(
             "Time per step",

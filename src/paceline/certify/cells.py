@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 String = tuple[int, ...]
-# Laws [n, vocab] of the next token after each of n strings.
+# Distributions [n, vocab] of the next token after each of n strings.
 DistributionOf = Callable[[Sequence[String]], torch.Tensor]
 
 
@@ -25,7 +25,7 @@ class Cells:
 
     ``leaves``: cell of each likely string; ``children``: the likely next tokens of each string
     that is split; ``rest``: cell of its other next tokens. ``chances``: of each cell, under the
-    law that the cells were made for.
+    distribution that the cells were made for.
     """
 
     depth: int
@@ -52,16 +52,16 @@ class Cells:
             counted[self.cell_of(string)] += 1
         return counted
 
-    def chances_under(self, law_of: DistributionOf) -> list[float]:
-        """Chances of the same cells under another law."""
+    def chances_under(self, distribution_of: DistributionOf) -> list[float]:
+        """Chances of the same cells under another distribution."""
         split = sorted(self.children, key=len)
-        laws = dict(zip(split, law_of(split), strict=True))
+        distributions = dict(zip(split, distribution_of(split), strict=True))
         reached: dict[String, float] = {(): 1.0}
         found = [0.0] * len(self)
         for string in split:
             left = 1.0
             for token in self.children[string]:
-                chance = float(laws[string][token])
+                chance = float(distributions[string][token])
                 left -= chance
                 child = (*string, token)
                 reached[child] = reached[string] * chance
@@ -71,7 +71,9 @@ class Cells:
         return found
 
 
-def make_cells(law_of: DistributionOf, depth: int, least: float, most_splits: int = 64) -> Cells:
+def make_cells(
+    distribution_of: DistributionOf, depth: int, least: float, most_splits: int = 64
+) -> Cells:
     """Cells of probability ``least`` or more for strings of ``depth`` tokens.
 
     A string is split if it is twice as likely as that; of each length at most ``most_splits``.
@@ -85,8 +87,10 @@ def make_cells(law_of: DistributionOf, depth: int, least: float, most_splits: in
         if not frontier:
             break
         following: dict[String, float] = {}
-        for (string, chance), law in zip(frontier.items(), law_of(list(frontier)), strict=True):
-            own = law.double() * chance
+        for (string, chance), distribution in zip(
+            frontier.items(), distribution_of(list(frontier)), strict=True
+        ):
+            own = distribution.double() * chance
             likely = (own >= least).nonzero().flatten().tolist()
             children[string] = tuple(likely)
             following.update({(*string, token): float(own[token]) for token in likely})

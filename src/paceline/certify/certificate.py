@@ -67,7 +67,7 @@ class DistributionResult:
 class Certificate:
     """The outcome. ``lossless`` only if enough was looked at and nothing is wrong.
 
-    ``texts``: token-for-token comparisons. ``laws``: distribution tests, together at the level
+    ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
     ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
     Ctrl-C. ``bought``: how much was looked at.
     """
@@ -77,7 +77,7 @@ class Certificate:
     dtype: str
     alpha: float
     texts: tuple[TextCheck, ...]
-    laws: tuple[DistributionResult, ...]
+    distributions: tuple[DistributionResult, ...]
     exact: tuple[ExactCheck, ...]
     frequencies: tuple[Frequencies, ...]
     problems: tuple[Problem, ...]
@@ -105,8 +105,10 @@ class Certificate:
 
     @property
     def smallest_bias(self) -> float:
-        """Total variation from the target's law that would have been found at every prefix."""
-        own = [r for r in self.laws if r.test.draft_length > 0 and "law" in r.test.what]
+        """Total variation from the target's distribution that would have been found at every
+        prefix."""
+        tested = [r for r in self.distributions if r.test.draft_length > 0]
+        own = [r for r in tested if "distribution" in r.test.what]
         return max((result.smallest_bias for result in own), default=1.0)
 
     @property
@@ -126,10 +128,10 @@ class Certificate:
             tokens = sum(check.tokens for check in self.texts)
             ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
             parts.append(f"{tokens} tokens equal to plain decoding's but for {ties}")
-        if self.laws:
+        if self.distributions:
             bias = f"{self.smallest_bias:.1%}"
             parts.append(
-                f"no bias in {len(self.laws)} distribution tests, which see {bias} or more"
+                f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
             )
         if self.exact:
             worst = max(check.distance for check in self.exact)
@@ -153,7 +155,7 @@ class Certificate:
             "smallest_bias": self.smallest_bias,
             "problems": [asdict(problem) for problem in self.problems],
             "texts": [_text_record(check) for check in self.texts],
-            "laws": [_law_record(result) for result in self.laws],
+            "laws": [_distribution_record(result) for result in self.distributions],
             "exact": [{**asdict(check), "passed": check.passed} for check in self.exact],
             "notes": list(self.notes),
         }
@@ -184,7 +186,7 @@ def _parting_record(item: TaskDivergence) -> dict[str, Any]:
     }
 
 
-def _law_record(result: DistributionResult) -> dict[str, Any]:
+def _distribution_record(result: DistributionResult) -> dict[str, Any]:
     test = result.test
     return {
         "prefix": test.prefix,

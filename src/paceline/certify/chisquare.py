@@ -1,6 +1,6 @@
 """Chi-square tests with their power, from the incomplete gamma function alone.
 
-The tail of the non-central law is a Poisson mixture of central ones (Johnson, Kotz and
+The tail of the non-central distribution is a Poisson mixture of central ones (Johnson, Kotz and
 Balakrishnan 1995, chapter 29): exact up to the terms that are left out, which weigh below 1e-15.
 """
 
@@ -98,7 +98,7 @@ def goodness(observed: Sequence[int], chances: Sequence[float], slack: float = 0
 
 
 def homogeneity(left: Sequence[int], right: Sequence[int], slack: float = 0.0) -> ChiSquare:
-    """Do two samples come from one law? Cells that both miss are left out."""
+    """Do two samples come from one distribution? Cells that both miss are left out."""
     m, n = sum(left), sum(right)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a + b]
     statistic = sum((a * n - b * m) ** 2 / (m * n * (a + b)) for a, b in pairs)

@@ -137,25 +137,26 @@ class Sampler:
         length = min(2, self._lengths[-1])
         engine, params, start = self._engine, self._params, place.start
         sampled.continuations(engine, start, params, length, 128, enough=1)
-        trees, laws = list(recorder.trees.values()), recorder.laws
+        trees, distributions = list(recorder.trees.values()), recorder.distributions
         recorder.watch(None)
         if not trees:
             notes.append(f"{place.name}: rule not enumerated: nothing was drafted there")
         scorer = Scorer(engine.target, start, params)
         for tree in trees[:2]:
-            check = self._enumerated(place, scorer, tree, laws)
+            check = self._enumerated(place, scorer, tree, distributions)
             if check is None:
                 what = f"{place.name}: rule not enumerated: a tree of {len(tree)} nodes"
                 notes.append(f"{what} has too many outcomes")
                 continue
             self._evidence.exact.append(check)
             if not check.passed:
-                what = f"{check.prefix}: a step's law is {check.distance:.2g} from the target's"
+                far = f"{check.distance:.2g} from the target's"
+                what = f"{check.prefix}: a step's distribution is {far}"
                 problem = Problem("rule", f"{what} (total variation, enumerated)")
                 self._evidence.problems.append(problem)
 
     def _enumerated(
-        self, place: Place, scorer: Scorer, tree: TokenTree, laws: exact.Distributions
+        self, place: Place, scorer: Scorer, tree: TokenTree, distributions: exact.Distributions
     ) -> exact.ExactCheck | None:
         verifier = self._engine.verifier
         (root,) = scorer.at_once([()])
@@ -163,8 +164,8 @@ class Sampler:
             part = exact.cut(tree, depth)
             if part is None:
                 return None
-            tokens = exact.small_tokens(part, root, laws)
-            case = exact.make_case(part, laws, scorer.at_once, tokens)
+            tokens = exact.small_tokens(part, root, distributions)
+            case = exact.make_case(part, distributions, scorer.at_once, tokens)
             try:
                 distance, outcomes = exact.step_error(verifier, case)
             except exact.TooManyOutcomes:

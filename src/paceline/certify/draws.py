@@ -1,9 +1,9 @@
-"""Does a drafter draw from the law that it declares? If not, no rule can be lossless.
+"""Does a drafter draw from the distribution that it declares? If not, no rule can be lossless.
 
-Every sampled node's token is turned into a number by the declared law's distribution function,
-randomised within its step: honest draws give independent uniform numbers, whatever the laws.
-Tokens are ordered from the likeliest down, so that a wrong temperature, an argmax in place of a
-draw, or dropping unlikely nodes all push the numbers to one side.
+Every sampled node's token is turned into a number by the declared distribution's cumulative
+function, randomised within its step: honest draws give independent uniform numbers, whatever the
+distributions. Tokens are ordered from the likeliest down, so that a wrong temperature, an argmax in
+place of a draw, or dropping unlikely nodes all push the numbers to one side.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
 
 _BINS = 20
-_MOST_LAWS = 256
+_MOST_DISTRIBUTIONS = 256
 
 
 class Recorder:
     """Stands in for a drafter and takes notes of what it proposes. Changes nothing.
 
-    ``counts``: how many draws fell into each twentieth of the declared law; ``impossible`` ones
-    had no chance under it. ``shapes``: the trees seen.
+    ``counts``: how many draws fell into each twentieth of the declared distribution; ``impossible``
+    ones had no chance under it. ``shapes``: the trees seen.
     """
 
     def __init__(self, drafter: Drafter, seed: int = 0) -> None:
@@ -36,17 +36,18 @@ class Recorder:
         self._generator = torch.Generator().manual_seed(seed)
         self.name, self.features = drafter.name, drafter.features
         self.counts = [0] * _BINS
-        self.impossible = 0  # drawn although the declared law gives them no chance
+        self.impossible = 0  # drawn although the declared distribution gives them no chance
         self.shapes: Counter[tuple[Draw, tuple[int, ...]]] = Counter()
         # Of the request whose tokens these are: what was drafted and declared after it.
         self.watched: tuple[int, ...] | None = None
-        self.laws: dict[String, torch.Tensor] = {}
+        self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
 
     def watch(self, tokens: Sequence[int] | None) -> None:
-        """Keep the laws and trees proposed after exactly these tokens; forget earlier ones."""
+        """Keep the distributions and trees proposed after exactly these tokens; forget earlier
+        ones."""
         self.watched = None if tokens is None else tuple(tokens)
-        self.laws, self.trees = {}, {}
+        self.distributions, self.trees = {}, {}
 
     def resume(self, counts: Sequence[int], impossible: int) -> None:
         """Go on from what another recorder of this drafter had counted."""
@@ -84,24 +85,28 @@ class Recorder:
             above = paths[parent] if parent >= 0 else ()
             paths.append((*above, tokens[node]))
             # Deeper ones are all different: they would only take memory.
-            if len(above) <= 1 and above not in self.laws and len(self.laws) < _MOST_LAWS:
-                self.laws[above] = tree.q[node].cpu().clone()
+            if (
+                len(above) <= 1
+                and above not in self.distributions
+                and len(self.distributions) < _MOST_DISTRIBUTIONS
+            ):
+                self.distributions[above] = tree.q[node].cpu().clone()
 
     def _count(self, trees: Sequence[TokenTree]) -> None:
         width = max(tree.q.shape[1] for tree in trees if tree.q is not None)
         pad = torch.nn.functional.pad
-        laws = torch.cat(
+        distributions = torch.cat(
             [pad(t.q, (0, width - t.q.shape[1])) for t in trees if t.q is not None]
         ).to("cpu", torch.float64)
         tokens = torch.cat([tree.tokens for tree in trees]).cpu()
-        _remove_earlier_siblings(laws, tokens, trees)
-        mass = laws.sum(-1)
-        own = laws.gather(1, tokens[:, None])
-        # A law that has run out of tokens says nothing about the next sibling.
+        _remove_earlier_siblings(distributions, tokens, trees)
+        mass = distributions.sum(-1)
+        own = distributions.gather(1, tokens[:, None])
+        # A distribution that has run out of tokens says nothing about the next sibling.
         counts = mass > 0
         self.impossible += int((counts & (own[:, 0] <= 0)).sum())
-        above = (laws * (laws > own)).sum(-1)
-        equal = (laws * (laws == own)).sum(-1)
+        above = (distributions * (distributions > own)).sum(-1)
+        equal = (distributions * (distributions == own)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         places = ((above + noise * equal) / mass)[counts & (own[:, 0] > 0)]
         found = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
@@ -126,7 +131,7 @@ class Recorder:
 
 
 def _remove_earlier_siblings(
-    laws: torch.Tensor, tokens: torch.Tensor, trees: Sequence[TokenTree]
+    distributions: torch.Tensor, tokens: torch.Tensor, trees: Sequence[TokenTree]
 ) -> None:
     """What a sibling is drawn from no longer holds those drawn before it."""
     rows: list[int] = []
@@ -138,7 +143,7 @@ def _remove_earlier_siblings(
             earlier.append(first + before)
         first += len(tree)
     if rows:
-        laws[torch.tensor(rows), tokens[torch.tensor(earlier)]] = 0.0
+        distributions[torch.tensor(rows), tokens[torch.tensor(earlier)]] = 0.0
 
 
 @lru_cache(maxsize=1024)

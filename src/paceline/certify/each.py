@@ -1,9 +1,10 @@
-"""Every token of the samples against the law that its own beginning gives it.
+"""Every token of the samples against the distribution that its own beginning gives it.
 
 Strings are too many to count one by one, so every token is turned into a number by its
-law's distribution function, likeliest tokens first and randomised within a token's step: under the
-target's law these numbers are uniform, whatever the beginnings were. Only the beginnings that
-occur most are looked at; that depends on what came before the token, so it favours nothing.
+distribution's cumulative function, likeliest tokens first and randomised within a token's step:
+under the target's distribution these numbers are uniform, whatever the beginnings were. Only the
+beginnings that occur most are looked at; that depends on what came before the token, so it favours
+nothing.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ _MOST = 64  # beginnings of each length
 
 @dataclass(frozen=True)
 class Scale:
-    """A law as a distribution function: ``ends`` [vocab] by rank, ``rank`` [vocab] by token."""
+    """A distribution as a cumulative function: ``ends`` [vocab] by rank, ``rank`` [vocab] by
+    token."""
 
     ends: torch.Tensor
-    law: torch.Tensor
+    distribution: torch.Tensor
     rank: torch.Tensor
     order: torch.Tensor
 
     @classmethod
-    def of(cls, law: torch.Tensor) -> Scale:
-        law = law.double()
-        order = law.argsort(descending=True, stable=True)
+    def of(cls, distribution: torch.Tensor) -> Scale:
+        distribution = distribution.double()
+        order = distribution.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
-        return cls(law[order].cumsum(-1), law, rank, order)
+        return cls(distribution[order].cumsum(-1), distribution, rank, order)
 
     def places(self, tokens: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """float64 [n] in [0, 1] for tokens [n]; a token without a chance is at the end."""
-        own = self.law[tokens]
+        own = self.distribution[tokens]
         return self.ends[self.rank[tokens]] - own + noise * own
 
     def masses(self, other: torch.Tensor, bins: int) -> torch.Tensor:
-        """float64 [bins]: how this scale's bins fill if tokens come from another law."""
+        """float64 [bins]: how this scale's bins fill if tokens come from another distribution."""
         reached = torch.cat((torch.zeros(1), other.double()[self.order].cumsum(-1)))
         ends = torch.cat((torch.zeros(1), self.ends))
         edges = torch.arange(1, bins, dtype=torch.float64) / bins
@@ -96,7 +98,8 @@ def each_token(
 def _position(
     scorer: Scorer, strings: Sequence[String], position: int, generator: torch.Generator
 ) -> tuple[list[int], list[float]]:
-    """Bin counts at one position, and the bins' masses under the other batch shape's laws."""
+    """Bin counts at one position, and the bins' masses under the other batch shape's
+    distributions."""
     following: defaultdict[String, list[int]] = defaultdict(list)
     for string in strings:
         following[string[:position]].append(string[position])
@@ -104,9 +107,9 @@ def _position(
     heads = [head for head, _ in often.most_common(_MOST)]
     counts = torch.zeros(_BINS, dtype=torch.int64)
     masses = torch.zeros(_BINS, dtype=torch.float64)
-    laws = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
-    for head, law, moved in laws:
-        scale, tokens = Scale.of(law), torch.tensor(following[head])
+    distributions = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
+    for head, distribution, moved in distributions:
+        scale, tokens = Scale.of(distribution), torch.tensor(following[head])
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=generator)
         places = (scale.places(tokens, noise) * _BINS).long().clamp(0, _BINS - 1)
         counts += torch.bincount(places, minlength=_BINS)

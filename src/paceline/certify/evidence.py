@@ -36,7 +36,7 @@ class Evidence:
     ``tranche``: how many times over the effort is wanted by now. ``looks``: how often a verdict
     was drawn from it: the more often somebody looks and goes on, the easier one would be wrong.
     ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their place in
-    its declared law; ``impossible`` ones had none.
+    its declared distribution; ``impossible`` ones had none.
     """
 
     tranche: int = 1

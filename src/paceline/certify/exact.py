@@ -1,10 +1,10 @@
-"""The output law of one step without chance: every draft, every decision, by enumeration.
+"""The output distribution of one step without chance: every draft, every decision, by enumeration.
 
-The real verifier judges drafts over the real laws of target and drafter, cut to a few likely
-tokens and renormalised so that everything can be listed. Its uniforms are placed by hand, one in
-every interval that can matter, each weighted by the length of the interval. What a step emits is
-continued with the target's own law; the result must be the target's law of as many tokens. By
-induction over the steps the whole text then has the right law.
+The real verifier judges drafts over the real distributions of target and drafter, cut to a few
+likely tokens and renormalised so that everything can be listed. Its uniforms are placed by hand,
+one in every interval that can matter, each weighted by the length of the interval. What a step
+emits is continued with the target's own distribution; the result must be the target's distribution
+of as many tokens. By induction over the steps the whole text then has the right distribution.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.verify.rule import Verifier, method_of
+from paceline.verify.verifier import Verifier, method_of
 
 _TOKENS = 4  # of the small vocabulary
 _MOST_OUTCOMES = 30_000
 _FREE = SamplingParams(temperature=1.0, max_tokens=1 << 20)
-TOLERANCE = 1e-6  # float32 laws
+TOLERANCE = 1e-6  # float32 distributions
 
 Distributions = dict[String, torch.Tensor]
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
@@ -36,10 +36,10 @@ Option = tuple[float, float]  # a uniform and the width of the interval it stand
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """``distance``: total variation between what a step emits and the target's law.
+    """``distance``: total variation between what a step emits and the target's distribution.
 
     Over ``tokens`` tokens of a vocabulary of ``vocabulary``; ``whole`` if no other token has any
-    chance, otherwise the laws were conditioned on these. ``outcomes`` were enumerated.
+    chance, otherwise the distributions were conditioned on these. ``outcomes`` were enumerated.
     """
 
     prefix: str
@@ -64,7 +64,8 @@ class TooManyOutcomes(Exception):
 class Case:
     """A step over a small vocabulary, ids 0 to k - 1.
 
-    ``target`` and ``draft``: float64 [k] laws after each string; ``tokens`` of a POINT tree.
+    ``target`` and ``draft``: float64 [k] distributions after each string; ``tokens`` of a POINT
+    tree.
     """
 
     parents: tuple[int, ...]
@@ -82,18 +83,18 @@ class Case:
         return len(self.target[()])
 
 
-def small_tokens(tree: TokenTree, target: torch.Tensor, laws: Distributions) -> list[int]:
+def small_tokens(tree: TokenTree, target: torch.Tensor, distributions: Distributions) -> list[int]:
     """The ids that stand for the vocabulary: likely ones of the drafter, and of the target.
 
-    A token that may be drafted needs to have a known law after it, where the tree goes on.
+    A token that may be drafted needs to have a known distribution after it, where the tree goes on.
     """
     if tree.draw is Draw.POINT:
         own = list(dict.fromkeys(tree.tokens.tolist()))
     else:
-        root = laws[()]
+        root = distributions[()]
         order = root.argsort(descending=True).tolist()[: 8 * _TOKENS]
         deep = max(tree.depths) > 1
-        own = [t for t in order if float(root[t]) > 0 and (not deep or (t,) in laws)]
+        own = [t for t in order if float(root[t]) > 0 and (not deep or (t,) in distributions)]
         own = own[: _TOKENS - 1]
     # At least one that is not drafted: it can only come from the residual.
     likely = [t for t in target.argsort(descending=True).tolist() if t not in own]
@@ -102,38 +103,45 @@ def small_tokens(tree: TokenTree, target: torch.Tensor, laws: Distributions) -> 
 
 def make_case(
     tree: TokenTree,
-    laws: Distributions,
+    distributions: Distributions,
     target_of: Callable[[Sequence[String]], torch.Tensor],
     tokens: Sequence[int],
 ) -> Case:
-    """Both models' laws on ``tokens``, for the step that ``tree`` is an example of."""
+    """Both models' distributions on ``tokens``, for the step that ``tree`` is an example of."""
     place = {token: i for i, token in enumerate(tokens)}
     depth = max(tree.depths)
     strings = _strings(len(tokens), depth)
     full = target_of([tuple(tokens[i] for i in string) for string in strings])
-    target = {s: _conditioned(law[list(tokens)]) for s, law in zip(strings, full, strict=True)}
+    target = {
+        s: _conditioned(distribution[list(tokens)])
+        for s, distribution in zip(strings, full, strict=True)
+    }
     if tree.draw is Draw.POINT:
         own = tuple(place[token] for token in tree.tokens.tolist())
         return Case(tree.parents, tree.draw, target, {}, own)
-    width = max(max(tokens) + 1, max(len(law) for law in laws.values()))
+    width = max(max(tokens) + 1, max(len(distribution) for distribution in distributions.values()))
     draft: Distributions = {}
     for string in strings:
-        law = laws.get(tuple(tokens[i] for i in string))
-        if law is None:
+        distribution = distributions.get(tuple(tokens[i] for i in string))
+        if distribution is None:
             continue
-        own_law = torch.nn.functional.pad(law, (0, width - len(law)))[list(tokens)]
-        if not string and depth > 1:  # what has no known law after it is not drafted
-            known = torch.tensor([(token,) in laws for token in tokens])
-            own_law = own_law * known
-        draft[string] = _conditioned(own_law)
+        own_distribution = torch.nn.functional.pad(distribution, (0, width - len(distribution)))[
+            list(tokens)
+        ]
+        if not string and depth > 1:  # what has no known distribution after it is not drafted
+            known = torch.tensor([(token,) in distributions for token in tokens])
+            own_distribution = own_distribution * known
+        draft[string] = _conditioned(own_distribution)
     return Case(tree.parents, tree.draw, target, draft)
 
 
-def _conditioned(law: torch.Tensor) -> torch.Tensor:
+def _conditioned(distribution: torch.Tensor) -> torch.Tensor:
     """float64, summing to one; uniform where none of the tokens has a chance."""
-    law = law.double()
-    total = float(law.sum())
-    return law / total if total > 0 else torch.full_like(law, 1 / len(law))
+    distribution = distribution.double()
+    total = float(distribution.sum())
+    return (
+        distribution / total if total > 0 else torch.full_like(distribution, 1 / len(distribution))
+    )
 
 
 def _strings(width: int, depth: int) -> list[String]:
@@ -165,16 +173,16 @@ def drafts(case: Case) -> Iterator[tuple[tuple[int, ...], float]]:
             yield tokens, weight
             return
         parent = case.parents[node]
-        law = case.draft[_path(case.parents, tokens, parent)].clone()
+        distribution = case.draft[_path(case.parents, tokens, parent)].clone()
         used = [tokens[i] for i in range(node) if case.parents[i] == parent]
-        law[used] = 0.0
-        mass = float(law.sum())
+        distribution[used] = 0.0
+        mass = float(distribution.sum())
         if mass <= 0:  # run out: any token will do, as nobody could have drawn it
             free = next(t for t in range(case.width) if t not in used)
             yield from grown((*tokens, free), weight)
             return
-        for token in (law > 0).nonzero().flatten().tolist():
-            yield from grown((*tokens, token), weight * float(law[token]) / mass)
+        for token in (distribution > 0).nonzero().flatten().tolist():
+            yield from grown((*tokens, token), weight * float(distribution[token]) / mass)
 
     yield from grown((), 1.0)
 
@@ -188,7 +196,7 @@ def _path(parents: tuple[int, ...], tokens: Sequence[int], node: int) -> String:
 
 
 def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
-    """Total variation of a step's output from the target's law, and outcomes enumerated.
+    """Total variation of a step's output from the target's distribution, and outcomes enumerated.
 
     A step that does not end in a token of the target's own has the distance 1. Raises
     TooManyOutcomes.
@@ -248,7 +256,7 @@ def _judged(
 
 
 def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
-    """The same verifier, told what it will draw (on the host, where these laws are)."""
+    """The same verifier, told what it will draw (on the host, where these distributions are)."""
 
     def given(count: int, device: torch.device) -> torch.Tensor:
         return uniforms[:count]
@@ -259,12 +267,13 @@ def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
 
 
 def _options(verifier: Verifier, logits: torch.Tensor, check: Check) -> list[list[Option]]:
-    """What each uniform of one tree can do: by the verifier's own chances and stop laws."""
+    """What each uniform of one tree can do: by the verifier's own chances and stop
+    distributions."""
     rows = logits.shape[0]
-    laws = probabilities(logits, Rows((check.seq,) * rows, (0, *check.tree.depths)))
-    outcome = verifier._outcome(laws, [check])
+    distributions = probabilities(logits, Rows((check.seq,) * rows, (0, *check.tree.depths)))
+    outcome = verifier._outcome(distributions, [check])
     if outcome is None:
-        return [_intervals(row[None]) for row in laws]
+        return [_intervals(row[None]) for row in distributions]
     deciding = [
         [(u, width) for u, width in ((a / 2, a), ((1 + a) / 2, 1 - a)) if width > 0]
         for a in outcome.accept.double().tolist()
@@ -272,9 +281,9 @@ def _options(verifier: Verifier, logits: torch.Tensor, check: Check) -> list[lis
     return [_intervals(outcome.stop), *deciding]
 
 
-def _intervals(laws: torch.Tensor) -> list[Option]:
-    """The intervals in which none of the rows of laws [n, V] changes its choice."""
-    ends = laws.double().cumsum(-1)
+def _intervals(distributions: torch.Tensor) -> list[Option]:
+    """The intervals in which none of the rows of distributions [n, V] changes its choice."""
+    ends = distributions.double().cumsum(-1)
     cuts = torch.cat((torch.zeros(1), (ends / ends[:, -1:]).flatten())).clamp(max=1.0)
     return [
         ((low + high) / 2, high - low)

@@ -45,7 +45,7 @@ def rejections(results: Sequence[DistributionResult], alpha: float) -> Iterator[
             continue
         odds = f"p = {result.adjusted:.1g} after correction, {test.samples} samples"
         if test.draft_length < 0:
-            yield Problem("drafter", f"it does not draw from the law it declares ({odds})")
+            yield Problem("drafter", f"it does not draw from the distribution it declares ({odds})")
         elif test.draft_length == 0:
             yield Problem("plain sampling", f"{test.prefix}: {test.what} ({odds})")
         else:

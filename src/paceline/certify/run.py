@@ -229,10 +229,10 @@ class Certifier:
         """The verdict on the evidence so far."""
         llm, evidence = self.llm, self.evidence
         judged = self._results()
-        laws = [test for place in judged for test in place.tests] + self._honesty()
+        distributions = [test for place in judged for test in place.tests] + self._honesty()
         # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
         level = self.effort.alpha / 2**evidence.looks
-        results = results_of(laws, level)
+        results = results_of(distributions, level)
         missing = self._missing()
         idle = self._idle()
         problems = [*evidence.problems, *self._draw_problems(), *rejections(results, level)]
@@ -245,7 +245,7 @@ class Certifier:
             dtype=str(llm.target.dtype).removeprefix("torch."),
             alpha=level,
             texts=tuple(evidence.checks),
-            laws=results,
+            distributions=results,
             exact=tuple(evidence.exact),
             frequencies=tuple(place.frequencies for place in judged),
             problems=tuple(dict.fromkeys(problems)),
@@ -270,19 +270,19 @@ class Certifier:
         return [self._judged[key] for key in sorted(self._judged)]
 
     def _honesty(self) -> list[DistributionTest]:
-        """Whether the drafter drew from the laws that it declared: one test more."""
+        """Whether the drafter drew from the distributions that it declared: one test more."""
         recorder = self._sampler.recorder
         outcome = recorder.honesty()
         if outcome is None:
             return []
-        what, bins = "draws / declared law", len(recorder.counts)
+        what, bins = "draws / declared distribution", len(recorder.counts)
         return [DistributionTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)]
 
     def _draw_problems(self) -> list[Problem]:
         count = self._sampler.recorder.impossible
         if not count:
             return []
-        what = f"{count} tokens were drawn that its declared law rules out"
+        what = f"{count} tokens were drawn that its declared distribution rules out"
         return [Problem("drafter", what)]
 
     def _idle(self) -> list[str]:
@@ -326,7 +326,7 @@ class Certifier:
         lacks = [f"no {kind} text at {setting}" for kind, setting in unseen[:1]]
         if not lacks:
             lacks += [f"nothing drafted yet for {kind} requests" for kind in idle]
-        if self.places and not found.laws:
+        if self.places and not found.distributions:
             lacks.append("no place has enough samples")
         elif self.places and found.smallest_bias > MOST_BIAS:
             lacks.append(f"only a bias of {found.smallest_bias:.0%} or more would have been seen")

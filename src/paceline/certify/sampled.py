@@ -23,7 +23,7 @@ PORTIONS = 10  # in which the samples of a place are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
 _MOST_CELLS = 150
 _LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
-# Either sample may differ from the scored law by what two batch shapes differ by.
+# Either sample may differ from the scored distribution by what two batch shapes differ by.
 _MARGIN = 2.0
 
 
@@ -32,7 +32,7 @@ class Partition:
     """Cells over the first tokens, and how far rounding moves their chances.
 
     ``slack`` is the effect size w² that the test allows for it, ``rounding`` the total variation
-    between the laws of the two batch shapes.
+    between the distributions of the two batch shapes.
     """
 
     tokens: int
@@ -55,8 +55,8 @@ class Partition:
 class DistributionTest:
     """One test: ``what`` against what, on which prefix, at which draft length (0 is plain).
 
-    ``law`` is the target's, scored afresh; ``plain`` a sample of plain decoding. The test of the
-    drafter's draws has the draft length -1.
+    ``distribution`` is the target's, scored afresh; ``plain`` a sample of plain decoding. The test
+    of the drafter's draws has the draft length -1.
     """
 
     prefix: str
@@ -82,7 +82,7 @@ class Frequencies:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A place at which continuations are drawn, with what is known of the law there."""
+    """A place at which continuations are drawn, with what is known of the distribution there."""
 
     name: str
     start: Start
@@ -97,7 +97,8 @@ def choose_start(
     params: SamplingParams,
     rank: float,
 ) -> tuple[float, Start]:
-    """A beginning of prompt and output after which the target is undecided, and its law's entropy.
+    """A beginning of prompt and output after which the target is undecided, and its distribution's
+    entropy.
 
     Of the places in ``output`` the one whose entropy (nats) has this ``rank`` (1 is the highest).
     Only those a few tokens behind a full cache block count, as thousands of samples start there.
@@ -109,8 +110,8 @@ def choose_start(
         if 0 < (len(prompt) + end) % BLOCK_SIZE <= _BEYOND_BLOCK
     ]
     heads: list[String] = [tuple(output[:end]) for end in ends or (len(output),)]
-    laws = Scorer(model, whole, params).at_once(heads)
-    entropies = torch.special.entr(laws).sum(-1)
+    distributions = Scorer(model, whole, params).at_once(heads)
+    entropies = torch.special.entr(distributions).sum(-1)
     order = entropies.argsort().tolist()
     chosen = order[round(rank * (len(order) - 1))]
     return float(entropies[chosen]), Start(whole.prompt, heads[chosen])
@@ -156,15 +157,15 @@ def tests_of(
         cells, slack, rounding = partition.cells, partition.slack, partition.rounding
         counts = cells.counts(drawn)
         name = "first token" if partition.tokens == 1 else f"first {partition.tokens}"
-        law = goodness(counts, cells.chances, slack)
-        add(f"{name} / law", len(cells), law, rounding, len(drawn))
+        distribution = goodness(counts, cells.chances, slack)
+        add(f"{name} / distribution", len(cells), distribution, rounding, len(drawn))
         if length and partition is prefix.partitions[-1]:
             two = homogeneity(counts, cells.counts(plain), slack)
             add(f"{name} / plain", len(cells), two, rounding, len(drawn))
     each = each_token(prefix.scorer, drawn, _MARGIN, seed)
     if each is not None:
         bins = each.outcome.df + DEPTH
-        add("each token / law", bins, each.outcome, each.rounding, each.looked_at)
+        add("each token / distribution", bins, each.outcome, each.rounding, each.looked_at)
     return tests
 
 
@@ -178,7 +179,7 @@ class Judged:
 
 
 def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -> Judged:
-    """Cells are as fine as the number of samples allows; the laws are scored afresh."""
+    """Cells are as fine as the number of samples allows; the distributions are scored afresh."""
     count = min(len(place.drawn), len(place.plain))
     prefix = describe(model, place.name, place.start, params, count)
     found = tests_of(prefix, place.length, place.drawn, place.plain, seed)

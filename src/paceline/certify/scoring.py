@@ -1,8 +1,8 @@
-"""The target's own laws, from forwards that share nothing with the engine's.
+"""The target's own distributions, from forwards that share nothing with the engine's.
 
 No drafter, no tree, no cache of the engine's: every place is read from its beginning, by itself.
 What thousands of texts begin with is read once in each of two batch shapes; what comes behind it
-is fed for each text. The same laws in both shapes differ by what rounding does.
+is fed for each text. The same distributions in both shapes differ by what rounding does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _FIRST = 2  # of the texts' own sequences
 
 
 class Scorer:
-    """Laws of the token after a start and a string of tokens, for one request's parameters."""
+    """Distributions of the token after a start and a string of tokens, for one request's
+    parameters."""
 
     def __init__(self, model: CausalModel, start: Start, params: SamplingParams) -> None:
         self._model, self._start, self._params = model, start, params
@@ -39,15 +40,16 @@ class Scorer:
 
     def at_once(self, strings: Sequence[String]) -> torch.Tensor:
         """float32 [n, vocab] on the host: all that is not the common beginning in one forward."""
-        return self._laws(strings, stepwise=False)
+        return self._distributions(strings, stepwise=False)
 
     def stepwise(self, strings: Sequence[String]) -> torch.Tensor:
-        """The same laws, the last tokens of a batch of texts in a later forward: as in decoding.
+        """The same distributions, the last tokens of a batch of texts in a later forward: as in
+        decoding.
 
         Too few texts are repeated, for it is the number of rows that rounding depends on.
         """
         copies = -(-_BATCH // max(1, len(strings)))
-        return self._laws(list(strings) * copies, stepwise=True)[: len(strings)]
+        return self._distributions(list(strings) * copies, stepwise=True)[: len(strings)]
 
     @torch.inference_mode()
     def logits(self, strings: Sequence[String], stepwise: bool = False) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Scorer:
         parts = _parts(texts, self._given)
         return torch.cat([self._forward(part, stepwise).float().cpu() for part in parts])
 
-    def _laws(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
+    def _distributions(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
         start, params = self._start, self._params
         seqs = tuple(
             SequenceState(0, [*start.tokens, *string], len(start.prompt), params)

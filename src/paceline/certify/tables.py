@@ -20,9 +20,9 @@ def make_report(certificate: Certificate, spell: Callable[[int], str]) -> Report
     report = Report(f"Is {certificate.draft} on {certificate.target} lossless?")
     if certificate.texts:
         report.add("Token for token", *_texts(certificate))
-    if certificate.laws:
+    if certificate.distributions:
         figures = [_figure(item, spell) for item in certificate.frequencies if item.tokens]
-        report.add("Distribution of sampled text", _laws(certificate), *figures)
+        report.add("Distribution of sampled text", _distributions(certificate), *figures)
     if certificate.exact:
         report.add("The rule, enumerated", _exact(certificate))
     lines: list[Block] = [Text(note) for note in certificate.notes]
@@ -38,7 +38,7 @@ def _bought(certificate: Certificate) -> list[str]:
     """What the time was spent on, and how to see more."""
     bought = certificate.bought
     line = f"{bought.line}."
-    if certificate.laws:
+    if certificate.distributions:
         line += f" The smallest bias that it could have seen is {certificate.smallest_bias:.1%}."
     if bought.missing:
         line += f" Not looked at: {', '.join(bought.missing)}. --continue goes on."
@@ -111,18 +111,19 @@ def _parting(item: TaskDivergence) -> tuple[str | int, ...]:
     )
 
 
-def _laws(certificate: Certificate) -> Table:
+def _distributions(certificate: Certificate) -> Table:
     return Table(
         ("prefix", "draft", "test", "samples", "cells", "chi2", "p", "Holm p", "sees", "rounding"),
-        [_law(result) for result in certificate.laws],
-        note="law: the target's, scored afresh; plain: a sample of plain decoding. Family-wise "
-        f"alpha {certificate.alpha:g}. sees: the smallest bias (total variation "
+        [_distribution(result) for result in certificate.distributions],
+        note="distribution: the target's, scored afresh; plain: a sample of plain decoding. "
+        f"Family-wise alpha {certificate.alpha:g}. sees: the smallest bias (total variation "
         f"over the cells) that this test finds with power {POWER:g}. rounding: total variation "
-        "between the target's laws in two batch shapes; the test allows for twice as much.",
+        "between the target's distributions in two batch shapes; the test allows for twice as "
+        "much.",
     )
 
 
-def _law(result: DistributionResult) -> tuple[str | int, ...]:
+def _distribution(result: DistributionResult) -> tuple[str | int, ...]:
     test = result.test
     draft = "plain" if test.draft_length == 0 else str(test.draft_length)
     return (
@@ -155,7 +156,7 @@ def _exact(certificate: Certificate) -> Table:
         ("prefix", "draft", "tokens", "vocabulary", "outcomes", "distance"),
         rows,
         note="Every draft and every decision of one step through the verifier in use, over the "
-        "real laws. distance: total variation from the target's law of as many tokens.",
+        "real distributions. distance: total variation from the target's one of as many tokens.",
     )
 
 

@@ -17,7 +17,8 @@ _SAMPLING = "Sampling"
 
 @dataclass(frozen=True)
 class DistributionOptions:
-    """What shapes a request's law; names, defaults and meanings are those of SamplingParams."""
+    """What shapes a request's distribution; names, defaults and meanings are those of
+    SamplingParams."""
 
     temperature: Annotated[
         float,
@@ -53,7 +54,7 @@ class DistributionOptions:
         ),
     ] = field(default_factory=list)
 
-    def law(self) -> dict[str, Any]:
+    def distribution(self) -> dict[str, Any]:
         """As SamplingParams takes it."""
         return {
             "temperature": self.temperature,
@@ -129,7 +130,7 @@ class SamplingOptions(DistributionOptions):
         from paceline import SamplingParams
 
         return SamplingParams(
-            **self.law(),
+            **self.distribution(),
             seed=self.seed,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,

@@ -112,10 +112,10 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class Check:
-    """Rows of one decoding sequence among the logits of a step, for laws and rule.
+    """Rows of one decoding sequence among the logits of a step, for distributions and rule.
 
-    Row ``start`` is the law after the last committed token, row ``start + 1 + i`` the law after
-    node i of ``tree``.
+    Row ``start`` is the distribution after the last committed token, row ``start + 1 + i`` the
+    distribution after node i of ``tree``.
     """
 
     seq: SequenceState
@@ -168,9 +168,9 @@ class Commit:
 
     Where to find the step's output: the features of fed token i (at absolute position
     ``position + i``) are row ``row + i``, those of tree node j row ``row + fed + j``. Only decoding
-    sequences have logits: the law after the last fed token is logits row ``logit_row``, that after
-    node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the target chose at those
-    rows (argmax, or drawn), also where no accepted path leads.
+    sequences have logits: the distribution after the last fed token is logits row ``logit_row``,
+    that after node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the target chose at
+    those rows (argmax, or drawn), also where no accepted path leads.
     """
 
     seq_id: int

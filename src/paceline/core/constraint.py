@@ -1,8 +1,9 @@
 """Constrained decoding: which tokens a request may take next, at every node of a draft.
 
-A constraint is part of a request's law, like a penalty: what it forbids has probability zero. The
-verifier and every drafter that has a law apply it along the tree's paths, so constrained output is
-as lossless as any other; a drafter that knows nothing of it merely proposes some tokens in vain.
+A constraint is part of a request's distribution, like a penalty: what it forbids has probability
+zero. The verifier and every drafter that has a distribution apply it along the tree's paths, so
+constrained output is as lossless as any other; a drafter that knows nothing of it merely proposes
+some tokens in vain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From laws to tokens, for drafters and verifier alike. Nothing here waits for the device."""
+"""From distributions to tokens, for drafters and verifier alike. Nothing here waits for the
+device."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from paceline.core.noise import exponential, fresh_exponential, race
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import argmax, inversion, largest
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, laws_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -25,44 +26,45 @@ def is_free(params: SamplingParams) -> bool:
     return params.seed is None and not params.greedy
 
 
-def pick(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: one token from each law [R, V] by inversion, given uniforms [R] in [0, 1).
+def pick(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: one token from each distribution [R, V] by inversion, given uniforms [R] in [0,
+    1).
 
-    A token of probability zero is never picked, so a one-hot law gives its token. Laws need not
-    sum to one. Sums are float64: no probability is lost to rounding. NO_TOKEN where a row is not
-    a distribution: its sum is zero, infinite or not a number.
+    A token of probability zero is never picked, so a one-hot distribution gives its token.
+    Distributions need not sum to one. Sums are float64: no probability is lost to rounding.
+    NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number.
     """
-    found, mass = inversion(laws, uniforms)
+    found, mass = inversion(probs, uniforms)
     return torch.where((mass > 0) & (mass < torch.inf), found, NO_TOKEN)
 
 
-def coupled_choice(laws: torch.Tensor, rows: Rows) -> torch.Tensor:
+def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed.
 
     The position is the absolute index of the token that the row chooses. NO_TOKEN where a row is
     not a distribution.
     """
     seeds = [seq.params.seed or 0 for seq in rows.seqs]
-    best, places = largest(race(laws, seeds, rows.positions))
+    best, places = largest(race(probs, seeds, rows.positions))
     return torch.where(best > 0, places, NO_TOKEN)  # not a number is not above zero
 
 
-def choose(laws: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
+def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
     """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn.
 
     NO_TOKEN where a row is not a distribution.
     """
     coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
     if len(coupled) == len(rows):
-        return coupled_choice(laws, rows)
+        return coupled_choice(probs, rows)
     if all(seq.params.greedy for seq in rows.seqs):
-        best = laws.max(dim=-1)
+        best = probs.max(dim=-1)
         return torch.where(best.values > 0, best.indices, NO_TOKEN)
-    uniforms = torch.rand(len(rows), dtype=torch.float64, device=laws.device, generator=generator)
-    tokens = pick(laws, uniforms)
+    uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
+    tokens = pick(probs, uniforms)
     if coupled:
-        index = to_device(coupled, laws.device)
-        tokens[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
+        index = to_device(coupled, probs.device)
+        tokens[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
     return tokens
 
 
@@ -81,10 +83,10 @@ def draw_of(seq: SequenceState, siblings: bool = False) -> Draw:
 class Drafted:
     """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``.
 
-    ``q`` is the law from which a row's k tokens were drawn, None if no row needs it. Where the
-    draft model's own row was not a distribution (all that is allowed lies outside its vocabulary)
-    there was nothing to draw: the law is all zeros, so that the verifier refuses whatever stands
-    there and goes on as if nothing had been proposed.
+    ``q`` is the distribution from which a row's k tokens were drawn, None if no row needs it. Where
+    the draft model's own row was not a distribution (all that is allowed lies outside its
+    vocabulary) there was nothing to draw: the distribution is all zeros, so that the verifier
+    refuses whatever stands there and goes on as if nothing had been proposed.
     """
 
     tokens: torch.Tensor
@@ -106,7 +108,7 @@ def draft(
     if all(p.greedy for p in params):
         tokens = argmax(scores).unsqueeze(1) if k == 1 else scores.topk(k, dim=-1).indices
         return Drafted(tokens, None)
-    q = laws_of_scores(scores, params)
+    q = probs_of_scores(scores, params)
     if k == 1:
         chosen = choose(q, rows, generator)
         return Drafted(chosen.clamp(min=0).unsqueeze(1), _emptied(q, chosen >= 0))
@@ -116,7 +118,7 @@ def draft(
 
 
 def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-    """The laws q [R, V] with zeros in the rows that are not ``sound`` [R].
+    """The distributions q [R, V] with zeros in the rows that are not ``sound`` [R].
 
     Such rows are rare: on a CPU, where looking costs no synchronisation, the others pay nothing.
     """
@@ -125,10 +127,10 @@ def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
     return torch.where(sound.unsqueeze(1), q, 0.0)
 
 
-# A greedy target takes a draft's first choice more often than the draft's own law says: what the
-# draft holds for likely is mostly the largest probability of the target too. Trees of 8 nodes,
-# embedded target, mean of five suites, sharpness 1, 1.5, 2 and 3: a draft model 4.16, 4.70, 4.69
-# and 4.66 tokens a step (its chain of 8: 4.39), an EAGLE-3 head 3.88, 4.18, 4.18, 4.09 (3.92).
+# A greedy target takes a draft's first choice more often than the draft's own distribution says:
+# what the draft holds for likely is mostly the largest probability of the target too. Trees of 8
+# nodes, embedded target, mean of five suites, sharpness 1, 1.5, 2 and 3: a draft model 4.16, 4.70,
+# 4.69 and 4.66 tokens a step (its chain of 8: 4.39), an EAGLE-3 head 3.88, 4.18, 4.18, 4.09 (3.92).
 GREEDY_SHARPNESS = 1.75
 
 
@@ -137,30 +139,30 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
 
     Returns tokens int64 ``[R, k]`` and their log-probabilities float32 ``[R, k]``, both in falling
     order; minus infinity where there is nothing to propose. Chosen without chance, hence POINT.
-    For a greedy request the law is sharpened, see GREEDY_SHARPNESS. For a seeded request it is the
-    chance to win the race that the verifier will run: a softmax of log q + gumbel, with the noise
-    of that position.
+    For a greedy request the distribution is sharpened, see GREEDY_SHARPNESS. For a seeded request
+    it is the chance to win the race that the verifier will run: a softmax of log q + gumbel, with
+    the noise of that position.
     """
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
-        log_laws = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
+        log_probs = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
     else:
-        laws = laws_of_scores(scores, params)
+        probs = probs_of_scores(scores, params)
         coupled = [row for row, p in enumerate(params) if is_coupled(p)]
         if coupled:
             select = rows.select(coupled)
             seeds = [seq.params.seed or 0 for seq in select.seqs]
-            index = to_device(coupled, laws.device)
-            raced = race(laws.index_select(0, index), seeds, select.positions)
-            laws = laws.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
-        log_laws = laws.log()
+            index = to_device(coupled, probs.device)
+            raced = race(probs.index_select(0, index), seeds, select.positions)
+            probs = probs.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
+        log_probs = probs.log()
         if any(p.greedy for p in params):
             greedy = to_device([p.greedy for p in params], scores.device, torch.bool).unsqueeze(1)
-            log_laws = torch.where(
-                greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_laws
+            log_probs = torch.where(
+                greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_probs
             )
-    best = log_laws.topk(k, dim=-1)
+    best = log_probs.topk(k, dim=-1)
     # Of a row that is not a distribution no token is likely at all.
     return best.indices, torch.where(best.values.isnan(), -torch.inf, best.values)
 

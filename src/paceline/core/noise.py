@@ -111,23 +111,25 @@ def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     return noise
 
 
-def race(laws: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """float32 [rows, vocab]: laws over exponential noise, whose largest entry is a draw.
+def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """float32 [rows, vocab]: distributions over exponential noise, whose largest entry is a draw.
 
     A token without probability cannot win, so on a CPU only the others get their noise: of a
-    truncated law that is a hundredth.
+    truncated distribution that is a hundredth.
     """
-    if laws.is_cuda or laws.numel() < _LARGE:
-        return laws / exponential(seeds, positions, laws.shape[1], laws.device)
-    ids = _id_hashes(laws.shape[1], laws.device)
-    raced = torch.zeros_like(laws)
-    for law, out, key in zip(laws, raced, _keys(seeds, positions, laws.device), strict=True):
-        possible = law.numpy() != 0
-        if np.count_nonzero(possible) > _FEW * len(law):
-            torch.div(law, _exponential(_mixed(key, ids)), out=out)
+    if probs.is_cuda or probs.numel() < _LARGE:
+        return probs / exponential(seeds, positions, probs.shape[1], probs.device)
+    ids = _id_hashes(probs.shape[1], probs.device)
+    raced = torch.zeros_like(probs)
+    for distribution, out, key in zip(
+        probs, raced, _keys(seeds, positions, probs.device), strict=True
+    ):
+        possible = distribution.numpy() != 0
+        if np.count_nonzero(possible) > _FEW * len(distribution):
+            torch.div(distribution, _exponential(_mixed(key, ids)), out=out)
         else:
             places = torch.from_numpy(np.flatnonzero(possible))
-            own = law.index_select(0, places)
+            own = distribution.index_select(0, places)
             noise = _exponential(_mixed(key, ids.index_select(0, places)))
             out.index_copy_(0, places, own.div_(noise))
     return raced

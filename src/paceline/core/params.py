@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 
 MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fill the memory
 # What a request may ask for. Far beyond any use, and so narrow that no adjusted score can leave
-# float32: a request cannot make its own law infinite.
+# float32: a request cannot make its own distribution infinite.
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_LOGIT_BIAS = 100.0
@@ -133,7 +133,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check_law()
+        self._check_sampling()
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
         _require(
             1 <= self.n <= MAX_SAMPLES, f"n is {shown(self.n)}; it must be from 1 to {MAX_SAMPLES}"
@@ -220,7 +220,7 @@ class SamplingParams:
         # A copy: what the caller changes later would be changed for a request that runs.
         object.__setattr__(self, "logit_bias", dict(biases))
 
-    def _check_law(self) -> None:
+    def _check_sampling(self) -> None:
         _require(
             0 <= self.temperature <= MAX_TEMPERATURE,
             f"temperature is {self.temperature}; it must be from 0 (greedy) to {MAX_TEMPERATURE:g}",
@@ -264,7 +264,8 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """True if a law depends on the tokens before it in other ways than through the model."""
+        """True if a distribution depends on the tokens before it in other ways than through the
+        model."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

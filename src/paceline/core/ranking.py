@@ -67,34 +67,35 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
-def inversion(laws: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One place in each row of ``laws`` [R, V] by its weight, and the row's sum, float64 [R].
+def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One place in each row of ``distributions`` [R, V] by its weight, and the row's sum, float64
+    [R].
 
     Given uniforms [R] in [0, 1). A place of weight zero is never taken; weights need not sum to
     one. Sums are float64. Where the sum is zero, infinite or not a number, the place says nothing.
     """
-    width = laws.shape[1]
+    width = probs.shape[1]
     scale = uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE
-    if laws.is_cuda or laws.numel() < _LEAST or width < 2 * _STRETCH:
-        cumulative = laws.cumsum(dim=-1, dtype=torch.float64)
+    if probs.is_cuda or probs.numel() < _LEAST or width < 2 * _STRETCH:
+        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
         mass = cumulative[:, -1:]
         return torch.searchsorted(cumulative, mass * scale, right=True).squeeze(1), mass.squeeze(1)
-    sparse = _sparse_inversion(laws, uniforms)
+    sparse = _sparse_inversion(probs, uniforms)
     if sparse is not None:
         return sparse
     count = width // _STRETCH
-    whole = laws[:, : count * _STRETCH].view(-1, count, _STRETCH)
+    whole = probs[:, : count * _STRETCH].view(-1, count, _STRETCH)
     sums = whole.sum(-1, dtype=torch.float64)
     if width % _STRETCH:
-        rest = laws[:, count * _STRETCH :].sum(-1, dtype=torch.float64, keepdim=True)
+        rest = probs[:, count * _STRETCH :].sum(-1, dtype=torch.float64, keepdim=True)
         sums = torch.cat((sums, rest), 1)
     cumulative = sums.cumsum(-1)
     mass = cumulative[:, -1:]
     points = mass * scale
     stretch = torch.searchsorted(cumulative, points, right=True).clamp_(max=sums.shape[1] - 1)
     points = points - (cumulative - sums).gather(1, stretch)
-    places = stretch * _STRETCH + torch.arange(_STRETCH, device=laws.device)
-    own = laws.gather(1, places.clamp(max=width - 1)).to(torch.float64)
+    places = stretch * _STRETCH + torch.arange(_STRETCH, device=probs.device)
+    own = probs.gather(1, places.clamp(max=width - 1)).to(torch.float64)
     within = own.masked_fill_(places >= width, 0.0).cumsum(-1)
     # The stretch's sum may have been rounded otherwise: its last token is the end of it.
     points = torch.minimum(points.clamp_(min=0.0), within[:, -1:] * _BELOW_ONE)
@@ -104,13 +105,13 @@ def inversion(laws: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _sparse_inversion(
-    laws: torch.Tensor, uniforms: torch.Tensor
+    probs: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``inversion`` among the places that weigh something; None where those are too many.
 
-    Of a law that top_p or top_k cut they are a hundredth.
+    Of a distribution that top_p or top_k cut they are a hundredth.
     """
-    rows = laws.numpy()
+    rows = probs.numpy()
     possible = rows != 0  # also what is not a number
     if np.count_nonzero(possible) > _FEW * rows.size:
         return None

@@ -1,11 +1,12 @@
-"""From logits to the law of a request: penalties, temperature and truncation, along tree paths.
+"""From logits to the distribution of a request: penalties, temperature and truncation, along tree
+paths.
 
 Order, as in vLLM: ``logit_bias`` and ``min_tokens``; repetition, presence and frequency penalties;
 what a grammar forbids; temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use
 the same functions, on the logits of their own model.
 
-Ties never depend on the order of a sort, so a law depends on nothing but its logits: top_k keeps
-every token as likely as the k-th, top_p every token as likely as the last of the smallest set
+Ties never depend on the order of a sort, so a distribution depends on nothing but its logits: top_k
+keeps every token as likely as the k-th, top_p every token as likely as the last of the smallest set
 that holds the mass, and greedy takes the lowest id.
 """
 
@@ -56,7 +57,7 @@ def _tree_paths(checks: Sequence[Check]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose law each row of logits is.
+    """Whose distribution each row of logits is.
 
     ``depths[r]`` counts the drafted tokens between the last committed token of ``seqs[r]`` and the
     row, ``paths[r, :depths[r]]`` are those tokens (int64 ``[R, D]``, on the device of the logits;
@@ -96,7 +97,7 @@ class Rows:
 
 
 def needs_paths(seqs: Iterable[SequenceState]) -> bool:
-    """True if a law of these sequences depends on the drafted tokens before its row."""
+    """True if a distribution of these sequences depends on the drafted tokens before its row."""
     return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
@@ -112,17 +113,18 @@ def is_plain_greedy(seq: SequenceState) -> bool:
     )
 
 
-def needs_laws(seqs: Iterable[SequenceState]) -> bool:
+def needs_probs(seqs: Iterable[SequenceState]) -> bool:
     """False if taking the argmax of the logits is all there is to do."""
     return not all(is_plain_greedy(seq) for seq in seqs)
 
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: the law of each row's request, from logits ``[R, V]`` of any dtype.
+    """float32 ``[R, V]``: the distribution of each row's request, from logits ``[R, V]`` of any
+    dtype.
 
-    Temperature 0 gives a one-hot law on the lowest id among the largest scores.
+    Temperature 0 gives a one-hot distribution on the lowest id among the largest scores.
     """
-    return laws_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
+    return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
 
 
 def log_probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -207,33 +209,33 @@ def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
 
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
     """float32 [R, width] with a one at each row's token; nothing but zeros for NO_TOKEN."""
-    laws = torch.zeros(tokens.shape[0], width, device=tokens.device)
+    probs = torch.zeros(tokens.shape[0], width, device=tokens.device)
     index = tokens.unsqueeze(1)
-    return laws.scatter_(1, index.clamp(min=0), (index >= 0).to(laws.dtype))
+    return probs.scatter_(1, index.clamp(min=0), (index >= 0).to(probs.dtype))
 
 
 def _inverse_temperature(params: SamplingParams) -> float:
     if params.greedy:
-        return 1.0  # replaced by a one-hot law
+        return 1.0  # replaced by a one-hot distribution
     return min(1.0 / max(params.temperature, 1e-300), _MAX_INVERSE_TEMPERATURE)
 
 
-def laws_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V].
 
-    Where those are no distribution (not a number, infinite, all forbidden) neither is the law: a
-    row of NaN, or of zeros if the request is greedy.
+    Where those are no distribution (not a number, infinite, all forbidden) neither is the
+    distribution: a row of NaN, or of zeros if the request is greedy.
     """
     width, device = scores.shape[1], scores.device
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)
-    laws = torch.softmax(_scaled(scores, params), dim=-1)
+    probs = torch.softmax(_scaled(scores, params), dim=-1)
     if any(p.truncates for p in params):
-        laws = truncated(laws, params)
+        probs = truncated(probs, params)
     if any(p.greedy for p in params):
         greedy = to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
-        laws = torch.where(greedy, one_hot(greedy_choice(scores), width), laws)
-    return laws
+        probs = torch.where(greedy, one_hot(greedy_choice(scores), width), probs)
+    return probs
 
 
 def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -241,8 +243,8 @@ def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     same = all(p is params[0] for p in params)
     inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]
     if max(inverses) > _LARGE_INVERSE_TEMPERATURE:
-        # The law is the same if the largest score is zero, and zero has a finite product. Rows of
-        # ordinary temperatures stay bit for bit what they are.
+        # The distribution is the same if the largest score is zero, and zero has a finite product.
+        # Rows of ordinary temperatures stay bit for bit what they are.
         cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
         column = to_device(cold, scores.device, torch.bool).unsqueeze(1)
         scores = scores - torch.where(column, scores.amax(dim=-1, keepdim=True), 0.0)

@@ -61,9 +61,10 @@ class TokenTree:
 
     ``tokens`` is int64 ``[n]`` and may live on the device: the shape of a tree is known to the
     host, its tokens need not be, so drafting costs no synchronisation. ``parents[i] < i``, and
-    -1 is the last committed token. ``q`` is float32 ``[n, vocab]``: row i is the law, after
-    temperature and truncation, from which node i AND its earlier siblings were drawn (the law
-    before any of them was drawn). A sampled draw without q is refused: it could not be verified.
+    -1 is the last committed token. ``q`` is float32 ``[n, vocab]``: row i is the distribution,
+    after temperature and truncation, from which node i AND its earlier siblings were drawn (the
+    distribution before any of them was drawn). A sampled draw without q is refused: it could not be
+    verified.
     """
 
     tokens: torch.Tensor
@@ -76,7 +77,7 @@ class TokenTree:
         assert self.tokens.shape == (n,), "one token per node"
         assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
         if self.draw is not Draw.POINT and n:
-            assert self.q is not None, "a sampled draft needs the exact law it was sampled from"
+            assert self.q is not None, "a sampled draft needs the distribution it was sampled from"
             assert self.q.shape[0] == n and self.q.dtype == torch.float32
         if self.draw is Draw.IID:
             assert is_chain(self.parents), "independent draws are verified along a chain"

@@ -1,8 +1,9 @@
-"""min_p, top_k and top_p: laws cut to their likely tokens, without sorting whole vocabularies.
+"""min_p, top_k and top_p: distributions cut to their likely tokens, without sorting whole
+vocabularies.
 
-What truncation looks at is the head of a law: its largest probabilities in falling order. On a CPU
-numpy finds it (vectorised comparisons, partitions and sorts): of a row of 49,152 in 0.04 to 0.2 ms,
-where ``topk`` takes 0.36 and ``sort`` 5.7 to 7.5 ms.
+What truncation looks at is the head of a distribution: its largest probabilities in falling order.
+On a CPU numpy finds it (vectorised comparisons, partitions and sorts): of a row of 49,152 in 0.04
+to 0.2 ms, where ``topk`` takes 0.36 and ``sort`` 5.7 to 7.5 ms.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ def column(
     return to_device([value(p) for p in params], device, torch.float32).unsqueeze(1)
 
 
-def truncated(laws: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The laws [R, V] cut to the likely tokens and renormalised.
+def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The distributions [R, V] cut to the likely tokens and renormalised.
 
     min_p, top_k and top_p in turn raise a threshold [R, 1]; what lies below it goes. top_p is a
     share of the mass that the other two left over, as in vLLM.
     """
-    width, device = laws.shape[1], laws.device
+    width, device = probs.shape[1], probs.device
     limits = [_limit(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
-    head = _head(laws, params, limits) if nucleus or any(limits) else laws
+    head = _head(probs, params, limits) if nucleus or any(limits) else probs
     if any(limits) or any(p.min_p > 0 for p in params):
-        threshold = torch.zeros(laws.shape[0], 1, device=device)
+        threshold = torch.zeros(probs.shape[0], 1, device=device)
         if any(p.min_p > 0 for p in params):
-            threshold = laws.amax(dim=-1, keepdim=True) * column(params, lambda p: p.min_p, device)
+            threshold = probs.amax(dim=-1, keepdim=True) * column(params, lambda p: p.min_p, device)
         if any(limits):
             limit = to_device(limits, device).unsqueeze(1)
             kth = head.gather(1, (limit - 1).clamp_(min=0))
             threshold = torch.maximum(threshold, torch.where(limit > 0, kth, 0.0))
-        laws = _at_least(laws, threshold)
+        probs = _at_least(probs, threshold)
         head = _at_least(head, threshold) if nucleus else head
-    mass = laws.sum(dim=-1, keepdim=True)
+    mass = probs.sum(dim=-1, keepdim=True)
     if nucleus:
         share = column(params, lambda p: p.top_p, device)
         before = head.cumsum(dim=-1) - head  # mass of the tokens that rank before each
         size = (before < share * mass).sum(dim=-1, keepdim=True).clamp_(min=1)
         last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
-        laws = _at_least(laws, last)
-        mass = laws.sum(dim=-1, keepdim=True)
+        probs = _at_least(probs, last)
+        mass = probs.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
-        # The others' laws stay bit for bit what they are without such neighbours.
+        # The others' distributions stay bit for bit what they are without such neighbours.
         truncates = to_device([p.truncates for p in params], device, torch.bool).unsqueeze(1)
         mass = torch.where(truncates, mass, 1.0)
-    return laws.div_(mass)
+    return probs.div_(mass)
 
 
 def _limit(params: SamplingParams, width: int) -> int:
@@ -71,32 +72,33 @@ def _limit(params: SamplingParams, width: int) -> int:
     return params.top_k if 0 < params.top_k < width else 0
 
 
-def _at_least(laws: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """The laws [R, n] with zeros below the thresholds [R, 1]; three times faster than `where`."""
-    return laws.clone().ge_(threshold).mul_(laws)
+def _at_least(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """The distributions [R, n] with zeros below the thresholds [R, 1]; three times faster than
+    `where`."""
+    return probs.clone().ge_(threshold).mul_(probs)
 
 
-def _head(laws: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]) -> torch.Tensor:
+def _head(probs: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]) -> torch.Tensor:
     """float32 [R, n]: what truncation looks at, in falling order: the ``limit`` largest of a row,
     or without a limit as many as hold more than the mass of its top_p. Zeros may follow."""
-    if laws.device.type == "cpu":
-        return _head_by_numpy(laws, params, limits)
+    if probs.device.type == "cpu":
+        return _head_by_numpy(probs, params, limits)
     if any(p.top_p < 1 and not k for p, k in zip(params, limits, strict=True)):
-        return laws.sort(
+        return probs.sort(
             dim=-1, descending=True
         ).values  # how many are needed only the device knows
-    return laws.topk(max(limits), dim=-1).values
+    return probs.topk(max(limits), dim=-1).values
 
 
 def _head_by_numpy(
-    laws: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]
+    probs: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]
 ) -> torch.Tensor:
-    width = laws.shape[1]
-    rows: npt.NDArray[np.float32] = laws.numpy()
+    width = probs.shape[1]
+    rows: npt.NDArray[np.float32] = probs.numpy()
     peaks = rows
     if any(limits) and width >= _STRETCH:
-        whole = laws[:, : width // _STRETCH * _STRETCH]
-        peaks = whole.view(len(laws), -1, _STRETCH).amax(-1).numpy()
+        whole = probs[:, : width // _STRETCH * _STRETCH]
+        peaks = whole.view(len(probs), -1, _STRETCH).amax(-1).numpy()
     heads: list[FloatRow] = []
     for row, tops, p, limit in zip(rows, peaks, params, limits, strict=True):
         if limit:
@@ -113,7 +115,7 @@ def _head_by_numpy(
 
 
 def _holding(row: FloatRow, share: float) -> FloatRow:
-    """The largest entries of a law, in any order, that together hold more than ``share``.
+    """The largest entries of a distribution, in any order, that together hold more than ``share``.
 
     What is smaller than the n-th part of the rest of the mass cannot make up that rest. A higher
     bar will mostly do, and leaves less to sort.

@@ -57,8 +57,8 @@ class Growing(Protocol):
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         """Take from the candidates ``[rows, >= width]`` after the newest fed nodes.
 
-        ``weights``: the laws ``[rows, vocab]`` they were drawn from, or the log-probabilities of
-        the likeliest. False if the tree is complete.
+        ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
+        log-probabilities of the likeliest. False if the tree is complete.
         """
         ...
 
@@ -132,8 +132,8 @@ def candidates(
     if len(trees) == 1:
         return [(tokens, weights)]
     places = torch.split(tokens, list(counts))
-    laws = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
-    return list(zip(places, laws, strict=True))
+    probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
+    return list(zip(places, probs, strict=True))
 
 
 def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
@@ -223,7 +223,7 @@ class StaticTree:
         self._draw = draw_of(item.seq, shape.branches)
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._tokens: list[torch.Tensor] = []
-        self._laws: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
         self._fed: list[torch.Tensor] = []
 
     def path_of_rows(self) -> torch.Tensor:
@@ -240,7 +240,7 @@ class StaticTree:
         if self._draw is not Draw.POINT:
             assert weights is not None
             own = level.nodes == len(weights) == 1
-            self._laws.append(weights if own else weights.index_select(0, level.rows))
+            self._probs.append(weights if own else weights.index_select(0, level.rows))
         if len(self._tokens) == len(self._plan):
             return False
         self.fresh = chosen if level.fed is None else chosen.index_select(0, level.fed)
@@ -250,10 +250,10 @@ class StaticTree:
 
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
         tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
-        laws = None
+        probs = None
         if self._draw is not Draw.POINT:
-            laws = torch.cat(self._laws) if len(self._laws) > 1 else self._laws[0]
-        return TokenTree(tokens, self.shape.parents, self._draw, laws), _slots(self.shape)
+            probs = torch.cat(self._probs) if len(self._probs) > 1 else self._probs[0]
+        return TokenTree(tokens, self.shape.parents, self._draw, probs), _slots(self.shape)
 
 
 class BestFirstTree:

@@ -28,8 +28,8 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.prices import DEARER, HURT
+from paceline.draft.shadow import ShadowDraft
 from paceline.draft.steptime import StepTime
-from paceline.draft.trial import ShadowDraft
 from paceline.draft.worth import AcceptanceTracker, Profile, RetryBackoff, best, levels_tried
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise

@@ -20,11 +20,11 @@ After a step every column takes the choice at its last row and goes to the pool 
 it begins with r and the target has just chosen another token after r. Then it loses its head: its
 tokens keep their places in the text while r moves on by one.
 
-Nodes with the same path have the same law, so candidates and window share them (trie.py). All
-nodes are candidates: a window that has converged is accepted as it stands. With a seed the choices
-are made with the noise of their positions, hence the columns converge to the text with that seed;
-n-grams out of the pool meet other noise and are accepted less often. Choices drawn without a seed
-are independent of every later draw, so the rule for POINT trees stays exact.
+Nodes with the same path have the same distribution, so candidates and window share them (trie.py).
+All nodes are candidates: a window that has converged is accepted as it stands. With a seed the
+choices are made with the noise of their positions, hence the columns converge to the text with that
+seed; n-grams out of the pool meet other noise and are accepted less often. Choices drawn without a
+seed are independent of every later draw, so the rule for POINT trees stays exact.
 """
 
 from __future__ import annotations

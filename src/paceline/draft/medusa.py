@@ -76,7 +76,7 @@ class MedusaDrafter:
 
     Greedy and seeded trees are the heads' likeliest tokens (with the coupled noise for a seed);
     otherwise siblings are drawn without replacement. A request with penalties gets a tree grown
-    level by level, as its laws depend on the drafted tokens.
+    level by level, as its distributions depend on the drafted tokens.
     """
 
     name = "medusa"
@@ -163,16 +163,16 @@ class MedusaDrafter:
         for i, (item, shape) in enumerate(zip(items, shapes, strict=True)):
             picks, depths = _picks(shape, drafted.tokens.shape[1], tokens.device)
             draw = draw_of(item.seq, shape.branches)
-            laws = None
+            probs = None
             if draw is not Draw.POINT:
                 assert drafted.q is not None
-                laws = drafted.q[i * levels : (i + 1) * levels].index_select(0, depths)
-            tree = TokenTree(tokens[i].index_select(0, picks), shape.parents, draw, laws)
+                probs = drafted.q[i * levels : (i + 1) * levels].index_select(0, depths)
+            tree = TokenTree(tokens[i].index_select(0, picks), shape.parents, draw, probs)
             trees[item.seq.seq_id] = tree
         return trees
 
     def _grown(self, item: Slice, logits: torch.Tensor) -> TokenTree:
-        """A tree level by level, each candidate's law knowing the tokens before it."""
+        """A tree level by level, each candidate's distribution knowing the tokens before it."""
         tree = StaticTree(item, self._shape(item.draft_length), logits.device)
 
         def following(trees: list[Growing]) -> torch.Tensor:

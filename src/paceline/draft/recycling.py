@@ -5,8 +5,8 @@ after some token. A matrix ``[vocab, k]`` keeps the latest such list of every to
 fixed shape is read out of it: children of the last token, their children, and so on.
 
 Proposals are plain top-k lists, also for sampled requests: the matrix keeps ids alone, from other
-positions, so there is no law to draw from, and no noise of the position to be drafted could be
-added to one. Trees are POINT, which is lossless with and without a seed.
+positions, so there is no distribution to draw from, and no noise of the position to be drafted
+could be added to one. Trees are POINT, which is lossless with and without a seed.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ PHASES = ("draft", "target", "verify", "other")
 class PhaseClock:
     """Adds up the seconds of each phase over all steps; always on, some hundred nanoseconds a lap.
 
-    draft: proposing and learning from what was committed. target: the forward. verify: laws, rule
-    and the step's one transfer. other: scheduling, packing, committing, bookkeeping.
+    draft: proposing and learning from what was committed. target: the forward. verify:
+    distributions, rule and the step's one transfer. other: scheduling, packing, committing,
+    bookkeeping.
 
     Between steps ``seconds`` and ``steps`` are those of all steps but the last. On CUDA the marks
     are events on the stream, read behind the next step's own synchronisation, so nothing waits for

@@ -23,7 +23,7 @@ from paceline.engine.recovery import Failure, failed, log, recover, undraft
 from paceline.engine.scheduler import Scheduler
 from paceline.model.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
-from paceline.verify.rule import Verifier
+from paceline.verify.verifier import Verifier
 
 
 class Engine:

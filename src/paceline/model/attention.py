@@ -179,10 +179,10 @@ def _attend_explicitly(
     elif piece.mask is not None:
         scores = scores.add_(piece.mask if piece.folded else piece.mask.repeat(group, 1))
     if sinks is None:
-        law = scores.softmax(-1)
+        distribution = scores.softmax(-1)
     else:
         sink = sinks.float().view(kv_heads, group, 1).expand(kv_heads, group, rows)
         sink = sink.reshape(1, kv_heads, group * rows, 1).expand(batch, -1, -1, -1)
-        law = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    out = torch.matmul(law.to(value.dtype), value)
+        distribution = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    out = torch.matmul(distribution.to(value.dtype), value)
     return _unfold(out, batch, rows, heads)

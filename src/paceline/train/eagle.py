@@ -1,9 +1,9 @@
 """Training EAGLE heads: EAGLE-3 with training-time test, and EAGLE-1.
 
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the head is unrolled over several steps as in
-drafting, so it learns to go on from its own hidden states; only the tokens' laws are learnt, no
-features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predicts the next feature
-(smooth L1) and, through the target's own head, the next token's law.
+drafting, so it learns to go on from its own hidden states; only the tokens' distributions are
+learnt, no features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predicts the next feature
+(smooth L1) and, through the target's own head, the next token's distribution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_la
 from paceline.errors import ConfigError
 from paceline.train.heads import HeadConfig, HeadTrainer
 from paceline.train.observed import Observed
-from paceline.train.unrolled import Places, UnrolledAttention, law_loss
+from paceline.train.unrolled import Places, UnrolledAttention, soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class EagleTrainer(HeadTrainer):
         windows, width = seen.ids.shape
         places = Places.of(seen.learn)
         with torch.no_grad():
-            laws, row_of = self._laws(seen)
+            probs, row_of = self._probs(seen)
         attend = UnrolledAttention(places)
         learn, features = self._learnable(seen), seen.features.flatten(0, 1)
         embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
@@ -136,7 +136,7 @@ class EagleTrainer(HeadTrainer):
             wanted = places.inside(2 + j) & learn[places.ahead(2 + j)]
             shares: torch.Tensor = wanted.float() / len(wanted)
             ahead = places.ahead(1 + j)  # where the target says what token t + 2 + j is
-            step = law_loss(head.logits(hidden), laws, row_of[ahead], shares)
+            step = soft_cross_entropy(head.logits(hidden), probs, row_of[ahead], shares)
             if config.version == 1:
                 distance = F.smooth_l1_loss(
                     hidden.float(), features[ahead].float(), reduction="none"
@@ -154,13 +154,13 @@ class EagleTrainer(HeadTrainer):
             learn = learn & self.head.t2d[seen.ids]
         return learn.flatten()
 
-    def _laws(self, seen: Observed) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft should say: laws ``[M, draft_vocab]`` of the M places whose next token
-        is to be learnt, and int64 ``[B * W]``, which of them a place has (0 where none)."""
+    def _probs(self, seen: Observed) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the draft should say: distributions ``[M, draft_vocab]`` of the M places whose next
+        token is to be learnt, and int64 ``[B * W]``, which of them a place has (0 where none)."""
         head, ids = self.head, None
         if head.config.draft_vocab_size < head.config.vocab_size:
             ids = head.to_target_ids(torch.arange(len(head.d2t), device=seen.ids.device))
-        return self.target_laws(seen, ids)
+        return self.target_probs(seen, ids)
 
     # -- drafts --------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import previous, read_state, write_state
 from paceline.train.token_streams import TokenStreams
-from paceline.train.unrolled import mixed_laws
+from paceline.train.unrolled import mixed_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -282,14 +282,14 @@ class HeadTrainer(ABC):
             self._product = same and torch.allclose(again, wanted, rtol=0.02, atol=0.02 * scale)
         return self._product
 
-    def target_laws(
+    def target_probs(
         self, seen: Observed, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the target says where the next token is to be learnt, over the tokens ``ids`` or
         all of them, ``argmax_weight`` of it moved to the likeliest one.
 
-        Laws ``[M, len(ids)]`` of these M places, and int64 ``[B * W]``, which of them a place of
-        the windows has (0 where none).
+        Distributions ``[M, len(ids)]`` of these M places, and int64 ``[B * W]``, which of them a
+        place of the windows has (0 where none).
         """
         flat = F.pad(seen.learn[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
         row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)
@@ -306,7 +306,7 @@ class HeadTrainer(ABC):
                 return F.linear(part, weight, bias)
             return part if ids is None else part[:, ids]
 
-        return mixed_laws(len(flat), logits_of, self.config.argmax_weight), row_of
+        return mixed_probs(len(flat), logits_of, self.config.argmax_weight), row_of
 
     def _batch(self, step: int) -> list[Windows]:
         """The windows of a step, in parts that one forward takes."""

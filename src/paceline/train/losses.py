@@ -9,7 +9,7 @@ import torch.nn.functional as F
 def total_variation(
     p: torch.Tensor, q: torch.Tensor, shares: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mean over tokens of 1 - sum_x min(p(x), q(x)), from laws ``[tokens, vocab]``; with
+    """Mean over tokens of 1 - sum_x min(p(x), q(x)), from distributions ``[tokens, vocab]``; with
     ``shares [tokens]``, the sum in which each token counts for so much.
 
     This is the chance that the lossless rules reject a token drafted from q, so as a loss it

@@ -1,7 +1,7 @@
 """Training Medusa heads: on a frozen target (Medusa-1), or together with it (Medusa-2).
 
-Cai et al. 2024 (arXiv 2401.10774), section 3.2. Head k learns the target's law two tokens and k
-further on, by cross-entropy against the target's own probabilities; each further head weighs
+Cai et al. 2024 (arXiv 2401.10774), section 3.2. Head k learns the target's distribution two tokens
+and k further on, by cross-entropy against the target's own probabilities; each further head weighs
 0.8 times as much. Medusa-2 warms the heads up first, then trains both: the target on the text (so
 give it text that it wrote itself), at a lower rate.
 """
@@ -26,7 +26,7 @@ from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
-from paceline.train.unrolled import Places, law_loss
+from paceline.train.unrolled import Places, soft_cross_entropy
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
@@ -154,7 +154,7 @@ class MedusaTrainer(HeadTrainer):
         config = self.config
         places, learn = Places.of(seen.learn), seen.learn.flatten()
         with torch.no_grad():
-            laws, row_of = self.target_laws(seen)
+            probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[places.flat]
         weights = [config.head_decay**k for k in range(config.heads)]
         result = features.new_zeros((), dtype=torch.float32)
@@ -162,7 +162,7 @@ class MedusaTrainer(HeadTrainer):
             logits = self.head.logits(k, features, self.lm_head)
             wanted = places.inside(2 + k) & learn[places.ahead(2 + k)]
             shares = wanted.float() / len(wanted)
-            step = law_loss(logits, laws, row_of[places.ahead(1 + k)], shares)
+            step = soft_cross_entropy(logits, probs, row_of[places.ahead(1 + k)], shares)
             result = result + weight / sum(weights) * step
         if not features.requires_grad:
             return result

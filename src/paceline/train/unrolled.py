@@ -144,7 +144,7 @@ class _DistributionLoss(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         logits: torch.Tensor,
-        laws: torch.Tensor,
+        probs: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
@@ -152,11 +152,11 @@ class _DistributionLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), _CHUNK):
             rows = slice(start, start + _CHUNK)
-            law = laws[index[rows]].float()
+            distribution = probs[index[rows]].float()
             weight = weights[rows]
             logs = logits[rows].float().log_softmax(-1)
-            total -= (torch.linalg.vecdot(law, logs) * weight).sum()
-            gradient[rows] = logs.exp_().sub_(law).mul_(weight[:, None])
+            total -= (torch.linalg.vecdot(distribution, logs) * weight).sum()
+            gradient[rows] = logs.exp_().sub_(distribution).mul_(weight[:, None])
         ctx.save_for_backward(gradient)
         return total
 
@@ -168,19 +168,19 @@ class _DistributionLoss(torch.autograd.Function):
         return gradient * grad.to(gradient.dtype), None, None, None
 
 
-def law_loss(
-    logits: torch.Tensor, laws: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+def soft_cross_entropy(
+    logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """``sum_n weights[n] * H(laws[index[n]], softmax(logits[n]))``, float32.
+    """``sum_n weights[n] * H(distributions[index[n]], softmax(logits[n]))``, float32.
 
-    ``logits [N, V]``, ``laws [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
-    float32 ``[N]``. Only the logits get a gradient.
+    ``logits [N, V]``, ``distributions [M, V]`` that sum to one, ``index`` int64 ``[N]``,
+    ``weights`` float32 ``[N]``. Only the logits get a gradient.
     """
-    result: torch.Tensor = _DistributionLoss.apply(logits, laws, index, weights)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights)  # type: ignore[no-untyped-call]
     return result
 
 
-def mixed_laws(
+def mixed_probs(
     count: int, logits_of: Callable[[slice], torch.Tensor], share: float
 ) -> torch.Tensor:
     """Probabilities of ``count`` rows of logits, ``share`` of them moved to the likeliest token,
@@ -191,10 +191,12 @@ def mixed_laws(
     parts = []
     for start in range(0, count, 4 * _CHUNK):
         logits = logits_of(slice(start, min(count, start + 4 * _CHUNK)))
-        law = logits.float().softmax(-1)
+        distribution = logits.float().softmax(-1)
         if share:
             best = logits.argmax(-1, keepdim=True)
-            spike = torch.full(best.shape, share, dtype=law.dtype, device=law.device)
-            law = law.mul_(1 - share).scatter_add_(1, best, spike)
-        parts.append(law.to(logits.dtype))
+            spike = torch.full(
+                best.shape, share, dtype=distribution.dtype, device=distribution.device
+            )
+            distribution = distribution.mul_(1 - share).scatter_add_(1, best, spike)
+        parts.append(distribution.to(logits.dtype))
     return torch.cat(parts)

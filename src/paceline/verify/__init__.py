@@ -1,1 +1,1 @@
-"""The lossless rules: from target laws and a drafted tree to the tokens that hold."""
+"""The lossless rules: from target distributions and a drafted tree to the tokens that hold."""

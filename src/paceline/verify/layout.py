@@ -3,7 +3,7 @@
 The trees' rows of logits follow one another, each tree's root first; its nodes likewise::
 
     rows   R0 a b c  R1 d e        nodes   a b c d e
-    a node's parent row is the row of the law that its token was a candidate for
+    a node's parent row is the row of the distribution that its token was a candidate for
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Cai et al. 2024 (Medusa, arXiv 2401.10774), section 3.3.1: a drafted token x is 
 
     p(x) > min(epsilon, delta * exp(-H(p)))
 
-with p the target's law and H its entropy: where the target is unsure, more will do. Of the
+with p the target's distribution and H its entropy: where the target is unsure, more will do. Of the
 accepted paths the longest wins, of equally long ones the likeliest; the token after it is drawn
 from p. The text is not distributed as the target's own. It is for those who ask for it by name
 (``lossy=True``), and whatever it produces says so.
@@ -18,9 +18,9 @@ import torch
 
 from paceline.core.batch import Check
 from paceline.core.draws import choose
-from paceline.core.sampling import Rows, laws_of_scores
+from paceline.core.sampling import Rows, probs_of_scores
 from paceline.verify.layout import Shapes, layout_of
-from paceline.verify.rule import Decisions, Verifier
+from paceline.verify.verifier import Decisions, Verifier
 from paceline.verify.walk import matching
 
 # The paper's: delta is the square root of epsilon.
@@ -37,7 +37,7 @@ def surprise(
 ) -> torch.Tensor:
     """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
 
-    Laws p [R, V] and nodes are laid out as in ``layout.py``.
+    Distributions p [R, V] and nodes are laid out as in ``layout.py``.
     """
     above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
     chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -81,16 +81,16 @@ class TypicalVerifier(Verifier):
         self._epsilon, self._delta = epsilon, delta
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
-        laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
-        choices = choose(laws, rows, self.generator)
+        probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
+        choices = choose(probs, rows, self.generator)
         drafted = [check.tree.tokens for check in checks if len(check.tree)]
         if not drafted:
             return Decisions(choices)
         # A drafted id beyond the target's logits is as improbable as any can be.
         tokens = torch.cat(drafted)
-        known = tokens < laws.shape[1]
+        known = tokens < probs.shape[1]
         shapes = tuple(check.tree.parents for check in checks)
-        found = surprise(laws, tokens * known, shapes, self._epsilon, self._delta)
+        found = surprise(probs, tokens * known, shapes, self._epsilon, self._delta)
         return Decisions(choices, torch.where(known, found, -1))
 
     def _path(

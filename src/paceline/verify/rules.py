@@ -1,18 +1,18 @@
-"""The lossless rules as pure functions of laws; nothing is drawn here.
+"""The lossless rules as pure functions of distributions; nothing is drawn here.
 
-A rule gives, for every node, the probability that it is accepted, and for every row the law of
-the token that ends the step there. Whoever draws (``rule.py``) or enumerates (the law tests)
-needs nothing else:
+A rule gives, for every node, the probability that it is accepted, and for every row the
+distribution of the token that ends the step there. Whoever draws (``verifier.py``) or enumerates
+(the law tests) needs nothing else:
 
 * ``siblings``: a node's chance GIVEN that its parent was reached and its earlier siblings were
   refused. Walk down from the root through the first accepted child; where there is none, the
-  stop law of that row yields the last token. A chain under this rule is the token rule of
+  stop distribution of that row yields the last token. A chain under this rule is the token rule of
   Leviathan et al. 2023 and Chen et al. 2023.
 * ``block``: independent chances along a chain; the LAST accepted node counts, so a refused node
   before it does no harm.
 
-Rows and nodes are laid out as in ``layout.py``. Laws are ``[R, V]`` for the target and ``[N, V]``
-for the draft, of equal width and dtype; padding to equal width is ``aligned``.
+Rows and nodes are laid out as in ``layout.py``. Distributions are ``[R, V]`` for the target and
+``[N, V]`` for the draft, of equal width and dtype; padding to equal width is ``aligned``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from paceline.verify.layout import Shapes, chain_grid, layout_of
 
 @dataclass(frozen=True)
 class RuleProbabilities:
-    """``accept`` [N]: a node's chance. ``stop`` [R, V]: law of the token that ends a step there."""
+    """``accept`` [N]: a node's chance. ``stop`` [R, V]: distribution of the token that ends a step
+    there."""
 
     accept: torch.Tensor
     stop: torch.Tensor
 
 
 def aligned(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both laws at the greater width: ids that only one model pads to have probability zero."""
+    """Both distributions at the greater width: ids that only one model pads to have probability
+    zero."""
     width = max(p.shape[1], q.shape[1])
     pad = torch.nn.functional.pad
     if p.shape[1] < width:
@@ -65,7 +67,7 @@ def siblings(
 
     The k-th child x of a row is accepted with min(1, p(x) / q(x)); if it is refused,
     p <- norm(max(0, p - q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once,
-    one pass per rank. ``q[i]`` is the law before any sibling of node i was drawn.
+    one pass per rank. ``q[i]`` is the distribution before any sibling of node i was drawn.
 
     Where q has run out of tokens, a further child cannot have been drawn from it: it is refused,
     and the empty q leaves p as it is.
@@ -96,13 +98,13 @@ def block(
 ) -> RuleProbabilities:
     """Block verification of independently drawn chains (Sun et al. 2024, arXiv 2403.10444).
 
-    With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the laws after node i,
+    With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the distributions after node i,
     Z_i = sum max(0, P_i p - q): node i is accepted with h_i = Z_i / (Z_i + 1 - P_i), the last one
-    with P_g. The stop law after node i is norm(max(0, P_i p - q)), after the last one p.
+    with P_g. The stop distribution after node i is norm(max(0, P_i p - q)), after the last one p.
     """
     parent_rows = layout_of(shapes, p.device).parent_rows
     grid = chain_grid(shapes, p.device)
-    target = p.index_select(0, parent_rows)  # law that node i was a candidate for, like q
+    target = p.index_select(0, parent_rows)  # distribution that node i was a candidate for, like q
     token = tokens.unsqueeze(1)
     chance_q = q.gather(1, token)
     ratio = torch.where(chance_q > 0, target.gather(1, token) / chance_q, 0.0).squeeze(1)

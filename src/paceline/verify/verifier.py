@@ -28,14 +28,14 @@ from paceline.core.sampling import (
     Rows,
     adjusted,
     greedy_choice,
-    laws_of_scores,
-    needs_laws,
+    needs_probs,
+    probs_of_scores,
 )
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
 from paceline.errors import ConfigError
-from paceline.verify.laws import RuleProbabilities, aligned, block, siblings
-from paceline.verify.report import StepLogprobs
+from paceline.verify.logprobs import StepLogprobs
+from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 from paceline.verify.walk import first_accepted, last_accepted, matching
 
 RULES = ("auto", "token", "block", "coupled")
@@ -63,8 +63,8 @@ def method_of(check: Check, rule: str = "auto") -> LosslessRule:
 
 @dataclass(frozen=True)
 class Decisions:
-    """``choices`` int64 [R]: the token that each row yields, NO_TOKEN where its law is none;
-    ``accepted`` [N] or None: which nodes are, as booleans or (a rule of its own) integers."""
+    """``choices`` int64 [R]: the token that each row yields, NO_TOKEN where its distribution is
+    none; ``accepted`` [N] or None: which nodes are, as booleans or (a rule of its own) integers."""
 
     choices: torch.Tensor
     accepted: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class Verifier:
         logits = _rows_of(logits, checks)
         seqs = [check.seq for check in checks]
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
-        if not wanted and not needs_laws(seqs):
+        if not wanted and not needs_probs(seqs):
             return self._verdicts(checks, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(checks)
         scores = adjusted(logits, rows)
@@ -111,19 +111,19 @@ class Verifier:
     # -- deciding, on the device --------------------------------------------------------------
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
-        laws = laws_of_scores(scores, [seq.params for seq in rows.seqs])
+        probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
         coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
         if len(coupled) == len(rows):
-            return Decisions(coupled_choice(laws, rows))
-        laws, sound = _stood_in(laws)
-        outcome = self._outcome(laws, checks)
+            return Decisions(coupled_choice(probs, rows))
+        probs, sound = _stood_in(probs)
+        outcome = self._outcome(probs, checks)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
-        # Greedy rows have one-hot laws, and a draw from those is the argmax.
-        choices = pick(laws if outcome is None else outcome.stop, uniforms[: len(rows)])
+        # Greedy rows have one-hot distributions, and a draw from those is the argmax.
+        choices = pick(probs if outcome is None else outcome.stop, uniforms[: len(rows)])
         if coupled:
             index = to_device(coupled, scores.device)
-            choices[index] = coupled_choice(laws.index_select(0, index), rows.select(coupled))
+            choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
         if sound is not None:
             choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
@@ -134,27 +134,27 @@ class Verifier:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
-    def _outcome(self, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
-        """Accept chances and stop laws of all checks; None if all of them are matched."""
+    def _outcome(self, probs: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
+        """Accept chances and stop distributions of all checks; None if all of them are matched."""
         methods = [method_of(check, self.rule) for check in checks]
         if all(method == "match" for method in methods):
             return None
         if len(set(methods)) == 1:
-            return _apply(methods[0], laws, checks)
-        accept = laws.new_zeros(sum(len(check.tree) for check in checks))
-        stop = laws
+            return _apply(methods[0], probs, checks)
+        accept = probs.new_zeros(sum(len(check.tree) for check in checks))
+        stop = probs
         procedures: tuple[LosslessRule, ...] = ("siblings", "block")
         for method in procedures:
             chosen = [check for check, m in zip(checks, methods, strict=True) if m == method]
             if not chosen:
                 continue
             row_list, node_list = _places(checks, methods, method)
-            row_index = to_device(row_list, laws.device)
-            part = _apply(method, laws.index_select(0, row_index), chosen)
+            row_index = to_device(row_list, probs.device)
+            part = _apply(method, probs.index_select(0, row_index), chosen)
             stop, _ = aligned(stop, part.stop)
             _, part_stop = aligned(stop, part.stop)
             stop = stop.index_copy(0, row_index, part_stop)
-            accept[to_device(node_list, laws.device)] = part.accept
+            accept[to_device(node_list, probs.device)] = part.accept
         return RuleProbabilities(accept, stop)
 
     # -- the one transfer, and the walk -------------------------------------------------------
@@ -213,16 +213,17 @@ class Verifier:
         return first_accepted(parents, accepted)
 
 
-def _stood_in(laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The laws [R, V] with another in the place of those that are NaN, and which rows are sound.
+def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The distributions [R, V] with another in the place of those that are NaN, and which rows are
+    sound.
 
     A path that leads past such a row must not be judged by it: block verification looks ahead. Any
-    law will do there, as the row itself yields no token. None: all rows are sound.
+    distribution will do there, as the row itself yields no token. None: all rows are sound.
     """
-    sound = ~laws[:, 0].isnan()  # a softmax that fails is NaN throughout
-    if laws.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
-        return laws, None
-    return torch.where(sound.unsqueeze(1), laws, 1.0 / laws.shape[1]), sound
+    sound = ~probs[:, 0].isnan()  # a softmax that fails is NaN throughout
+    if probs.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
+        return probs, None
+    return torch.where(sound.unsqueeze(1), probs, 1.0 / probs.shape[1]), sound
 
 
 def _rows_of(logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
@@ -240,13 +241,13 @@ def _widened(q: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(q, (0, width - q.shape[1]))
 
 
-def _apply(method: LosslessRule, laws: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities:
-    """One procedure on the laws [R, V] of some checks with sampled drafts."""
-    laws_of_draft = [check.tree.q for check in checks if check.tree.q is not None]
-    width = max(q.shape[1] for q in laws_of_draft)
-    wide = [q if q.shape[1] == width else _widened(q, width) for q in laws_of_draft]
+def _apply(method: LosslessRule, probs: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities:
+    """One procedure on the distributions [R, V] of some checks with sampled drafts."""
+    draft_probs = [check.tree.q for check in checks if check.tree.q is not None]
+    width = max(q.shape[1] for q in draft_probs)
+    wide = [q if q.shape[1] == width else _widened(q, width) for q in draft_probs]
     # Neither rule writes to q, so a lone tree's needs no copy.
-    p, q = aligned(laws, torch.cat(wide) if len(wide) > 1 else wide[0])
+    p, q = aligned(probs, torch.cat(wide) if len(wide) > 1 else wide[0])
     tokens = torch.cat([check.tree.tokens for check in checks])
     shapes = tuple(check.tree.parents for check in checks)
     return (block if method == "block" else siblings)(p, q, tokens, shapes)

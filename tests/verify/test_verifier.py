@@ -9,9 +9,9 @@ from paceline.core.sampling import Rows, log_probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
-from paceline.verify import rule as rule_module
-from paceline.verify.laws import block, siblings
-from paceline.verify.rule import Verifier
+from paceline.verify import verifier as verifier_module
+from paceline.verify.rules import block, siblings
+from paceline.verify.verifier import Verifier
 
 VOCAB = 16
 BRANCHING = (-1, -1, 0, 0, 1)
@@ -35,7 +35,7 @@ def request(seq_id=0, **params):
 def tree(parents, draw, generator, width=VOCAB):
     n = len(parents)
     q = torch.softmax(torch.randn(n, width, generator=generator), -1)
-    if draw is Draw.WITHOUT_REPLACEMENT:  # siblings share one law and differ
+    if draw is Draw.WITHOUT_REPLACEMENT:  # siblings share one distribution and differ
         groups = [parents.index(parent) for parent in parents]
         q = q[groups]
         tokens = torch.randperm(VOCAB, generator=generator)[:n]
@@ -71,7 +71,7 @@ def batch(generator, **extra):
     return torch.cat(parts), checks
 
 
-@pytest.mark.parametrize("rule", rule_module.RULES)
+@pytest.mark.parametrize("rule", verifier_module.RULES)
 @pytest.mark.parametrize("seed", range(8))
 def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     node = rows
     for check, verdict in zip(checks, together, strict=True):
         own = slice(check.start, check.start + check.rows)
-        decides = rule_module.method_of(check, rule) != "match"
+        decides = verifier_module.method_of(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.uniforms = torch.cat((uniforms[own], deciding))
         alone = verifier(logits[own], [Check(check.seq, 0, check.tree)])
@@ -96,7 +96,8 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
-    """With ties: the lowest id wins on either path, and on the one-hot laws of a mixed batch."""
+    """With ties: the lowest id wins on either path, and on the one-hot distributions of a mixed
+    batch."""
     generator = torch.Generator().manual_seed(0)
     checks, row = [], 0
     for index, parents in enumerate([BRANCHING, chain_parents(4), (), (-1,) * 6]):
@@ -107,7 +108,7 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     fast = Verifier()(logits[:-1], checks)
     other = Check(request(9, temperature=1.0), row, TokenTree.empty())
     assert Verifier()(logits, [*checks, other])[:-1] == fast
-    monkeypatch.setattr(rule_module, "needs_laws", lambda seqs: True)
+    monkeypatch.setattr(verifier_module, "needs_probs", lambda seqs: True)
     assert Verifier()(logits[:-1], checks) == fast
     assert any(verdict.path for verdict in fast)
 
@@ -233,7 +234,7 @@ def test_unknown_rule():
         Verifier("blocks")
 
 
-def test_chances_are_probabilities_and_stop_laws_are_laws():
+def test_chances_are_probabilities_and_stop_distributions_are_distributions():
     """On a wide vocabulary in float32, with p close to q and far from it."""
     generator = torch.Generator().manual_seed(0)
     shapes = (chain_parents(4), chain_parents(1), chain_parents(6))
@@ -244,8 +245,8 @@ def test_chances_are_probabilities_and_stop_laws_are_laws():
         draft = logits[parent_rows] + noise * torch.randn(nodes, 5000, generator=generator)
         p, q = torch.softmax(logits, -1), torch.softmax(draft, -1)
         tokens = torch.multinomial(q, 1, generator=generator).squeeze(1)
-        for law in (siblings, block):
-            outcome = law(p, q, tokens, shapes)
+        for distribution in (siblings, block):
+            outcome = distribution(p, q, tokens, shapes)
             assert ((outcome.accept >= 0) & (outcome.accept <= 1)).all()
             assert (outcome.stop >= 0).all()
             assert torch.allclose(outcome.stop.sum(-1), torch.ones(rows), atol=1e-5)
