@@ -1,4 +1,4 @@
-"""Time of one forward: the module of transformers, the same with packed weights, the lean loop.
+"""Time of one forward: the module of transformers, the same with prepacked weights, the lean loop.
 
     python benchmarks/forward.py                        # random weights, two sizes
     python benchmarks/forward.py --model DIR --rows 1,5 # a checkpoint
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from paceline.core.batch import Batch, Span
 from paceline.model.cache import PagedCache
-from paceline.model.pack import pack
+from paceline.model.prepack import quicken
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
 
@@ -113,14 +113,14 @@ def measure(
     for count in rows:
         batch = make_batch(count, context, plain.vocab_size)
 
-        def packed(batch: Batch = batch) -> None:
+        def prepacked(batch: Batch = batch) -> None:
             quick.lean = None
             quick(batch, cache)
             quick.lean = lean
 
         contestants: dict[str, Callable[[], object]] = {
             "module": lambda batch=batch: plain(batch, cache),
-            "packed": packed,
+            "packed": prepacked,
         }
         if lean is not None:
             contestants["lean"] = lambda batch=batch: quick(batch, cache)
@@ -179,7 +179,7 @@ def main() -> None:
             plain, quick = (CausalModel.load(name, dtype, "cpu", quick=False) for _ in range(2))
         else:
             plain, quick = random_model(name, dtype), random_model(name, dtype)
-        pack(quick)
+        quicken(quick)
         records = measure(plain, quick, rows, args.context, args.seconds, clock)
         label = os.path.basename(os.path.normpath(name))
         title = f"{label}, {args.dtype}, {args.context} cached tokens, "

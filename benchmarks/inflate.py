@@ -46,7 +46,7 @@ NOISE = 0.02  # standard deviation of the new weights
 
 
 class InflateError(ValueError):
-    """The source cannot be inflated to the wished size; the message says why."""
+    """The source cannot be inflated to the requested size; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -375,11 +375,11 @@ def parse(arguments: list[str]) -> tuple[str, Sizes, str | None, int]:
     parser.add_argument("--seed", type=int, default=0, help="of the random padding")
     parser.add_argument("--out", help="folder to write; default: the cache folder")
     args = parser.parse_args(arguments)
-    wished = asdict(PRESETS[args.preset]) if args.preset else {}
-    wished |= {k: v for k in ("hidden", "layers", "ffn", "heads") if (v := getattr(args, k))}
-    if missing := [k for k in ("hidden", "layers", "ffn") if k not in wished]:
+    wanted = asdict(PRESETS[args.preset]) if args.preset else {}
+    wanted |= {k: v for k in ("hidden", "layers", "ffn", "heads") if (v := getattr(args, k))}
+    if missing := [k for k in ("hidden", "layers", "ffn") if k not in wanted]:
         parser.error(f"give --preset, or also --{' --'.join(missing)}")
-    return args.model, Sizes(**wished), args.out, args.seed
+    return args.model, Sizes(**wanted), args.out, args.seed
 
 
 def main() -> None:

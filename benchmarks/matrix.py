@@ -196,15 +196,15 @@ class Bench:
     def _prompts(self) -> list[list[int]]:
         """One of each category in turn: rounds walk along them."""
         by_category: dict[str, list[list[int]]] = defaultdict(list)
-        room = self.base.target.max_positions - self.args.tokens - 16
+        limit = self.base.target.max_positions - self.args.tokens - 16
         if self.args.pair == real.NAME:
-            return real.mixed(self.base, self.args.prompts_dir, self.args.suites, room)
+            return real.mixed(self.base, self.args.prompts_dir, self.args.suites, limit)
         for prompt in load_prompts(self.args.prompts):
             ids = prompt.encode(self.base)
-            if len(ids) <= room:
+            if len(ids) <= limit:
                 by_category[prompt.category].append(ids)
         if not by_category:
-            raise SystemExit(f"error: no prompt fits into {room} tokens")
+            raise SystemExit(f"error: no prompt fits into {limit} tokens")
         columns = list(by_category.values())
         longest = max(map(len, columns))
         return [column[n] for n in range(longest) for column in columns if n < len(column)]

@@ -187,16 +187,16 @@ class Bench:
         """One of each category in turn, as many as the largest wave needs."""
         by_category: dict[str, list[list[int]]] = defaultdict(list)
         longest = max(self.amount.tokens, 3 * EARLY if "useless" in self.args.sections else 0)
-        room = self.plain.target.max_positions - longest - 16
+        limit = self.plain.target.max_positions - longest - 16
         if self.args.pairs == real.NAME:
-            every = real.mixed(self.plain, self.args.prompts_dir, self.args.suites, room)
+            every = real.mixed(self.plain, self.args.prompts_dir, self.args.suites, limit)
             return [every[n % len(every)] for n in range(max(self.most, self.amount.prompts))]
         for prompt in load_prompts(self.args.prompts):
             ids = prompt.encode(self.plain)
-            if len(ids) <= room:
+            if len(ids) <= limit:
                 by_category[prompt.category].append(ids)
         if not by_category:
-            raise SystemExit(f"error: no prompt fits into {room} tokens")
+            raise SystemExit(f"error: no prompt fits into {limit} tokens")
         columns = list(by_category.values())
         return [
             columns[n % len(columns)][n // len(columns) % len(columns[n % len(columns)])]

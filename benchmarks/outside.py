@@ -32,7 +32,7 @@ SCHEMA = {
 }
 
 
-def wishes() -> dict[str, dict[str, Any]]:
+def params_list() -> dict[str, dict[str, Any]]:
     """Parameters of each kind of request."""
     from paceline import Grammar
 
@@ -78,7 +78,7 @@ class Recorder:
             commits = step()
             own = self._own[-1]
             own["between"] = since
-            if all(c.tokens and c.fed == 1 and c.finish_reason is None for c in commits):
+            if all(c.tokens and c.scheduled == 1 and c.finish_reason is None for c in commits):
                 self.steps.append(own)
             self._end = self._timer()
             return commits
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="paceline/tiny")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--drafts", default="none,ngram,suffix,hybrid:ngram+suffix,recycling")
-    parser.add_argument("--kinds", default=",".join(wishes()))
+    parser.add_argument("--kinds", default=",".join(params_list()))
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--contexts", default="200,4000")
     parser.add_argument("--length", default="auto", help="draft length")
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     from paceline import LLM, SamplingParams
 
-    kinds = wishes()
+    kinds = params_list()
     batches = [int(b) for b in args.batches.split(",")]
     base = LLM(args.model, dtype=args.dtype, max_batch_size=max(batches), draft_length=0)
     rows = []

@@ -58,7 +58,7 @@ def run_step(
                 emitted,
                 path,
                 drafted=len(tree),
-                fed=seq.num_pending,
+                scheduled=seq.num_pending,
                 position=seq.cached,
                 logit_row=start,
                 choices=tuple(choices),

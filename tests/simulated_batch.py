@@ -138,7 +138,7 @@ class Batches:
         began = {seq.seq_id: 0.0 for seq in seqs}
         while seqs:
             self._step(seqs, out)
-            for seq in [seq for seq in seqs if seq.room <= 0]:
+            for seq in [seq for seq in seqs if seq.remaining <= 0]:
                 own = tokens * self.truth.rest([0] * batch)
                 out.slowest = min(out.slowest, own / (out.seconds - began[seq.seq_id]))
                 self.control.forget(seq.seq_id)
@@ -151,7 +151,7 @@ class Batches:
         lengths = list(self.control.lengths(seqs))
         if not truth.level:
             lengths = [n if dice.random() < truth.found else 0 for n in lengths]
-        lengths = [max(0, min(n, seq.room - 1)) for n, seq in zip(lengths, seqs, strict=True)]
+        lengths = [max(0, min(n, seq.remaining - 1)) for n, seq in zip(lengths, seqs, strict=True)]
         commits = []
         for seq, length in zip(seqs, lengths, strict=True):
             kept = 0
@@ -165,9 +165,9 @@ class Batches:
                     drafted=length * truth.wide,
                     levels=length,
                     reached=min(kept + 1, length),
-                    fed=1,
+                    scheduled=1,
                     position=seq.cached,
-                    finish_reason="length" if seq.room <= kept + 1 else None,
+                    finish_reason="length" if seq.remaining <= kept + 1 else None,
                 )
             )
             seq.tokens += [1] * (kept + 1)

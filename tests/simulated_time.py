@@ -128,7 +128,7 @@ class Machine:
         before = self.seconds
         while open_:
             self._advance(open_, text)
-            for seq in [seq for seq in open_ if seq.room <= 0]:
+            for seq in [seq for seq in open_ if seq.remaining <= 0]:
                 self.drafter.forget(seq.seq_id)
                 self.controller.forget(seq.seq_id)
                 open_.remove(seq)
@@ -142,7 +142,7 @@ class Machine:
         for seq in seqs:
             seq.cached = len(seq.tokens) - 1
         lengths = self.controller.lengths(seqs)
-        limited = [max(0, min(n, s.room - 1)) for n, s in zip(lengths, seqs, strict=True)]
+        limited = [max(0, min(n, s.remaining - 1)) for n, s in zip(lengths, seqs, strict=True)]
         asked = [own.drafted for own in self.guessers]  # type: ignore[attr-defined]
         slices = tuple(Slice(seq, 1, n) for seq, n in zip(seqs, limited, strict=True))
         trees = self.drafter.propose(Plan(slices))
@@ -173,5 +173,11 @@ class Machine:
         levels = max(tree.depths, default=0)
         reached = min(len(path) + 1, levels)
         return Commit(
-            seq.seq_id, tuple(new), tuple(path), len(tree), reached=reached, levels=levels, fed=1
+            seq.seq_id,
+            tuple(new),
+            tuple(path),
+            len(tree),
+            reached=reached,
+            levels=levels,
+            scheduled=1,
         )

@@ -101,10 +101,10 @@ def refused(error: Exception) -> None:
     assert str(error) and "\n" not in str(error) and len(str(error)) < 400
 
 
-def tried(llm: LLM, wish: dict[str, Any]) -> None:
+def tried(llm: LLM, asked: dict[str, Any]) -> None:
     """Refused at the door, or decoded to the end."""
     try:
-        params = SamplingParams(**wish)
+        params = SamplingParams(**asked)
     except Exception as error:
         refused(error)
         return
@@ -126,8 +126,8 @@ def test_every_parameter(llm: LLM, name: str) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(HOSTILE), min_size=2, max_size=4))
-def test_parameters_together(llm: LLM, wish: dict[str, Any]) -> None:
-    tried(llm, {"max_tokens": 3, **wish})
+def test_parameters_together(llm: LLM, asked: dict[str, Any]) -> None:
+    tried(llm, {"max_tokens": 3, **asked})
 
 
 @pytest.mark.parametrize("place", range(len(HOSTILE)))
@@ -169,9 +169,9 @@ def test_every_grammar(llm: LLM, place: int) -> None:
 
 
 def test_the_issue(llm: LLM) -> None:
-    for wish in ({"stop": (5,)}, {"logit_bias": {5: "a"}}, {"logprobs": True}):
+    for asked in ({"stop": (5,)}, {"logit_bias": {5: "a"}}, {"logprobs": True}):
         with pytest.raises(ConfigError):
-            SamplingParams(**wish)  # type: ignore[arg-type]
+            SamplingParams(**asked)  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="half a surrogate pair"):
         llm.generate("a\ud800b")
     with pytest.raises(PromptError):

@@ -30,7 +30,9 @@ def answer(
                 break
         if reason is None and place == len(steps):
             reason = "length"
-        request.absorb(Commit(0, tuple(taken), fed=0, position=0, row=0, finish_reason=reason))
+        request.absorb(
+            Commit(0, tuple(taken), scheduled=0, position=0, row=0, finish_reason=reason)
+        )
         if reason is not None:
             break
     return request, "".join(event.text for event in request.events)

@@ -132,15 +132,15 @@ def streamed(
     return found
 
 
-def wishes(kind: Kind) -> dict[str, SamplingParams]:
+def params_list(kind: Kind) -> dict[str, SamplingParams]:
     return {"greedy": GREEDY, "seeded": SEEDED, "torn": torn(kind)}
 
 
-def plainly(kind: Kind, wish: str) -> list[Completion]:
+def plainly(kind: Kind, asked: str) -> list[Completion]:
     """Plain answers to all prompts, made once."""
-    if wish not in kind.answers:
-        kind.answers[wish] = kind.llm.generate(kind.prompts, wishes(kind)[wish])
-    return kind.answers[wish]
+    if asked not in kind.answers:
+        kind.answers[asked] = kind.llm.generate(kind.prompts, params_list(kind)[asked])
+    return kind.answers[asked]
 
 
 def same_tokens(kind: Kind, llm: LLM, *names: str) -> int:
@@ -148,7 +148,7 @@ def same_tokens(kind: Kind, llm: LLM, *names: str) -> int:
     accepted = 0
     for name in names:
         expected = plainly(kind, name)
-        found = streamed(llm, kind.prompts, wishes(kind)[name])
+        found = streamed(llm, kind.prompts, params_list(kind)[name])
         assert [c.token_ids for c in found] == [c.token_ids for c in expected], name
         assert [c.text for c in found] == [c.text for c in expected], name
         accepted += sum(c.stats.accepted_tokens for c in found)
@@ -164,10 +164,10 @@ def test_a_text_comes_back(kind: Kind) -> None:
     assert len(emoji) >= 3, "an emoji is cut across tokens"
 
 
-@pytest.mark.parametrize("wish", ["greedy", "seeded", "torn"])
-def test_streamed_text_is_the_text_at_the_end(kind: Kind, wish: str) -> None:
-    expected = plainly(kind, wish)
-    found = streamed(kind.llm, kind.prompts, wishes(kind)[wish])
+@pytest.mark.parametrize("asked", ["greedy", "seeded", "torn"])
+def test_streamed_text_is_the_text_at_the_end(kind: Kind, asked: str) -> None:
+    expected = plainly(kind, asked)
+    found = streamed(kind.llm, kind.prompts, params_list(kind)[asked])
     for prompt, ours, theirs in zip(kind.prompts, found, expected, strict=True):
         assert ours.text == theirs.text and ours.token_ids == theirs.token_ids
         ids = kind.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -197,11 +197,11 @@ def test_stop_strings_across_tokens(kind: Kind) -> None:
 
 def test_stop_strings_of_cut_characters(kind: Kind) -> None:
     """The grammar writes nothing else, so that the characters come whatever the model."""
-    wish = SamplingParams(max_tokens=60, temperature=1.0, seed=5, grammar=GRAMMARS["regex"])
-    whole = kind.llm.generate(TEXT, wish)[0].text
+    asked = SamplingParams(max_tokens=60, temperature=1.0, seed=5, grammar=GRAMMARS["regex"])
+    whole = kind.llm.generate(TEXT, asked)[0].text
     stops = [stop for stop in ("🙂", "é", "你", whole[2:5]) if stop in whole]
     assert len(stops) > 1
-    params = [replace(wish, stop=(stop,)) for stop in stops]
+    params = [replace(asked, stop=(stop,)) for stop in stops]
     found = streamed(kind.llm, [TEXT] * len(stops), params)
     assert [c.text for c in found] == [whole[: whole.index(stop)] for stop in stops]
 

@@ -200,8 +200,8 @@ def measure_costs(
     """Measure what target steps cost on this machine; the cache is as before afterwards."""
     context = max(1, min(_PROBE_CONTEXT, target.max_positions // 2))
     deepest = drafter.max_nodes(2 * options.max_draft_length)  # see Profile.of
-    room = min(target.max_positions, cache.num_blocks * BLOCK_SIZE) - context - 1
-    nodes = sorted({n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= min(deepest, room)})
+    capacity = min(target.max_positions, cache.num_blocks * BLOCK_SIZE) - context - 1
+    nodes = sorted({n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= min(deepest, capacity)})
     blocks_each = -(-(context + 1 + nodes[-1]) // BLOCK_SIZE)
     batch = max(1, min(options.max_batch_size, cache.num_blocks // blocks_each))
     few = [n for n in nodes if n <= 7]  # what pays for more than a few sequences

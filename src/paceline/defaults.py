@@ -49,9 +49,9 @@ class Choice:
 
 def default_model() -> Choice:
     """The model of a command that was given none."""
-    wish = os.environ.get(VARIABLE)
-    if wish:
-        return Choice(wish, None)
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return Choice(chosen, None)
     if pulled(SMOLLM2) is not None:
         return Choice(REAL, f"model: {REAL}, because it has been pulled (--model names another)")
     return Choice(

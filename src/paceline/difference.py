@@ -141,6 +141,6 @@ def _fresh_logits(model: CausalModel, tokens: Sequence[int], rows: int = 0) -> t
     ends = [first, *range(first + rows, len(tokens), rows or 1), len(tokens)]
     begin = 0
     for end in dict.fromkeys(ends):
-        logits = model(cache.pack([Feed(0, begin, tokens[begin:end])]), cache).logits[-1]
+        logits = model(cache.batch_of([Feed(0, begin, tokens[begin:end])]), cache).logits[-1]
         begin = end
     return logits.float()

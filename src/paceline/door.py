@@ -90,7 +90,7 @@ class ContextBudget:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, room: ContextBudget
+    tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, context_budget: ContextBudget
 ) -> list[int]:
     """Token ids of a prompt, all below ``width``. Raises PromptError."""
     if isinstance(prompt, str):
@@ -106,7 +106,7 @@ def encode(
         raise PromptError("a prompt is empty; give at least one token of text")
     if not all(is_whole(token) and 0 <= token < width for token in tokens):
         raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
-    refused = room.refusal(len(tokens))
+    refused = context_budget.refusal(len(tokens))
     if refused is not None:
         raise PromptError(refused)
     return tokens

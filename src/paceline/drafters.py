@@ -51,7 +51,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True)
 class Loading:
-    """What a drafter is prepared from: the target, its tokenizer, and the wished dtype."""
+    """What a drafter is prepared from: the target, its tokenizer, and the dtype asked for."""
 
     target: CausalModel
     tokenizer: PreTrainedTokenizerFast
@@ -260,8 +260,8 @@ def _medusa(spec: DraftSpec, loading: Loading) -> Prepared:
 def _eagle(spec: DraftSpec, loading: Loading) -> Prepared:
     spec.check_options((*POLICY_OPTIONS, "layers"))
     # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
-    roomy = loading.target.device.type == "cuda"
-    policy = tree_policy(spec, 0 if spec.kind == "eagle" else (32 if roomy else 8))
+    on_gpu = loading.target.device.type == "cuda"
+    policy = tree_policy(spec, 0 if spec.kind == "eagle" else (32 if on_gpu else 8))
     if not spec.argument:
         raise ConfigError(f"draft {spec.kind!r} needs a head: {spec.kind}:PATH")
     target = loading.target
@@ -373,5 +373,5 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Ma
         or any((folder / name).is_file() for name in _TOKENIZER_FILES)
     ):
         own = load_tokenizer(spec.argument)
-    wish = spec.options.get("vocab", "auto")
-    return draft, match_vocabularies(target, draft, tokenizer, own, wish)
+    method = spec.options.get("vocab", "auto")
+    return draft, match_vocabularies(target, draft, tokenizer, own, method)

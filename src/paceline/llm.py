@@ -148,7 +148,7 @@ class LLM:
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
-        self.room = ContextBudget(
+        self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
         self._coupled = options.rule == "coupled"
@@ -178,7 +178,7 @@ class LLM:
 
         An answer that comes up against it ends with "length".
         """
-        return self.room.limit
+        return self.context_budget.limit
 
     # -- public ------------------------------------------------------------------------------
 
@@ -260,8 +260,8 @@ class LLM:
         param_list = as_params(params, len(prompt_list))
         return [
             request
-            for number, (prompt, wish) in enumerate(zip(prompt_list, param_list, strict=True))
-            for request in self.prepare(prompt, wish, number, streams)
+            for number, (prompt, own_params) in enumerate(zip(prompt_list, param_list, strict=True))
+            for request in self.prepare(prompt, own_params, number, streams)
         ]
 
     def prepare(
@@ -274,7 +274,7 @@ class LLM:
         """
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
-        tokens = encode(self.tokenizer, prompt, width, self.room)
+        tokens = encode(self.tokenizer, prompt, width, self.context_budget)
         bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < self._width]
         if bad:
             raise ConfigError(

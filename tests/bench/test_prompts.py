@@ -210,9 +210,9 @@ def test_what_does_not_fit_is_named(llm: LLM) -> None:
     fitting, left_out = fit([long, short], llm, 100)
     assert [(prompt, ids) for prompt, ids in fitting] == [(short, short.encode(llm))]
     assert left_out == [long]
-    room = llm.target.max_positions - len(short.encode(llm))
-    assert not fit([short], llm, room)[1]
-    assert fit([short], llm, room + 1)[1] == [short]
+    remaining = llm.target.max_positions - len(short.encode(llm))
+    assert not fit([short], llm, remaining)[1]
+    assert fit([short], llm, remaining + 1)[1] == [short]
 
 
 def test_chats_go_through_the_template_with_what_was_said_before(llm: LLM) -> None:

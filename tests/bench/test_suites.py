@@ -140,8 +140,8 @@ class Echo:
         return TimedRun([TimedAnswer(tokens, arrivals)], float(len(tokens)), steps=len(tokens))
 
 
-def llm(room: int = 1000) -> Any:
-    return SimpleNamespace(tokenizer=Letters(), max_model_len=room)
+def llm(remaining: int = 1000) -> Any:
+    return SimpleNamespace(tokenizer=Letters(), max_model_len=remaining)
 
 
 def said(one: Ask) -> str:
@@ -152,7 +152,7 @@ def test_an_answer_becomes_part_of_the_conversation() -> None:
     echo = Echo("yes")
     question = Question("q", "STEM", ("one", "two", "three"), (("system", "be"),))
     how = Manner(10, [0.0], 1)
-    dialogue = converse(llm(), echo, question, lambda room: how.params(0.0, 0, room))
+    dialogue = converse(llm(), echo, question, lambda remaining: how.params(0.0, 0, remaining))
     assert [said(turn.ask) for turn in dialogue.turns] == [
         "be\n\none",
         "be\n\none\n\nyes\n\ntwo",
@@ -165,7 +165,9 @@ def test_an_answer_becomes_part_of_the_conversation() -> None:
 def test_a_turn_without_room_ends_the_conversation() -> None:
     question = Question("q", "STEM", ("one", "two"))
     how = Manner(10, [0.0], 1)
-    dialogue = converse(llm(5), Echo("yes"), question, lambda room: how.params(0.0, 0, room))
+    dialogue = converse(
+        llm(5), Echo("yes"), question, lambda remaining: how.params(0.0, 0, remaining)
+    )
     assert [turn.ask.params.max_tokens for turn in dialogue.turns] == [2] and dialogue.cut
     kept, left = fitting([question, Question("long", "STEM", ("onetwo",))], llm(5))
     assert [one.name for one in kept] == ["q"] and [one.name for one in left] == ["long"]

@@ -207,18 +207,18 @@ def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
     found = contestants.Pair("tiny", Path(pair[0]), Path(pair[1]), "cpu", "float32")
     llm = contestants.build_llm(found)
     contestant = contestants.ours("x", llm)
-    fed: list[int] = []
-    inner = llm.engine._pack
+    scheduled: list[int] = []
+    inner = llm.engine._batch_of
 
     def watched(plan: Any, trees: Any) -> Any:
-        fed.append(max(item.feed for item in plan.slices))
+        scheduled.append(max(item.scheduled for item in plan.slices))
         return inner(plan, trees)
 
-    llm.engine._pack = watched
+    llm.engine._batch_of = watched
     prompt = list(range(1, 81))
     contestant.run(contestants.asks([prompt], 4))
     contestant.run(contestants.asks([prompt], 4))
-    assert fed.count(80) == 2
+    assert scheduled.count(80) == 2
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from paceline.certify import Certifier, Effort, Evidence
 from paceline.certify.decoding import Start
 from paceline.certify.schedule import Draws, Texts, groups, schedule
 from paceline.certify.scoring import Scorer
-from paceline.certify.tables import make_report
+from paceline.certify.tables import report_of
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
@@ -79,7 +79,7 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
     assert certificate.verdict.startswith("NOT ENOUGH: "), certificate.verdict
     assert lack in certificate.verdict
     assert "bought" in certificate.verdict
-    assert make_report(certificate, str)
+    assert report_of(certificate, str)
 
 
 def test_few_samples_are_not_enough_however_well_they_fit(
@@ -107,7 +107,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert record["enough"] and record["budget"]["places"] == 1
     assert record["budget"]["missing"] and record["budget"]["lacks"] == ()
     assert 0 < record["smallest_bias"] <= 0.25
-    last = make_report(certificate, str).sections[-1]
+    last = report_of(certificate, str).sections[-1]
     lines = [block.text for block in last.blocks]  # type: ignore[union-attr]
     assert any("1 of 2 places" in text and "smallest bias" in text for text in lines)
     assert any("--continue goes on" in text for text in lines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.certify import Certifier, Effort, certify
-from paceline.certify.tables import make_report
+from paceline.certify.tables import report_of
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
 from paceline.llm import LLM
@@ -39,7 +39,7 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
         "draws / declared distribution",
     } <= whats
     assert 0 < certificate.smallest_bias < 0.25
-    (figure,) = make_report(certificate, str).figures()
+    (figure,) = report_of(certificate, str).figures()
     assert "range of chance" in figure.draw()
 
 

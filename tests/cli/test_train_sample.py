@@ -23,9 +23,9 @@ from tiny_models import SENTENCES, TinyPair
 
 def test_options_are_the_fields_of_the_wishes() -> None:
     """Written twice so that --help stays fast; here they are held together."""
-    options, wishes = asdict(SamplePromptOptions()), asdict(PromptSelection())
-    assert list(options) == list(wishes)
-    assert options | {"exclude_licenses": ()} == wishes
+    options, params_list = asdict(SamplePromptOptions()), asdict(PromptSelection())
+    assert list(options) == list(params_list)
+    assert options | {"exclude_licenses": ()} == params_list
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from paceline.core.penalties import penalised
 from paceline.core.sequence import SequenceState
 
 VOCAB = 40
-WISHES = [
+PARAMS = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 0.7, "frequency_penalty": -0.4},
     {"repetition_penalty": 0.7, "presence_penalty": -1.0, "frequency_penalty": 1.9},
@@ -54,8 +54,8 @@ tokens = st.lists(st.integers(0, VOCAB + 5), min_size=1, max_size=30)
 def test_sparse_is_dense(requests, depths, seed, pathless):
     generator = torch.Generator().manual_seed(seed)
     made = [
-        SequenceState(n, list(own), min(prompt, len(own)), SamplingParams(**WISHES[wish]))
-        for n, (own, prompt, wish) in enumerate(requests)
+        SequenceState(n, list(own), min(prompt, len(own)), SamplingParams(**PARAMS[asked]))
+        for n, (own, prompt, asked) in enumerate(requests)
     ]
     seqs = (made * 12)[:12]
     paths = None if pathless else torch.randint(5, (12, 4), generator=generator)

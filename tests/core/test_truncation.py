@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import truncated
 
-WISHES = [
+PARAMS = [
     {"top_p": 0.9},
     {"top_p": 0.999},
     {"top_p": 0.9999999},
@@ -51,8 +51,8 @@ def test_every_kind_of_request(width, sharpness):
     """Flat distributions (all tied), ordinary ones and peaked ones, each request alone and all
     together."""
     generator = torch.Generator().manual_seed(width)
-    params = [SamplingParams(temperature=1.0, **wish) for wish in WISHES]
-    probs = torch.softmax(torch.randn(len(WISHES), width, generator=generator) * sharpness, -1)
+    params = [SamplingParams(temperature=1.0, **asked) for asked in PARAMS]
+    probs = torch.softmax(torch.randn(len(PARAMS), width, generator=generator) * sharpness, -1)
     wanted = by_sorting(probs, params)
     assert torch.equal(truncated(probs.clone(), params), wanted)
     for row, p in enumerate(params):
@@ -80,10 +80,10 @@ def test_ties_stay_together(levels, top_p, top_k, min_p):
         assert all(len(distribution[scores == level].unique()) == 1 for level in set(levels))
 
 
-@pytest.mark.parametrize("wish", WISHES[:-1], ids=str)
-def test_a_row_that_is_no_distribution_stays_none(wish):
+@pytest.mark.parametrize("asked", PARAMS[:-1], ids=str)
+def test_a_row_that_is_no_distribution_stays_none(asked):
     probs = torch.full((2, 1000), float("nan"))
     probs[1] = 1e-3
-    p = SamplingParams(temperature=1.0, **wish)
+    p = SamplingParams(temperature=1.0, **asked)
     distribution = truncated(probs, [p, p])
     assert distribution[0].isnan().all() and distribution[1].isfinite().all()

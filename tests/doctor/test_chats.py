@@ -156,8 +156,8 @@ def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder
     """As the finding says: the distribution is the model's own, and transformers would draw them,
     too."""
     llm = LLM(str(padded(chatml, torch.zeros(32))), dtype="float32", draft_length=0)
-    wish = SamplingParams(max_tokens=200, temperature=100.0, seed=1, ignore_eos=True)
-    found = llm.generate("The quick", wish)[0]
+    params = SamplingParams(max_tokens=200, temperature=100.0, seed=1, ignore_eos=True)
+    found = llm.generate("The quick", params)[0]
     assert any(token >= 1000 for token in found.token_ids)
     before = llm.tokenizer.encode("The quick")
     backend = llm.tokenizer.backend_tokenizer

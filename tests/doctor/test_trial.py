@@ -128,7 +128,7 @@ def test_report_and_record() -> None:
     assert record["run"]["measured_speedup"] == 1.3
     assert len(record["run"]["predicted_speedup_by_length"]) == LONG
     assert record["errors"] == record["warnings"] == 0
-    report = summary.report("m", "d", findings, measured)
+    report = summary.report_of("m", "d", findings, measured)
     assert [section.title for section in report.sections] == ["Measured"]
     (figure,) = report.figures()
     assert "draft length" in figure.draw()

@@ -87,8 +87,8 @@ def finish(engine: Engine) -> None:
 
 
 def request(seq_id: int, tokens: list[int], **params: object) -> SequenceState:
-    wish = SamplingParams(**{"max_tokens": 12, **params})  # type: ignore[arg-type]
-    return SequenceState(seq_id, list(tokens), len(tokens), wish)
+    asked = SamplingParams(**{"max_tokens": 12, **params})  # type: ignore[arg-type]
+    return SequenceState(seq_id, list(tokens), len(tokens), asked)
 
 
 PROMPTS = [list(range(5, 25)), [3, 1, 4, 1, 5], [7] * 9 + [8]]
@@ -182,8 +182,8 @@ def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
     drafter: EagleDrafter = engine.drafter  # type: ignore[assignment]
     engine.add(request(0, PROMPTS[1], max_tokens=40))
     for index in range(1, 8):
-        wish = {"drafter": "none"} if index % 2 else {"draft_length": 0}
-        engine.add(request(index, [index] * 5, max_tokens=40, **wish))
+        asked = {"drafter": "none"} if index % 2 else {"draft_length": 0}
+        engine.add(request(index, [index] * 5, max_tokens=40, **asked))
     for step in range(1, 30):
         engine.step()
         rows = len(PROMPTS[1]) + step - 1
@@ -212,7 +212,7 @@ def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.drafter.held_bytes() == 2 * 11 * row_bytes(target, head)  # type: ignore[attr-defined]
     engine.controller = FixedLength(LENGTH)
     engine.step()
-    # The second's prompt was read in one chunk that never was fed: all but the last ten are gone.
+    # The second's prompt was read in one chunk that never was run: all but the last ten are gone.
     tokens, proposal, missing = seen[-1]
     assert missing == len(tokens) - 1 - 11 > 0
     assert len(proposal) == LENGTH

@@ -37,11 +37,11 @@ def request(params: SamplingParams, seq_id: int = 0) -> SequenceState:
 
 
 class Table:
-    """A drafter's model: random logits after every string, and what it was fed."""
+    """A drafter's model: random logits after every string, and what it expanded."""
 
     def __init__(self, seed: int = 0, scale: float = 1.5) -> None:
         self.seed, self.scale = seed, scale
-        self.fed: dict[int, list[Path]] = {}
+        self.expanded: dict[int, list[Path]] = {}
 
     def after(self, seq: SequenceState, path: Sequence[int]) -> torch.Tensor:
         key = 0
@@ -56,15 +56,15 @@ class Table:
         def forward(growing: list[Growing]) -> torch.Tensor:
             rows = []
             for tree in growing:
-                own = self.fed.setdefault(tree.item.seq.seq_id, [])
+                own = self.expanded.setdefault(tree.item.seq.seq_id, [])
                 for token in tree.fresh.tolist():
-                    parent = tree.fed_parents[len(own)]
+                    parent = tree.expanded_parents[len(own)]
                     own.append((*(own[parent] if parent >= 0 else ()), token))
                     rows.append(self.after(tree.item.seq, own[-1]))
-                assert len(own) == len(tree.fed_parents)
+                assert len(own) == len(tree.expanded_parents)
             return torch.stack(rows)
 
-        self.fed.clear()
+        self.expanded.clear()
         first = torch.stack([self.after(tree.item.seq, ()) for tree in trees])
         grow(trees, first, forward, torch.Generator().manual_seed(seed))
         return [tree.finish() for tree in trees]
@@ -82,12 +82,12 @@ def strings(tree: TokenTree) -> list[Path]:
     return paths
 
 
-def check_slots(tree: TokenTree, slots: tuple[int, ...], fed: list[Path]) -> None:
-    """Slots name each node's place among what was fed; inner nodes were fed, of course."""
+def check_slots(tree: TokenTree, slots: tuple[int, ...], expanded: list[Path]) -> None:
+    """Slots name each node's place among what was expanded; inner nodes were, of course."""
     paths = strings(tree)
     assert len(slots) == len(paths)
     for node, (path, slot) in enumerate(zip(paths, slots, strict=True)):
-        assert slot == (fed.index(path) if path in fed else -1)
+        assert slot == (expanded.index(path) if path in expanded else -1)
         assert slot >= 0 or node not in tree.parents
 
 
@@ -129,7 +129,7 @@ def test_best_first_keeps_exactly_the_likeliest(
         expected = sorted(scores, key=lambda path: -scores[path])[:nodes]
         assert set(strings(tree)) == set(expected) and len(tree) == len(expected)
         assert tree.draw is Draw.POINT
-        check_slots(tree, slots, table.fed.get(0, []))
+        check_slots(tree, slots, table.expanded.get(0, []))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12))
@@ -183,7 +183,7 @@ def test_static_tree_of_a_request_without_chance(shape: Shape, kind: str) -> Non
         expected.append((*above, ranked_by_hand(table, seq, above)[rank]))
     assert strings(tree) == expected
     assert (tree.parents, tree.draw) == (shape.parents, Draw.POINT)
-    check_slots(tree, slots, table.fed.get(0, []))
+    check_slots(tree, slots, table.expanded.get(0, []))
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "sparse"])
@@ -197,7 +197,7 @@ def test_static_tree_of_a_sampled_request_carries_its_distributions(name: str) -
         for node, path in enumerate(strings(tree)):
             assert torch.allclose(tree.q[node], table.distribution(seq, path[:-1]), atol=1e-6)
         assert len(set(strings(tree))) == len(tree)
-        check_slots(tree, slots, table.fed[0])
+        check_slots(tree, slots, table.expanded[0])
         trees.append(tree.tokens.tolist())
     first, other, again = trees
     assert first == again != other
@@ -207,8 +207,8 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
     """Different shapes, depths and rules in one batch; only chance may differ, so none is used."""
 
     def make() -> list[Growing]:
-        wishes = [KINDS["greedy"], KINDS["seeded"], KINDS["penalised"], KINDS["seeded"]]
-        items = [Slice(request(params, i), 1, 3) for i, params in enumerate(wishes)]
+        params_list = [KINDS["greedy"], KINDS["seeded"], KINDS["penalised"], KINDS["seeded"]]
+        items = [Slice(request(params, i), 1, 3) for i, params in enumerate(params_list)]
         return [
             StaticTree(items[0], SHAPES["tree"], CPU),
             BestFirstTree(items[1], 2, 3, 5, CPU),

@@ -171,7 +171,7 @@ def test_forget_reaches_every_member_and_frees_what_was_learnt() -> None:
     drafter = Hybrid([lookup, model], "cpu")
     drafter.calibrate(StepTime(costs()), [profile(lookup), profile(model)])
     drafter.propose(Plan((part(5),)))
-    drafter.observe([Commit(5, (4, 0), (0,), 4, 2, fed=1)], ModelOutput(None))  # type: ignore[arg-type]
+    drafter.observe([Commit(5, (4, 0), (0,), 4, 2, scheduled=1)], ModelOutput(None))  # type: ignore[arg-type]
     drafter.forget(5)
     assert lookup.forgotten == model.forgotten == [5]
     assert not drafter._states and not drafter._acceptance._each

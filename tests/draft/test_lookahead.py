@@ -166,11 +166,11 @@ def test_steps_of_other_trees_and_prompt_chunks_are_passed_over() -> None:
     seq.cached = 0
     assert len(drafter.propose(Plan((Slice(seq, 2, 4),)))[0]) == 0
     out = ModelOutput(torch.zeros(1, VOCAB))
-    drafter.observe([Commit(0, (), fed=2)], out)
+    drafter.observe([Commit(0, (), scheduled=2)], out)
     seq.cached = 3
     drafter.propose(Plan((Slice(seq, 1, 4),)))
     columns = [list(column) for column in drafter._states[0].columns]
-    drafter.observe([Commit(0, (9,), drafted=1, fed=1, choices=(9, 9))], out)
+    drafter.observe([Commit(0, (9,), drafted=1, scheduled=1, choices=(9, 9))], out)
     assert drafter._states[0].columns == columns
 
 

@@ -81,7 +81,7 @@ def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
             path = tuple(range(kept))
             reached = min(kept + 1, length)
             tokens = (1,) * (kept + 1)
-            commit = Commit(seq.seq_id, tokens, path, length, reached, fed=1)
+            commit = Commit(seq.seq_id, tokens, path, length, reached, scheduled=1)
             control.observe([commit], 1.05 + 0.11 * length, 0.1 * length)
     good, bad, default, none = (sum(chosen[seq.seq_id][-40:]) / 40 for seq in seqs)
     assert good > 4 and default > 4

@@ -48,8 +48,8 @@ def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) ->
     prepared = prepare(
         DraftSpec.parse(spec, (kind,)), Loading(model, train_tokenizer(SENTENCES, 320), "float32")
     )
-    wishes = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
-    return build_engine(model, prepared, wishes, seeded_generator(model.device, 0))
+    params_list = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
+    return build_engine(model, prepared, params_list, seeded_generator(model.device, 0))
 
 
 def requests(params: SamplingParams) -> list[SequenceState]:
@@ -237,9 +237,9 @@ def _share(
     cache.reserve(0, window.end)
     with torch.inference_mode():
         if window.start:
-            model(cache.pack([Feed(0, 0, tokens[: window.start])]), cache)
+            model(cache.batch_of([Feed(0, 0, tokens[: window.start])]), cache)
         for at in range(window.start, window.end):  # one token after the other
-            logits = view(cache.pack([Feed(0, at, tokens[at : at + 1])]), cache).logits
+            logits = view(cache.batch_of([Feed(0, at, tokens[at : at + 1])]), cache).logits
             hits += at >= window.first and int(logits.argmax()) == tokens[at + 1]
     return hits / (window.end - window.first)
 

@@ -1,6 +1,6 @@
 """Random joins, steps with random trees, rollbacks, preemptions and leaves on the real cache.
 
-After every step the integrity check runs, and the logits of what was fed are compared with a
+After every step the integrity check runs, and the logits of what was computed are compared with a
 fresh forward of the whole sequence: one wrong, stale or misplaced row shows.
 """
 
@@ -96,7 +96,7 @@ class World:
             chosen.append((seq_id, parents, nodes, decodes))
         if not feeds:
             return
-        logits = self.model(self.cache.pack(feeds), self.cache).logits
+        logits = self.model(self.cache.batch_of(feeds), self.cache).logits
         row = 0
         moves: list[tuple[int, int, int]] = []
         after: list[tuple[int, int]] = []
@@ -182,7 +182,7 @@ def test_prefix_blocks_are_shared_and_survive_their_first_owner() -> None:
     assert cache.admit(0, tokens) == 0
     cache.reserve(0, 13)
     cache.commit(0, tokens, 13)
-    assert cache.admit(1, tokens) == 12  # three whole blocks; the last token is fed again
+    assert cache.admit(1, tokens) == 12  # three whole blocks; the last token is computed again
     assert cache.admit(2, tokens[:12]) == 8  # never the whole prompt
     cache.check()
     cache.free(0)

@@ -59,7 +59,7 @@ def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -
             credit -= 1.0
             kept += 1
         reached = kept + (kept < length)
-        commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, fed=1)
+        commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, scheduled=1)
         drafting = control._profiles["fake"].drafting(length, 1)
         control.observe([commit], control._steps.verify(1, length) + drafting)
     return chosen
@@ -170,7 +170,7 @@ def test_steps_without_a_proposal_teach_nothing_and_cost_nothing() -> None:
     machine = Machine(rare)
     machine.decode(400)
     control = machine.controller
-    assert control.lengths([seq(5)])[0] >= 8, "it is wished for in every step, for nothing"
+    assert control.lengths([seq(5)])[0] >= 8, "it is asked for in every step, for nothing"
     assert machine.tokens / machine.seconds > 2 / (STEP + REST)
 
 
@@ -183,7 +183,7 @@ def test_few_nodes_are_expected_of_one_that_proposes_few() -> None:
     for _ in range(100):
         (length,) = control.lengths([request])
         path = (0,) if length else ()
-        commit = Commit(0, (1,) * (1 + len(path)), path, 2 * len(path), len(path), fed=1)
+        commit = Commit(0, (1,) * (1 + len(path)), path, 2 * len(path), len(path), scheduled=1)
         control.observe([commit], 1.0)
     assert control.lengths([request])[0] > 0
 
@@ -199,7 +199,7 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
             reached = min(kept + 1, length)
             path = tuple(range(kept))
             tokens = (1,) * (kept + 1)
-            commits.append(Commit(request.seq_id, tokens, path, length, reached, fed=1))
+            commits.append(Commit(request.seq_id, tokens, path, length, reached, scheduled=1))
         control.observe(commits, 1.0)
     assert sum(control.lengths(seqs)) <= 1
 
@@ -265,7 +265,7 @@ def _kept(dice: random.Random, length: int, chance: float) -> int:
 def chain(seq_id: int, length: int, kept: int) -> Commit:
     """A chain of ``length`` of which ``kept`` were right."""
     path = tuple(range(kept))
-    return Commit(seq_id, (1,) * (kept + 1), path, length, min(kept + 1, length), fed=1)
+    return Commit(seq_id, (1,) * (kept + 1), path, length, min(kept + 1, length), scheduled=1)
 
 
 @pytest.mark.parametrize("truth", [1.0, 2.0])
@@ -309,13 +309,13 @@ def test_it_follows_changes_of_load(truth: float) -> None:
 def test_reading_a_prompt_must_be_earned() -> None:
     """A level is worth its pass, but the drafter has not seen the long prompt."""
 
-    def first(prompt: int, room: int) -> int:
+    def first(prompt: int, remaining: int) -> int:
         reads = dataclasses.replace(profile(0.3), reads=True)
         control = AdaptiveLength(StepTime(costs()), {"fake": reads})
         drive(control, 0.7, 200, seq_id=7)  # it has shown what it is worth
         for _ in range(20):
             control._prices.learn_reading("fake", 0.05 * 4096, 4096)
-        params = SamplingParams(max_tokens=room)
+        params = SamplingParams(max_tokens=remaining)
         request = SequenceState(0, [1] * prompt, prompt, params, cached=prompt - 1)
         return control.lengths([request])[0]
 
@@ -349,12 +349,12 @@ def test_a_length_of_a_request_stands() -> None:
     own = SequenceState(1, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=12), cached=1)
     none = SequenceState(2, [1, 2], 2, SamplingParams(max_tokens=500, draft_length=0), cached=1)
     for _ in range(20):
-        wishes = control.lengths([seq(0), own, none])
-        assert wishes[1:] == [12, 0]
+        params_list = control.lengths([seq(0), own, none])
+        assert params_list[1:] == [12, 0]
         commits = [
-            Commit(0, (1,), fed=1, position=1),
-            Commit(1, (1, 1, 1), (0, 1), drafted=12, levels=12, reached=3, fed=1, position=1),
-            Commit(2, (1,), fed=1, position=1),
+            Commit(0, (1,), scheduled=1, position=1),
+            Commit(1, (1, 1, 1), (0, 1), drafted=12, levels=12, reached=3, scheduled=1, position=1),
+            Commit(2, (1,), scheduled=1, position=1),
         ]
         control.observe(commits, 1.0, 0.5)
     control.forget(1)

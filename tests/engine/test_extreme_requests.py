@@ -37,33 +37,33 @@ BATCHES, TOKENS = 7, 10
 
 def extreme(chance: random.Random, vocab: int) -> SamplingParams:
     """A valid request, most likely a strange one."""
-    wish: dict[str, Any] = {"max_tokens": chance.randint(1, TOKENS), "ignore_eos": True}
-    wish["temperature"] = chance.choice((0.0, 1e-300, 1e-45, 1e-8, 0.3, 1.0, 1.0, 2.0, 100.0))
+    asked: dict[str, Any] = {"max_tokens": chance.randint(1, TOKENS), "ignore_eos": True}
+    asked["temperature"] = chance.choice((0.0, 1e-300, 1e-45, 1e-8, 0.3, 1.0, 1.0, 2.0, 100.0))
     if chance.random() < 0.6:
-        wish["seed"] = chance.choice((0, 7, 2**63 - 1))
+        asked["seed"] = chance.choice((0, 7, 2**63 - 1))
     if chance.random() < 0.4:
-        wish["repetition_penalty"] = chance.choice((0.01, 0.5, 1.5, 100.0))
+        asked["repetition_penalty"] = chance.choice((0.01, 0.5, 1.5, 100.0))
     if chance.random() < 0.3:
-        wish["frequency_penalty"] = chance.choice((-2.0, 2.0))
+        asked["frequency_penalty"] = chance.choice((-2.0, 2.0))
     if chance.random() < 0.3:
         ids = chance.sample(range(vocab), chance.choice((1, 5, 50)))
-        wish["logit_bias"] = {token: chance.choice((-100.0, 100.0, 0.0)) for token in ids}
+        asked["logit_bias"] = {token: chance.choice((-100.0, 100.0, 0.0)) for token in ids}
     if chance.random() < 0.3:
-        wish["top_k"] = chance.choice((1, 2, vocab, 10**12))
+        asked["top_k"] = chance.choice((1, 2, vocab, 10**12))
     if chance.random() < 0.3:
-        wish["top_p"] = chance.choice((1e-300, 1e-6, 0.5, 1.0))
+        asked["top_p"] = chance.choice((1e-300, 1e-6, 0.5, 1.0))
     if chance.random() < 0.2:
-        wish["min_p"] = chance.choice((1e-300, 0.5, 1.0))
+        asked["min_p"] = chance.choice((1e-300, 0.5, 1.0))
     if chance.random() < 0.2:
-        wish["logprobs"] = chance.choice((0, 20))
+        asked["logprobs"] = chance.choice((0, 20))
     if chance.random() < 0.2:
-        wish["draft_length"] = chance.choice((0, 1, 64))
+        asked["draft_length"] = chance.choice((0, 1, 64))
     if chance.random() < 0.25:
-        wish["grammar"] = chance.choice(GRAMMARS)
+        asked["grammar"] = chance.choice(GRAMMARS)
     elif chance.random() < 0.15:  # nothing may follow: every token would end it too early
-        wish["stop_token_ids"] = tuple(range(vocab))
-        wish["min_tokens"] = chance.choice((0, 1))
-    return SamplingParams(**wish)
+        asked["stop_token_ids"] = tuple(range(vocab))
+        asked["min_tokens"] = chance.choice((0, 1))
+    return SamplingParams(**asked)
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +80,15 @@ def test_each_is_served_as_if_alone(plain: LLM, spec: str) -> None:
     for _ in range(BATCHES):
         params = [extreme(chance, vocab) for _ in range(4)]
         prompts = [chance.choice(PROMPTS) for _ in params]
-        for prompt, wish, done in zip(prompts, params, llm.generate(prompts, params), strict=True):
-            assert all(0 <= token < vocab for token in done.token_ids), wish
-            assert len(done.token_ids) <= wish.max_tokens
-            (alone,) = plain.generate(prompt, wish)
-            if wish.greedy or wish.seed is not None:
-                assert done.token_ids == alone.token_ids, wish
-                assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason), wish
-            hopeless = bool(wish.min_tokens and wish.stop_token_ids)
-            assert (done.finish_reason == "error") == hopeless == bool(done.error), (wish, done)
+        for prompt, asked, done in zip(prompts, params, llm.generate(prompts, params), strict=True):
+            assert all(0 <= token < vocab for token in done.token_ids), asked
+            assert len(done.token_ids) <= asked.max_tokens
+            (alone,) = plain.generate(prompt, asked)
+            if asked.greedy or asked.seed is not None:
+                assert done.token_ids == alone.token_ids, asked
+                assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason), asked
+            hopeless = bool(asked.min_tokens and asked.stop_token_ids)
+            assert (done.finish_reason == "error") == hopeless == bool(done.error), (asked, done)
             failed += hopeless
     blocks = llm.engine.cache
     assert blocks.pool.available == blocks.num_blocks
@@ -98,10 +98,10 @@ def test_some_of_them_cannot_go_on(plain: LLM) -> None:
     """So the cases above do hold requests that fail."""
     vocab = len(plain.tokenizer)
     found = [
-        wish
+        asked
         for spec in SPECS
         for chance in (random.Random(spec),)
-        for wish in (extreme(chance, vocab) for _ in range(4 * BATCHES))
-        if wish.min_tokens and wish.stop_token_ids
+        for asked in (extreme(chance, vocab) for _ in range(4 * BATCHES))
+        if asked.min_tokens and asked.stop_token_ids
     ]
     assert len(found) > 5

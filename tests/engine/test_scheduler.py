@@ -27,14 +27,14 @@ def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> Sequen
     return SequenceState(seq_id, tokens, length, SamplingParams(max_tokens=max_tokens))
 
 
-def advance(sched: Scheduler, wish: int = 0) -> dict[int, tuple[int, int]]:
+def advance(sched: Scheduler, asked: int = 0) -> dict[int, tuple[int, int]]:
     """Plan a step and pretend that it ran; every decoding sequence gains one token."""
-    plan = sched.plan(lambda seqs: [wish] * len(seqs))
+    plan = sched.plan(lambda seqs: [asked] * len(seqs))
     done = {}
     for item in plan.slices:
-        done[item.seq.seq_id] = (item.feed, item.draft_length)
+        done[item.seq.seq_id] = (item.scheduled, item.draft_length)
         decodes = item.decodes
-        item.seq.cached += item.feed
+        item.seq.cached += item.scheduled
         if decodes:
             item.seq.tokens.append(1)
         sched.cache.commit(item.seq.seq_id, item.seq.tokens, item.seq.cached)
@@ -56,19 +56,19 @@ def test_prompts_are_fed_in_chunks_beside_decoding() -> None:
 def test_a_chunk_does_not_draft_but_the_last_one_does() -> None:
     sched = scheduler(prefill_chunk=5)
     sched.add(seq(0, 7))
-    assert advance(sched, wish=3) == {0: (5, 0)}
-    assert advance(sched, wish=3) == {0: (2, 3)}
+    assert advance(sched, asked=3) == {0: (5, 0)}
+    assert advance(sched, asked=3) == {0: (2, 3)}
 
 
 def test_drafts_stop_before_the_last_token_and_the_context() -> None:
     sched = scheduler()
     sched.add(seq(0, 3, max_tokens=3))
-    assert advance(sched, wish=9)[0][1] == 2
-    assert advance(sched, wish=9)[0][1] == 1
-    assert advance(sched, wish=9)[0][1] == 0
+    assert advance(sched, asked=9)[0][1] == 2
+    assert advance(sched, asked=9)[0][1] == 1
+    assert advance(sched, asked=9)[0][1] == 0
     short = scheduler(max_positions=6)
     short.add(seq(0, 3, max_tokens=50))
-    assert advance(short, wish=9)[0][1] == 2
+    assert advance(short, asked=9)[0][1] == 2
 
 
 def test_the_batch_limit_makes_others_wait() -> None:
@@ -106,7 +106,7 @@ def test_a_draft_is_given_up_before_a_sequence_is() -> None:
     sched = scheduler(blocks=6)
     sched.add(seq(0, 7, max_tokens=12))
     sched.add(seq(1, 7, max_tokens=12))
-    done = advance(sched, wish=10)
+    done = advance(sched, asked=10)
     assert done == {0: (7, 0), 1: (7, 0)}
     assert sched.preemptions == 0
 
@@ -125,29 +125,29 @@ def test_remove_frees_blocks_and_ignores_strangers() -> None:
     assert sched.cache.pool.available == 16 and not sched.has_work
 
 
-def run(sched: Scheduler, wish: int = 0) -> tuple[int, int]:
+def run(sched: Scheduler, asked: int = 0) -> tuple[int, int]:
     """Decode all that waits; tokens read, and the most that ran at once."""
     read = most = 0
     while sched.has_work:
-        read += sum(feed for feed, _ in advance(sched, wish).values())
+        read += sum(feed for feed, _ in advance(sched, asked).values())
         most = max(most, len(sched.running))
-        for done in [other for other in sched.running if other.room <= 0]:
+        for done in [other for other in sched.running if other.remaining <= 0]:
             sched.remove(done.seq_id)
     return read, most
 
 
 @pytest.mark.parametrize("chunk", [3, 8, 100])
-@pytest.mark.parametrize("wish", [0, 5])
+@pytest.mark.parametrize("asked", [0, 5])
 def test_prompts_of_half_the_cache_run_two_at_a_time_and_are_read_once(
-    chunk: int, wish: int
+    chunk: int, asked: int
 ) -> None:
     """What is promised to a prompt that is still being read is not promised again."""
     sched = scheduler(blocks=16, prefill_chunk=chunk, max_step_tokens=2 * chunk)
     for number in range(4):
         sched.add(seq(number, 28, max_tokens=4))
-    read, most = run(sched, wish)
+    read, most = run(sched, asked)
     assert sched.preemptions == 0
-    assert read == 4 * (28 + 3)  # the last token of each is never fed
+    assert read == 4 * (28 + 3)  # the last token of each is never computed
     assert most == 2
 
 
@@ -172,7 +172,7 @@ REQUESTS = st.lists(
 @settings(max_examples=500, deadline=None)
 @given(REQUESTS, st.integers(1, 20), st.integers(0, 6), st.integers(1, 5), st.integers(0, 3))
 def test_admission_never_costs_a_prompt_its_blocks(
-    requests: list[tuple[int, int, int, int]], chunk: int, wish: int, batch: int, apart: int
+    requests: list[tuple[int, int, int, int]], chunk: int, asked: int, batch: int, apart: int
 ) -> None:
     """Answers of at most a block fit into the block that each is promised to grow into: whoever
     was let in stays, and every token is read once. ``advance`` checks the pool each step."""
@@ -190,11 +190,11 @@ def test_admission_never_costs_a_prompt_its_blocks(
         for _ in range(apart or len(coming)):
             if coming:
                 sched.add(coming.pop(0))
-        read += sum(feed for feed, _ in advance(sched, wish).values())
+        read += sum(feed for feed, _ in advance(sched, asked).values())
         pool = sched.cache.pool
         used = sum(pool.in_use(block) for block in range(pool.total))
         assert pool.available + used == pool.total
-        for done in [other for other in sched.running if other.room <= 0]:
+        for done in [other for other in sched.running if other.remaining <= 0]:
             sched.remove(done.seq_id)
     assert sched.preemptions == 0
     assert read == sum(len(done.tokens) - 1 - done.shared for done in live)

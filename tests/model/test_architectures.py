@@ -158,7 +158,7 @@ def test_ragged_steps(pair: tuple[CausalModel, Any], together: bool) -> None:
 
 @pytest.mark.parametrize("seq", [0, 1], ids=["run", "scattered"])
 def test_level_by_level(pair: tuple[CausalModel, Any], seq: int) -> None:
-    """A draft model's way: the levels of a tree fed one after another; and single rows."""
+    """A draft model's way: the levels of a tree computed one after another; and single rows."""
     bench = Bench(*pair)
     nodes = nodes_for(TREE)
     bench.check([Feed(seq, 0, 12)])

@@ -72,7 +72,7 @@ def test_quantisations(quantisation: str, tmp_path: Path) -> None:
 def test_what_is_in_the_file_is_taken(llama: Path) -> None:
     """Tokenizer, chat template, end tokens (of a text and of a turn) and context."""
     llm = LLM(str(llama), dtype="float32")
-    assert llm.room.positions == CONTEXT
+    assert llm.context_budget.positions == CONTEXT
     assert llm.end_tokens == {2, 3}
     ids = llm.render_chat([{"role": "user", "content": "the in"}])
     assert llm.tokenizer.decode(ids) == "<s>the in</s>"
@@ -99,11 +99,11 @@ def test_a_folder_with_one(llama: Path, tmp_path: Path) -> None:
 
 def test_numbers_by_default(llama: Path, tmp_path: Path) -> None:
     """Where the checkpoint's own dtype is asked for: bf16, unless all of it is float32."""
-    packed = tmp_path / "packed.gguf"
-    write_gguf(packed, quantisation="Q8_0")
+    gguf = tmp_path / "packed.gguf"
+    write_gguf(gguf, quantisation="Q8_0")
     from paceline.model import loading
 
-    assert loading._of_gguf("x", packed, None, None).dtype == torch.bfloat16
+    assert loading._of_gguf("x", gguf, None, None).dtype == torch.bfloat16
     assert loading._of_gguf("x", llama, None, None).dtype == torch.float32
 
 

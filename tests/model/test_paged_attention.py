@@ -86,7 +86,7 @@ def test_every_kind_of_piece(kind, scattered, pattern, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     feeds = feeds_of(KINDS[kind])
     cache = made(feeds, scattered, generator)
-    batch = cache.pack(feeds)
+    batch = cache.batch_of(feeds)
     step = AttentionStep.of(batch, cache, (pattern,))
     total = len(batch.input_ids)
     query = torch.randn(1, KV_HEADS * GROUP, total, WIDTH, generator=generator)
@@ -104,7 +104,7 @@ def test_long_contexts_are_read_in_place():
     long = pieces.ALONE + 1
     feeds = feeds_of([(long, (), 1), (long + 40, TREE, 1), (50, (), 1), (60, (), 1)])
     cache = made(feeds, False, torch.Generator().manual_seed(0))
-    step = AttentionStep.of(cache.pack(feeds), cache, (FULL,))
+    step = AttentionStep.of(cache.batch_of(feeds), cache, (FULL,))
     found = step.pieces(0, GROUP, torch.float32).items
     assert sorted((piece.batch, piece.gather is None) for piece in found) == [
         (1, True),

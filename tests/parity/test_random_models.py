@@ -165,10 +165,10 @@ def test_the_target_as_its_own_draft_is_always_right(folders: dict[str, str], ru
 def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> None:
     """Greedy, seeded, penalised and unseeded requests side by side; each gets its own
     distribution."""
-    wishes = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
+    params_list = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
     llm = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
-    got = llm.generate(PROMPTS, wishes)
-    for prompt, params, completion in list(zip(PROMPTS, wishes, got, strict=True))[:4]:
+    got = llm.generate(PROMPTS, params_list)
+    for prompt, params, completion in list(zip(PROMPTS, params_list, got, strict=True))[:4]:
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
 
 
@@ -210,13 +210,13 @@ def test_drafters_side_by_side_in_one_batch(
     llm = LLM(folders["target"], drafts, dtype="float32", draft_length=length)
     assert llm.drafters == ("ngram", "model", "hybrid", "eagle3")
     for sampled in ({}, {"temperature": 0.8, "seed": 31}):
-        wishes = [
+        params_list = [
             SamplingParams(max_tokens=40, ignore_eos=True, drafter=name, **sampled)
             for name in ("model", None, "hybrid", "eagle3", "none")
         ]
-        got = llm.generate(PROMPTS, wishes)
-        for prompt, wish, completion in zip(PROMPTS, wishes, got, strict=True):
-            expected = plain.generate(prompt, replace(wish, drafter=None))[0]
+        got = llm.generate(PROMPTS, params_list)
+        for prompt, asked, completion in zip(PROMPTS, params_list, got, strict=True):
+            expected = plain.generate(prompt, replace(asked, drafter=None))[0]
             assert completion.token_ids == expected.token_ids
         drafted = [completion.stats.drafted_tokens for completion in got]
         assert drafted[-1] == 0
@@ -243,8 +243,8 @@ def test_plain_greedy_equals_transformers(folders: dict[str, str], plain: LLM) -
 def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, str]) -> None:
     """A cache far too small for five sequences: they are preempted and computed again."""
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
-    roomy = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
-    expected = [c.token_ids for c in roomy.generate(PROMPTS, params)]
+    unlimited = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
+    expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
     per_token = 2 * 2 * (2 * 2 * 8) * 4  # two models, layers x kv heads x (key + value) x float32
     tight = LLM(
         folders["target"],

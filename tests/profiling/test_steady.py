@@ -54,7 +54,7 @@ def test_the_same_steps_each_time(llm: LLM) -> None:
 
 
 def test_no_room_for_a_steady_state(llm: LLM) -> None:
-    long = [[5] * (llm.target.max_positions - room) for room in (3, 14)]
+    long = [[5] * (llm.target.max_positions - remaining) for remaining in (3, 14)]
     for prompt in long:
         with pytest.raises(ConfigError, match=r"no steady decoding: after .* shorter prompts"):
             steady.run(llm, [prompt], 6)

@@ -8,7 +8,7 @@ import torch
 from engine_models import VOCAB, adapted
 from paceline.core.tree import chain_parents
 from paceline.model.cache import Feed, PagedCache
-from paceline.model.pack import pack
+from paceline.model.prepack import quicken
 from paceline.profiling.work import LARGE, WorkCounter
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, HEAD = 2, 32, 48, 4, 2, 8  # of engine_models.random_llama
@@ -17,18 +17,18 @@ PER_LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * FFN
 WEIGHTS = LAYERS * PER_LAYER + VOCAB * WIDTH
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("prepacked", [True, False])
 @torch.inference_mode()
-def test_a_forward(packed: bool) -> None:
+def test_a_forward(prepacked: bool) -> None:
     """One pending token and two nodes behind five cached tokens, in float32."""
     model = adapted()
-    if packed:
-        pack(model)
+    if prepacked:
+        quicken(model)
     cache = PagedCache(model.cache_shapes, 4, 16, model.dtype, "cpu")
     cache.admit(1, [0])
     cache.reserve(1, CONTEXT + ROWS)
-    model(cache.pack([Feed(1, 0, [3] * CONTEXT)]), cache)
-    batch = cache.pack([Feed(1, CONTEXT, [4], chain_parents(2), torch.tensor([5, 6]))])
+    model(cache.batch_of([Feed(1, 0, [3] * CONTEXT)]), cache)
+    batch = cache.batch_of([Feed(1, CONTEXT, [4], chain_parents(2), torch.tensor([5, 6]))])
     counter = WorkCounter()
     with counter.phase("step"), counter.phase("target"):
         model(batch, cache)
@@ -41,7 +41,7 @@ def test_a_forward(packed: bool) -> None:
     assert work.flops == 2 * ROWS * WEIGHTS + attention
     assert work.rows == pytest.approx(ROWS, rel=1e-3)
     # Packed, query, key and value are one product, and so are gate and up.
-    assert work.kernels == LAYERS * (4 if packed else 7) + 1 + LAYERS
+    assert work.kernels == LAYERS * (4 if prepacked else 7) + 1 + LAYERS
 
 
 def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:

@@ -116,7 +116,7 @@ def test_a_pulled_model_answers(entry: Pullable) -> None:
     llm = LLM("paceline/smollm2", dtype="float32")
     (answer,) = llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=4))
     assert answer.token_ids
-    assert llm.room.positions == 256 and llm.tokenizer.model_max_length == 256
+    assert llm.context_budget.positions == 256 and llm.tokenizer.model_max_length == 256
     assert llm.end_tokens == {2}
 
 

@@ -62,7 +62,7 @@ def test_a_forced_tool_call(server: Running) -> None:
 
 def test_a_schema_and_a_stream_of_it(server: Running) -> None:
     schema = WEATHER["function"]["parameters"]  # type: ignore[index]
-    wish: dict[str, Any] = {
+    params: dict[str, Any] = {
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "place", "schema": schema, "strict": True},
@@ -70,9 +70,9 @@ def test_a_schema_and_a_stream_of_it(server: Running) -> None:
         "max_tokens": 60,
         "temperature": 0,
     }
-    whole = json.loads(post(server, **wish))["choices"][0]["message"]["content"]
+    whole = json.loads(post(server, **params))["choices"][0]["message"]["content"]
     assert set(json.loads(whole)) == {"city", "unit"}
-    lines = post(server, stream=True, **wish).decode().splitlines()
+    lines = post(server, stream=True, **params).decode().splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     pieces = [c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]]
     assert len(pieces) > 3 and "".join(pieces) == whole

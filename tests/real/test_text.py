@@ -117,13 +117,13 @@ def test_it_answers_sensibly(plain: LLM) -> None:
 
 def test_a_stream_is_the_text_at_the_end(plain: LLM) -> None:
     llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
-    wish = SamplingParams(max_tokens=24, temperature=1.0, seed=2, logprobs=2)
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, logprobs=2)
     for ids in prompts(llm):
-        events = list(llm.stream(ids, wish))
+        events = list(llm.stream(ids, params))
         (final,) = [event.completion for event in events if event.completion is not None]
         assert "".join(event.text for event in events) == final.text
         assert [t for event in events for t in event.token_ids] == final.token_ids
-        assert plain.generate(ids, wish)[0].text == final.text
+        assert plain.generate(ids, params)[0].text == final.text
     llm.close()
 
 
@@ -139,9 +139,9 @@ def test_a_schema(plain: LLM) -> None:
         "additionalProperties": False,
     }
     ids = plain.render_chat([{"role": "user", "content": "Describe Paris as a JSON object."}])
-    wish = SamplingParams(max_tokens=60, grammar=Grammar.json(schema))
+    params = SamplingParams(max_tokens=60, grammar=Grammar.json(schema))
     llm = plain.beside("hybrid:suffix+ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
-    ours, theirs = llm.generate(ids, wish)[0], plain.generate(ids, wish)[0]
+    ours, theirs = llm.generate(ids, params)[0], plain.generate(ids, params)[0]
     assert ours.token_ids == theirs.token_ids and ours.finish_reason == "stop"
     assert set(json.loads(ours.text)) == {"city", "river", "people"}
     llm.close()

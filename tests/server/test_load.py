@@ -68,7 +68,7 @@ class Tally:
     texts: dict[str, set[str]] = field(default_factory=dict)
 
 
-def wish(chooser: random.Random) -> dict[str, Any]:
+def params(chooser: random.Random) -> dict[str, Any]:
     """One of few enough requests that each is sent several times."""
     body: dict[str, Any] = {
         "model": MODEL,
@@ -103,7 +103,7 @@ def key_of(body: dict[str, Any]) -> str:
 async def client(server: Running, number: int, end: float, tally: Tally) -> None:
     chooser = random.Random(number)
     while time.monotonic() < end:
-        body = wish(chooser)
+        body = params(chooser)
         status, reader, writer = await post(server, "/v1/completions", body)
         bad = len(body["prompt"]) > 5000 or "json_schema" in body.get("response_format", {})
         if bad or status != 200:

@@ -177,8 +177,8 @@ def test_stop_strings_never_leak(server: Running) -> None:
 def test_characters_are_never_cut(server: Running, text: str) -> None:
     """A grammar makes the model write them; every chunk is whole characters."""
     schema = {"const": text}
-    wish = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    fields = {"max_tokens": 120, "response_format": wish}
+    params = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    fields = {"max_tokens": 120, "response_format": params}
     whole = json.loads(ask(server, **fields)[2])["choices"][0]["text"]
     stream = ask(server, **fields, stream=True)[2]
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]

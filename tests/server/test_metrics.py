@@ -56,13 +56,13 @@ def test_metrics_add_up(fresh: Running) -> None:
     client = openai.OpenAI(base_url=f"{fresh.url}/v1", api_key="none", max_retries=0)
     stats = []
     for method in ("model", "off", "model", "ngram"):
-        wish = {"method": method, "stats": True}
+        params = {"method": method, "stats": True}
         answer = client.completions.create(
             model=MODEL,
             prompt="Once upon a time, there was a little girl. Once upon a time",
             max_tokens=40,
             temperature=0,
-            extra_body={"speculation": wish, "ignore_eos": True},
+            extra_body={"speculation": params, "ignore_eos": True},
         )
         stats.append((method, answer.to_dict()["speculation"][0]))
     samples = scrape(fresh)

@@ -172,13 +172,13 @@ def test_errors(client: openai.OpenAI, fields: dict[str, object], message: str) 
 def test_speculation_by_request(client: openai.OpenAI) -> None:
     texts = set()
     for method, drafted in (("off", False), ("model", True), ("ngram", True), ("auto", True)):
-        wish = {"method": method, "stats": True, "tokens": True}
+        params = {"method": method, "stats": True, "tokens": True}
         answer = client.completions.create(
             model=MODEL,
             prompt=PROMPT,
             max_tokens=60,
             temperature=0,
-            extra_body={"speculation": wish},
+            extra_body={"speculation": params},
         ).to_dict()
         stats = answer["speculation"][0]
         tokens = answer["choices"][0]["tokens"]

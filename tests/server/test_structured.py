@@ -47,7 +47,7 @@ def test_stream_helper(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("method", ["off", "model", "ngram"])
 def test_speculation_changes_nothing(client: openai.OpenAI, method: str) -> None:
     texts = []
-    for wish in ("off", method):
+    for params in ("off", method):
         answer = client.chat.completions.create(
             model=MODEL,
             messages=MESSAGES,
@@ -57,7 +57,7 @@ def test_speculation_changes_nothing(client: openai.OpenAI, method: str) -> None
             n=2,
             logprobs=True,
             max_tokens=80,
-            extra_body={"speculation": {"method": wish}},
+            extra_body={"speculation": {"method": params}},
         )
         texts.append([choice.message.content for choice in answer.choices])
     assert texts[0] == texts[1]

@@ -40,7 +40,7 @@ from paceline.server.wire import (
     LoadModel,
     StepEvents,
     Submit,
-    packed,
+    framed,
     read_message,
 )
 
@@ -62,7 +62,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
         Submit(8, [[0]], SamplingParams(), False, None, False),
         LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
     ):
-        assert REQUESTS.decode(packed(message)[4:]) == message
+        assert REQUESTS.decode(framed(message)[4:]) == message
 
 
 def test_answers_arrive_as_they_were_sent() -> None:
@@ -71,7 +71,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
         "å🙂", [1, 2], logprobs, "stop", [True, False], Stats(3, 1, 0.3, 2.0, [0.5], 2), False
     )
     step = StepEvents([Event(1, 0, 2, "å🙂", [1], [True], done, logprobs), Event(2, 0, 0)])
-    assert REPLIES.decode(packed(step)[4:]) == step
+    assert REPLIES.decode(framed(step)[4:]) == step
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_class_and_message(error: PacelineError) -> None:
-    data = packed(Ended(1, Fault.of(error)))
+    data = framed(Ended(1, Fault.of(error)))
     found = REPLIES.decode(data[4:]).fault.error()
     assert type(found) is type(error) and str(found) == str(error)
     assert vars(found) == vars(error)
@@ -108,14 +108,14 @@ def test_other_errors_keep_their_secrets() -> None:
     assert type(Fault("SystemExit", "x").error()) is PacelineError
     assert type(Fault("annotations", "x").error()) is PacelineError
     # A message may quote half a surrogate pair.
-    packed(Ended(1, Fault.of(ConfigError("'\ud800' is no text"))))
+    framed(Ended(1, Fault.of(ConfigError("'\ud800' is no text"))))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=8), st.data())
 def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
     messages = [Ended(number, Fault("X", "x" * size)) for number, size in enumerate(sizes)]
-    stream = b"".join(map(packed, messages))
+    stream = b"".join(map(framed, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     frames, found = Frames(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
@@ -133,10 +133,10 @@ def test_a_request_that_cannot_be_read_costs_nobody_else_anything() -> None:
     reader.start()
     with ours, theirs:
         good = Submit(2, [[1]], SamplingParams(), True, None, False)
-        fields = msgspec.msgpack.decode(packed(good)[4:])
+        fields = msgspec.msgpack.decode(framed(good)[4:])
         fields[1], fields[3]["temperature"] = 1, -5.0
         bad = msgspec.msgpack.encode(fields)
-        ours.sendall(len(bad).to_bytes(4, "little") + bad + packed(good))
+        ours.sendall(len(bad).to_bytes(4, "little") + bad + framed(good))
         refusal = REPLIES.decode(read_message(ours) or b"")
         assert isinstance(refusal, Ended) and refusal.ticket == 1
         assert isinstance(refusal.fault.error(), ConfigError)

@@ -7,7 +7,7 @@ import json
 import random
 
 from soak.client import Connection, request_bytes
-from soak.wishes import CHATS, COMPLETIONS
+from soak.requests import CHATS, COMPLETIONS
 
 _PATIENCE = 20.0  # seconds that an answer may take
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from soak.answers import Answer
 from soak.processes import Held, grown
-from soak.wishes import Wish
+from soak.requests import ClientRequest
 
 SHOWN = 40  # findings
 _LONGEST = 1200  # characters of a request in a finding
@@ -44,20 +44,20 @@ class Judge:
             self.complain(f"{kind}: status {status}, not {allowed}", request)
         return status in wanted
 
-    def answered(self, wish: Wish, answer: Answer, body: dict[str, Any]) -> None:
-        """An answer to a wish, asked for by ``body``. Equal ones are kept once."""
-        known = self.seen.setdefault(wish.key, [])
+    def answered(self, asked: ClientRequest, answer: Answer, body: dict[str, Any]) -> None:
+        """An answer to a request, asked for by ``body``. Equal ones are kept once."""
+        known = self.seen.setdefault(asked.key, [])
         if not any(answer.difference(other) is None for other, _ in known):
             known.append((answer, body))
 
-    def compare(self, wish: Wish, alone: Answer) -> None:
-        """All answers to a wish against that of the same request alone and without drafts."""
-        for answer, body in self.seen.pop(wish.key, []):
+    def compare(self, asked: ClientRequest, alone: Answer) -> None:
+        """All answers to a request against that of the same request alone and without drafts."""
+        for answer, body in self.seen.pop(asked.key, []):
             self.counts["distinct answers compared"] += 1
             self.tokens += alone.tokens
             found = answer.difference(alone)
             if found:
-                self.complain(f"another answer than alone: {found}", {wish.path: body})
+                self.complain(f"another answer than alone: {found}", {asked.path: body})
 
     def settled(self, usage: float) -> None:
         """The idle server after a round; ``usage`` is the share of cache blocks in use."""

@@ -19,7 +19,7 @@ from soak.answers import Answer
 from soak.client import PATIENCE, Connection, fetch
 from soak.judge import Judge
 from soak.processes import Held, held
-from soak.wishes import Server, Wish, extreme, free, invalid, wishes
+from soak.requests import ClientRequest, Server, client_requests, extreme, free, invalid
 
 _HUNG_UP = (ConnectionError, EOFError, asyncio.IncompleteReadError)
 
@@ -60,7 +60,9 @@ class Storm:
         rounds = [first, *[rest / others] * others]  # each with requests of its own
         idle: list[Held] = []
         for number, seconds in enumerate(rounds):
-            pool = wishes(f"{self.plan.seed}/{number}", int(20 + min(seconds, 200)), server)
+            pool = client_requests(
+                f"{self.plan.seed}/{number}", int(20 + min(seconds, 200)), server
+            )
             await self.round(number, seconds, pool, server)
             if not await self.settle():
                 break
@@ -81,7 +83,9 @@ class Storm:
         ids = tuple(dict.fromkeys(json.loads(body)["tokens"]))
         return Server(card["id"], tuple(card["drafters"]), ids, card["max_model_len"])
 
-    async def round(self, number: int, seconds: float, pool: list[Wish], server: Server) -> None:
+    async def round(
+        self, number: int, seconds: float, pool: list[ClientRequest], server: Server
+    ) -> None:
         end = time.monotonic() + seconds
         clients = [
             self.client(f"{self.plan.seed}/{number}/{client}", end, pool, server)
@@ -89,7 +93,9 @@ class Storm:
         ]
         await asyncio.gather(self.watch(end), *clients)
 
-    async def client(self, seed: str, end: float, pool: list[Wish], server: Server) -> None:
+    async def client(
+        self, seed: str, end: float, pool: list[ClientRequest], server: Server
+    ) -> None:
         """One act after the other; which ones, the seed says."""
         acts = {name: act for name, act in ACTS.items() if name not in self.plan.skip}
         weights = [act.weight for act in acts.values()]
@@ -114,16 +120,18 @@ class Storm:
 
     # -- what clients do -----------------------------------------------------------------------
 
-    async def wish(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def request(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         """A request with one right answer; a few read it slowly."""
-        wish = chooser.choice(pool)
-        body = wish.variant(chooser, server.drafters)
+        request = chooser.choice(pool)
+        body = request.variant(chooser, server.drafters)
         pause = 0.05 if chooser.random() < 0.1 else 0.0
         half = chooser.random() < 0.1
         async with Connection(self.port) as connection:
-            await connection.ask("POST", wish.path, json.dumps(body).encode())
+            await connection.ask("POST", request.path, json.dumps(body).encode())
             status = await connection.status()
-            if not self.judge.expect("compared requests", status, {200}, {wish.path: body}):
+            if not self.judge.expect("compared requests", status, {200}, {request.path: body}):
                 return
             if half and not body.get("stream"):
                 connection.half_close()
@@ -131,12 +139,14 @@ class Storm:
                 answer = Answer.of([chunk async for chunk in connection.events(pause)])
             else:
                 answer = Answer.of([json.loads(await connection.body())])
-        self.judge.answered(wish, answer, body)
+        self.judge.answered(request, answer, body)
 
-    async def free(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def free(self, chooser: random.Random, pool: list[ClientRequest], server: Server) -> None:
         await self.sampled("unseeded", *free(chooser, server), {200})
 
-    async def extreme(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def extreme(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         await self.sampled("extreme", *extreme(chooser, server), {200, 400, 408})
 
     async def sampled(self, kind: str, path: str, body: dict[str, Any], wanted: set[int]) -> None:
@@ -157,7 +167,9 @@ class Storm:
                 if choice.reason == "stop":
                     json.loads(choice.text)
 
-    async def invalid(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def invalid(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         path, body, wanted = invalid(chooser, server)
         async with Connection(self.port) as connection:
             await connection.ask("POST", path, body)
@@ -167,7 +179,9 @@ class Storm:
         if status >= 400 and not answer["error"]["message"]:
             self.judge.complain(f"invalid: status {status} without a message", body.decode())
 
-    async def cancel(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def cancel(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         """Hangs up before the answer, or in the middle of it."""
         path, body = free(chooser, server)
         body |= {"max_tokens": 200, "ignore_eos": True}
@@ -188,12 +202,16 @@ class Storm:
                     if not left:
                         return
 
-    async def deadline(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def deadline(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         path, body = free(chooser, server)
         body["deadline"] = chooser.choice((1e-9, 0.001, 0.05, 0.3))
         await self.sampled("deadline", path, body, {200, 408})
 
-    async def hostile(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def hostile(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         act = chooser.choice(hostile.ACTS)
         try:
             status = await act(self.port, chooser, server.model)
@@ -202,7 +220,9 @@ class Storm:
         if status >= 500 or status in (100, 101):
             self.judge.complain(f"hostile ({act.__name__}): status {status}")
 
-    async def others(self, chooser: random.Random, pool: list[Wish], server: Server) -> None:
+    async def others(
+        self, chooser: random.Random, pool: list[ClientRequest], server: Server
+    ) -> None:
         """The other endpoints."""
         tokens = [chooser.choice(server.ids) for _ in range(20)]
         path, body = chooser.choice(
@@ -260,17 +280,17 @@ class Storm:
             raise ValueError(f"no metric {name}")
         return float(found[1])
 
-    async def alone(self, pool: list[Wish]) -> None:
+    async def alone(self, pool: list[ClientRequest]) -> None:
         """Ask for everything that was answered once more: one at a time, without drafts."""
-        for wish in pool:
-            if wish.key not in self.judge.seen:
+        for request in pool:
+            if request.key not in self.judge.seen:
                 continue
             with contextlib.suppress(*_HUNG_UP):
-                status, body = await fetch(self.port, "POST", wish.path, wish.alone())
+                status, body = await fetch(self.port, "POST", request.path, request.alone())
                 if status == 200:
-                    self.judge.compare(wish, Answer.of([json.loads(body)]))
+                    self.judge.compare(request, Answer.of([json.loads(body)]))
                 else:
-                    self.judge.complain(f"alone: status {status}", {wish.path: wish.alone()})
+                    self.judge.complain(f"alone: status {status}", {request.path: request.alone()})
         self.judge.seen.clear()
 
 
@@ -281,7 +301,7 @@ class Act:
 
 
 ACTS = {
-    "wish": Act(60, Storm.wish),
+    "request": Act(60, Storm.request),
     "free": Act(8, Storm.free),
     "extreme": Act(6, Storm.extreme),
     "invalid": Act(8, Storm.invalid),

@@ -108,7 +108,7 @@ def findings(fault: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return judge.findings
 
     # What a response_format asks for, the fake does not do.
-    monkeypatch.setattr("soak.wishes.response_format", lambda chooser: {"type": "text"})
+    monkeypatch.setattr("soak.requests.response_format", lambda chooser: {"type": "text"})
     return asyncio.run(storm())
 
 

@@ -23,7 +23,7 @@ from paceline.tune.spending import affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
 
-WISH = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
+OPTIONS = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
 SAMPLE = Sample([[1]] * 4, [[1]] * 16, (1, 8), 48, 0.0)
 
 
@@ -61,7 +61,7 @@ def run(
 ) -> tuple[TuningOutcome, list[str]]:
     """Each batch size of the target, each drafter and each round of all take a second."""
     said: list[str] = []
-    outcome = outcome or TuningOutcome.start(WISH, llm)
+    outcome = outcome or TuningOutcome.start(OPTIONS, llm)
     tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
     return outcome, said
 
@@ -104,14 +104,14 @@ def test_a_later_run_tries_the_rest_and_confirms(llm: LLM, folders: tuple[str, s
     assert not [what for what in said if what in {f"measuring {label}" for label in labels[:1]}]
     rounds = len(after.results[0].ratios)
     again, _ = run(llm, folders, None, after)
-    assert len(again.results[0].ratios) == rounds + WISH.rounds  # as many again
-    assert all(len(r.ratios) == rounds + WISH.rounds for r in again.results)
+    assert len(again.results[0].ratios) == rounds + OPTIONS.rounds  # as many again
+    assert all(len(r.ratios) == rounds + OPTIONS.rounds for r in again.results)
 
 
 def test_an_interrupted_round_counts_for_nobody(
     llm: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = TuningOutcome.start(WISH, llm)
+    outcome = TuningOutcome.start(OPTIONS, llm)
     seen: list[str] = []
 
     def interrupt(what: str) -> None:

@@ -243,5 +243,5 @@ def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
         )
     with pytest.raises(ConfigError, match="has no option colour"):
         options = DrafterCandidate("n", "ngram:colour=1", "ngram", "chain", given=True)
-        wish = TuneOptions(max_tokens=4)
-        tune(llm, [options], words(2), TuningOutcome.start(wish, llm), lambda what: None)
+        asked = TuneOptions(max_tokens=4)
+        tune(llm, [options], words(2), TuningOutcome.start(asked, llm), lambda what: None)

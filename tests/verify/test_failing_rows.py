@@ -51,8 +51,8 @@ def test_the_one_request_fails_and_the_others_go_on(name, draw, bad, verifier):
     trees = [TokenTree.empty(), tree(draw, chain_parents(2)), TokenTree.empty(), TokenTree.empty()]
     params = [REQUESTS[name], REQUESTS[name], REQUESTS[name], {"temperature": 0.7}]
     checks, row = [], 0
-    for place, (own, wish) in enumerate(zip(trees, params, strict=True)):
-        checks.append(Check(request(place, wish), row, own))
+    for place, (own, asked) in enumerate(zip(trees, params, strict=True)):
+        checks.append(Check(request(place, asked), row, own))
         row += checks[-1].rows
     logits = one_hot_logits([5, 0, 1, 6, 7, 4])
     whole = verifier(generator=torch.Generator().manual_seed(0))(logits, checks)

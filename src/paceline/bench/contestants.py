@@ -84,7 +84,7 @@ def _closed_loop(
             engine.add(waiting.popleft())
             running += 1
         commits = engine.step()
-        decodes = all(commit.fed == 1 for commit in commits)
+        decodes = all(commit.scheduled == 1 for commit in commits)
         phases.after_step(len(commits) if decodes else 0)
         running -= sum(commit.finish_reason is not None for commit in commits)
 

@@ -90,11 +90,11 @@ class Manner:
     seed: int | None = None
     seconds: float | None = None
 
-    def params(self, temperature: float, number: int, room: int) -> SamplingParams:
+    def params(self, temperature: float, number: int, remaining: int) -> SamplingParams:
         seed = None if self.seed is None else (self.seed + number) % 2**63
         return SamplingParams(
             temperature=temperature,
-            max_tokens=min(self.max_tokens, room),
+            max_tokens=min(self.max_tokens, remaining),
             ignore_eos=self.ignore_eos,
             seed=seed if temperature > 0 else None,
         )
@@ -130,10 +130,10 @@ def converse(
     for said in question.turns:
         messages.append(("user", said))
         ids = render(llm, messages)
-        room = llm.max_model_len - len(ids)
-        if room < 1:
+        remaining = llm.max_model_len - len(ids)
+        if remaining < 1:
             return Dialogue(tuple(turns), cut=True)
-        ask = Ask(tuple(ids), params(room))
+        ask = Ask(tuple(ids), params(remaining))
         outcome = contestant.run([ask])
         turns.append(Turn(ask, outcome))
         tokens = list(outcome.answers[0].tokens)
@@ -151,7 +151,7 @@ def warm_up(llm: LLM, contestants: Sequence[Contestant], question: Question, how
                 llm,
                 contestant,
                 short,
-                lambda room, t=temperature: how.params(t, 0, min(room, _WARM_TOKENS)),  # type: ignore[misc]
+                lambda remaining, t=temperature: how.params(t, 0, min(remaining, _WARM_TOKENS)),  # type: ignore[misc]
             )
 
 
@@ -188,7 +188,7 @@ def answer_all(
                         llm,
                         contestant,
                         question,
-                        lambda room, t=temperature, n=place: how.params(t, n, room),  # type: ignore[misc]
+                        lambda remaining, t=temperature, n=place: how.params(t, n, remaining),  # type: ignore[misc]
                     )
                     done += 1
                 ordered = {one.name: found[one.name] for one in contestants}

@@ -109,15 +109,15 @@ def _forward(
     Of as many as the cache has room for.
     """
     batch = max(1, min(batch, cache.num_blocks // -(-(1 + tokens) // cache.block_size)))
-    room = cache.num_blocks // batch * cache.block_size - tokens
-    context = max(1, min(context, model.max_positions - tokens, room))
+    capacity = cache.num_blocks // batch * cache.block_size - tokens
+    context = max(1, min(context, model.max_positions - tokens, capacity))
     drafted = torch.zeros(tokens - 1, dtype=torch.int64, device=model.device)
     ids = range(-batch, 0)
 
     def run() -> None:
         chain = chain_parents(tokens - 1)
         feeds = [Feed(i, context, (0,), chain, drafted if tokens > 1 else None) for i in ids]
-        model(cache.pack(feeds), cache, tuple(features)).logits.argmax(-1)
+        model(cache.batch_of(feeds), cache, tuple(features)).logits.argmax(-1)
 
     def admitted() -> None:
         for seq_id in ids:

@@ -233,7 +233,7 @@ class _Pages:
         parts = {name: [row.phases[name] * 1e3 for row in shown] for name in names}
         note = (
             "Mean over steps in which nobody reads a prompt. target: its forward; verify: "
-            "distributions, rule, transfer; other: scheduling, packing and bookkeeping in Python."
+            "distributions, rule, transfer; other: scheduling, batching and bookkeeping in Python."
         )
         report.add(
             "Time per step",

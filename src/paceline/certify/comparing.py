@@ -77,46 +77,46 @@ class Comparer:
         self._spell = spell
 
     def pieces(
-        self, wishes: dict[str, SamplingParams], numbers: Sequence[int]
+        self, params_by_kind: dict[str, SamplingParams], numbers: Sequence[int]
     ) -> Iterator[WorkItem]:
         """For each of the texts: plain, then every setting. Those in a batch come last.
 
-        ``wishes`` are the parameters of every kind of request. A greedy text is decoded once for
-        every prompt that there is: again it would only be the same.
+        ``params_by_kind`` are the parameters of every kind of request. A greedy text is decoded
+        once for every prompt that there is: again it would only be the same.
         """
         known = len(self._prompts)
         for number in numbers:
-            for kind, wish in wishes.items():
+            for kind, params in params_by_kind.items():
                 if kind == "seeded" or number < known:
-                    yield from self._alone(kind, wish, number)
-        for kind, wish in wishes.items():
+                    yield from self._alone(kind, params, number)
+        for kind, params in params_by_kind.items():
             own = [n for n in numbers if kind == "seeded" or n < known]
             for setting in self._settings:
                 if setting.together and own:
                     name = f"{kind}/{own[0]}-{own[-1]}/{setting.name}"
-                    run = partial(self._compare, kind, wish, own, setting)
+                    run = partial(self._compare, kind, params, own, setting)
                     shown = f"{kind}: {setting.name}"
                     needs = tuple(f"{kind}/{number}" for number in own)
                     yield WorkItem(name, _part(kind), "mixed", len(own), shown, run, needs)
 
-    def _alone(self, kind: str, wish: SamplingParams, number: int) -> Iterator[WorkItem]:
+    def _alone(self, kind: str, params: SamplingParams, number: int) -> Iterator[WorkItem]:
         part, name = _part(kind), self._prompts[number % len(self._prompts)][0]
         plain, what = f"{kind}/{number}", f"{kind}: {name}"
-        run = partial(self._decode_plainly, kind, wish, number)
+        run = partial(self._decode_plainly, kind, params, number)
         yield WorkItem(plain, part, "text", 1, f"{what}: plain decoding", run)
         for setting in self._settings:
             if not setting.together:
-                run = partial(self._compare, kind, wish, [number], setting)
+                run = partial(self._compare, kind, params, [number], setting)
                 shown = f"{what}: {setting.name}"
                 own = f"{plain}/{setting.name}"
                 yield WorkItem(own, part, "text", 1, shown, run, (plain,))
 
-    def _task(self, kind: str, wish: SamplingParams, number: int) -> Task:
+    def _task(self, kind: str, params: SamplingParams, number: int) -> Task:
         name, prompt = self._prompts[number % len(self._prompts)]
-        wish = replace(wish, max_tokens=self._evidence.tokens or self._effort.max_tokens)
+        params = replace(params, max_tokens=self._evidence.tokens or self._effort.max_tokens)
         if kind == "seeded":
-            wish = replace(wish, seed=(self._effort.seed + number) % 2**63)
-        return Task(name, Start(prompt), wish)
+            params = replace(params, seed=(self._effort.seed + number) % 2**63)
+        return Task(name, Start(prompt), params)
 
     def decide_tokens(self, budget: Budget) -> None:
         """Shorter texts if those asked for would take too much of the budget each."""
@@ -130,16 +130,16 @@ class Comparer:
         fitting = int(budget.affords("token") * _SHARE)
         self._evidence.tokens = min(most, max(_SHORTEST, fitting))
 
-    def _decode_plainly(self, kind: str, wish: SamplingParams, number: int) -> None:
-        task = self._task(kind, wish, number)
+    def _decode_plainly(self, kind: str, params: SamplingParams, number: int) -> None:
+        task = self._task(kind, params, number)
         (text,) = decode(self._plain, [task.start], task.params, 0)
         self._evidence.plain[f"{kind}/{number}"] = text.tokens
 
     def _compare(
-        self, kind: str, wish: SamplingParams, numbers: Sequence[int], setting: ComparedSetting
+        self, kind: str, params: SamplingParams, numbers: Sequence[int], setting: ComparedSetting
     ) -> None:
         known = self._evidence.plain
-        tasks = [self._task(kind, wish, number) for number in numbers]
+        tasks = [self._task(kind, params, number) for number in numbers]
         check = check_texts(
             self._engine,
             tasks,

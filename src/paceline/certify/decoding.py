@@ -53,13 +53,16 @@ def decode(
     ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
-    wishes = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
+    each_params = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     ids = itertools.count(_FIRST_ID)
     seqs = [
         SequenceState(
-            next(ids), list(start.tokens), len(start.prompt), replace(wish, draft_length=length)
+            next(ids),
+            list(start.tokens),
+            len(start.prompt),
+            replace(own_params, draft_length=length),
         )
-        for start, wish in zip(starts, wishes, strict=True)
+        for start, own_params in zip(starts, each_params, strict=True)
     ]
     unfinished = {seq.seq_id: seq for seq in seqs}
     try:
@@ -81,7 +84,7 @@ def decode(
 
 def _step(engine: Engine, unfinished: dict[int, SequenceState], enough: int | None) -> None:
     commits = engine.step()
-    if not any(commit.tokens or commit.fed for commit in commits):
+    if not any(commit.tokens or commit.scheduled for commit in commits):
         raise StandstillError("a step committed no token although sequences were waiting for one")
     for commit in commits:
         seq = unfinished.get(commit.seq_id)

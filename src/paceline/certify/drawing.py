@@ -98,9 +98,9 @@ class Sampler:
             kind, _, number = key.partition("/")
             if kind == "greedy" and int(number) not in self._undecided:
                 self._undecided[int(number)] = self._place_in(int(number), output)
-        free = [entry for text, entry in self._undecided.items() if text not in taken]
-        if free:
-            place = max(free, key=lambda entry: entry[0])[1]
+        open_places = [entry for text, entry in self._undecided.items() if text not in taken]
+        if open_places:
+            place = max(open_places, key=lambda entry: entry[0])[1]
             place.length = _sampling_length(self._lengths, len(taken))
             self._evidence.places.append(place)
 

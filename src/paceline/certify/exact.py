@@ -27,7 +27,7 @@ from paceline.verify.verifier import Verifier, method_of
 
 _TOKENS = 4  # of the small vocabulary
 _MOST_OUTCOMES = 30_000
-_FREE = SamplingParams(temperature=1.0, max_tokens=1 << 20)
+_UNDRAWN = SamplingParams(temperature=1.0, max_tokens=1 << 20)
 TOLERANCE = 1e-6  # float32 distributions
 
 Distributions = dict[String, torch.Tensor]
@@ -178,8 +178,8 @@ def drafts(case: Case) -> Iterator[tuple[tuple[int, ...], float]]:
         distribution[used] = 0.0
         mass = float(distribution.sum())
         if mass <= 0:  # run out: any token will do, as nobody could have drawn it
-            free = next(t for t in range(case.width) if t not in used)
-            yield from grown((*tokens, free), weight)
+            unused = next(t for t in range(case.width) if t not in used)
+            yield from grown((*tokens, unused), weight)
             return
         for token in (distribution > 0).nonzero().flatten().tolist():
             yield from grown((*tokens, token), weight * float(distribution[token]) / mass)
@@ -238,7 +238,7 @@ def _judged(
         above = [case.draft[paths[parent + 1]] for parent in case.parents]
         q = torch.stack(above).float()
     tree = TokenTree(torch.tensor(tokens), case.parents, case.draw, q)
-    request = SequenceState(0, [0], 1, _FREE)
+    request = SequenceState(0, [0], 1, _UNDRAWN)
     options = _options(verifier, logits, Check(request, 0, tree))
     if math.prod(map(len, options)) > most:
         raise TooManyOutcomes

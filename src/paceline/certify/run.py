@@ -76,9 +76,9 @@ class Certifier:
     ) -> None:
         self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
         self.evidence = evidence or Evidence()
-        wish = params or SamplingParams(temperature=1.0)
+        asked = params or SamplingParams(temperature=1.0)
         self.params = replace(
-            wish, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
+            asked, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
         )
         lengths, adapts = _lengths_of(llm)
         self.settings = settings_of(lengths, adapts)
@@ -125,9 +125,9 @@ class Certifier:
         return self.evidence.tranche * self.effort.samples
 
     @property
-    def _wishes(self) -> dict[str, SamplingParams]:
-        wishes = {"greedy": greedy(self.params)}
-        return wishes if self.params.greedy else {**wishes, "seeded": self.params}
+    def _params_by_kind(self) -> dict[str, SamplingParams]:
+        kinds = {"greedy": greedy(self.params)}
+        return kinds if self.params.greedy else {**kinds, "seeded": self.params}
 
     @property
     def pieces(self) -> int:
@@ -135,7 +135,7 @@ class Certifier:
         comparing = 0
         for task in schedule(self.texts, 0, 0):
             assert isinstance(task, Texts)
-            comparing += sum(1 for _ in self._comparer.pieces(self._wishes, task.numbers))
+            comparing += sum(1 for _ in self._comparer.pieces(self._params_by_kind, task.numbers))
         return comparing + self.places * (2 * PORTIONS * self.evidence.tranche + 2)
 
     def _missing(self) -> list[str]:
@@ -150,7 +150,7 @@ class Certifier:
         return missing
 
     def _has(self, number: int, done: set[str]) -> bool:
-        pieces = self._comparer.pieces(self._wishes, [number])
+        pieces = self._comparer.pieces(self._params_by_kind, [number])
         return all(piece.name in done for piece in pieces if piece.kind == "text")
 
     # -- looking ------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Certifier:
         for task in schedule(self.texts, self.places, self.samples):
             if isinstance(task, Texts):
                 watched: AbstractContextManager[None] = nullcontext()
-                pieces = self._comparer.pieces(self._wishes, task.numbers)
+                pieces = self._comparer.pieces(self._params_by_kind, task.numbers)
             elif not task.whole or self._whole_fits(task):
                 watched = self._sampler.recording()
                 pieces = self._sampler.pieces(task.place, task.samples)
@@ -287,7 +287,7 @@ class Certifier:
 
     def _idle(self) -> list[str]:
         """Kinds of requests for which nothing was drafted until now."""
-        idle = [kind for kind in self._wishes if not self.evidence.drafted(kind)]
+        idle = [kind for kind in self._params_by_kind if not self.evidence.drafted(kind)]
         if self.places and not sum(place.drafted for place in self.evidence.places):
             idle.append("sampled")
         return idle
@@ -321,7 +321,10 @@ class Certifier:
         """What a part of the evidence must have, or it says too little to certify anything."""
         seen = {(check.kind, check.setting) for check in found.texts}
         unseen = [
-            (k, s.name) for k in self._wishes for s in self.settings if (k, s.name) not in seen
+            (k, s.name)
+            for k in self._params_by_kind
+            for s in self.settings
+            if (k, s.name) not in seen
         ]
         lacks = [f"no {kind} text at {setting}" for kind, setting in unseen[:1]]
         if not lacks:

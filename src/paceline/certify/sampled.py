@@ -136,9 +136,9 @@ def continuations(
     enough: int = DEPTH,
 ) -> list[DecodedOutput]:
     """So many samples of ``enough`` tokens each."""
-    room = len(start.output) + DEPTH + length + 1
-    wish = replace(params, seed=None, n=1, min_tokens=0, max_tokens=room)
-    return decode(engine, [start] * samples, wish, length, enough=enough)
+    max_tokens = len(start.output) + DEPTH + length + 1
+    drawing = replace(params, seed=None, n=1, min_tokens=0, max_tokens=max_tokens)
+    return decode(engine, [start] * samples, drawing, length, enough=enough)
 
 
 def tests_of(

@@ -2,7 +2,7 @@
 
 No drafter, no tree, no cache of the engine's: every place is read from its beginning, by itself.
 What thousands of texts begin with is read once in each of two batch shapes; what comes behind it
-is fed for each text. The same distributions in both shapes differ by what rounding does.
+is computed for each text. The same distributions in both shapes differ by what rounding does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.model.target import CausalModel
 _ROWS = 512  # of one forward behind the beginning
 _TEXTS = 64
 _BLOCK = 16
-_BATCH = 32  # texts at least whose last tokens are fed together, as in a decoding step
+_BATCH = 32  # texts at least whose last tokens are computed together, as in a decoding step
 _CROWD = 2048  # rows in which a beginning is read a second time, as where many requests start
 _CROWDED = 1  # sequence of the cache that holds that second reading; 0 holds the first
 _FIRST = 2  # of the texts' own sequences
@@ -34,7 +34,7 @@ class Scorer:
 
     def __init__(self, model: CausalModel, start: Start, params: SamplingParams) -> None:
         self._model, self._start, self._params = model, start, params
-        # Whole blocks that all texts have; at least the last token of the start is fed anew.
+        # Whole blocks that all texts have; at least the last token of the start is computed anew.
         self._given = max(0, len(start.tokens) - 1) // _BLOCK * _BLOCK
         self._cache: PagedCache | None = None
 
@@ -68,7 +68,7 @@ class Scorer:
 
     def _forward(self, texts: Sequence[list[int]], stepwise: bool) -> torch.Tensor:
         model, given = self._model, self._given
-        cache = self._room_for(texts)
+        cache = self._cache_for(texts)
         ids = range(_FIRST, _FIRST + len(texts))
         for number, text in zip(ids, texts, strict=True):
             cache.borrow(number, _CROWDED if stepwise else 0, given)
@@ -83,14 +83,14 @@ class Scorer:
                     if len(text) - 1 > given
                 ]
                 if heads:
-                    model(cache.pack(heads), cache)
+                    model(cache.batch_of(heads), cache)
             feeds = [Feed(n, done[i], texts[i][done[i] :]) for i, n in enumerate(ids)]
-            return model(cache.pack(feeds), cache).logits
+            return model(cache.batch_of(feeds), cache).logits
         finally:
             for number in ids:
                 cache.free(number)
 
-    def _room_for(self, texts: Sequence[list[int]]) -> PagedCache:
+    def _cache_for(self, texts: Sequence[list[int]]) -> PagedCache:
         """The cache with the beginning in it, and room for these texts."""
         wanted = sum(-(-len(text) // _BLOCK) - self._given // _BLOCK for text in texts)
         if self._cache is None or self._cache.pool.available < wanted:
@@ -102,9 +102,14 @@ class Scorer:
         model, given = self._model, self._given
         crowd = max(1, min(_BATCH, _CROWD // given)) if given else 0
         blocks = given // _BLOCK
-        room = max(wanted, (crowd - 1) * blocks, 2 * _TEXTS)
+        capacity = max(wanted, (crowd - 1) * blocks, 2 * _TEXTS)
         cache = PagedCache(
-            model.cache_shapes, 2 * blocks + room, _BLOCK, model.dtype, model.device, share=False
+            model.cache_shapes,
+            2 * blocks + capacity,
+            _BLOCK,
+            model.dtype,
+            model.device,
+            share=False,
         )
         tokens = self._start.tokens[:given]
         for group in ((0,), range(_CROWDED, _CROWDED + max(1, crowd))):
@@ -113,7 +118,7 @@ class Scorer:
                 cache.reserve(number, given)
             if given:
                 feeds = [Feed(number, 0, tokens) for number in group]
-                model(cache.pack(feeds), cache)
+                model(cache.batch_of(feeds), cache)
             for number in group[1:]:
                 cache.free(number)
         return cache

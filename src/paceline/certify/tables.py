@@ -15,7 +15,7 @@ _MOST_PARTINGS = 12
 _BAND = 3.29  # standard errors on either side: 99.9 %
 
 
-def make_report(certificate: Certificate, spell: Callable[[int], str]) -> Report:
+def report_of(certificate: Certificate, spell: Callable[[int], str]) -> Report:
     """``spell`` gives the text of a token id."""
     report = Report(f"Is {certificate.draft} on {certificate.target} lossless?")
     if certificate.texts:

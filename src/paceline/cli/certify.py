@@ -102,9 +102,9 @@ def _encoded(
 ) -> list[tuple[str, list[int]]]:
     """As the target sees them; of those beyond the effort's only what it has room for."""
     found = [(prompt.name, prompt.encode(llm)) for prompt in prompts]
-    room = llm.max_model_len - effort.max_tokens - 16
+    limit = llm.max_model_len - effort.max_tokens - 16
     own, more = found[: effort.texts], found[effort.texts :]
-    return [*own, *((name, ids) for name, ids in more if 0 < len(ids) <= room)]
+    return [*own, *((name, ids) for name, ids in more if 0 < len(ids) <= limit)]
 
 
 def _check(engine: ModelOptions) -> None:
@@ -182,13 +182,13 @@ def _certifier(
 def _emit(
     certificate: Certificate, llm: LLM, params: SamplingParams, output: ReportOptions
 ) -> None:
-    from paceline.certify.tables import make_report
+    from paceline.certify.tables import report_of
 
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))
 
     record: dict[str, Any] = {**certificate.record(), "sampling": _given(params)}
-    output.emit(record, make_report(certificate, spell))
+    output.emit(record, report_of(certificate, spell))
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 _BUDGET = "Budget"
-_LAYOUT = 1
+_LAYOUT = 2
 MeasuredData = TypeVar("MeasuredData")
 
 

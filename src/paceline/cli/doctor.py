@@ -73,7 +73,7 @@ def doctor(
         if run and not any(item.severity is Severity.ERROR for item in findings):
             trial = _trial(engine, memory)
             findings = by_severity([*findings, *judge(trial)])
-    document = summary.report(engine.model, draft, findings, trial)
+    document = summary.report_of(engine.model, draft, findings, trial)
     output.emit(summary.record(engine.model, draft, findings, trial), document)
     finish(interrupted)
     if any(item.severity is Severity.ERROR for item in findings):

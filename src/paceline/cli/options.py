@@ -103,13 +103,13 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def chosen_model(wish: str) -> str:
+def chosen_model(given: str) -> str:
     """The model that was named, else the default, with a line on stderr that says which.
 
     One that has yet to be pulled is offered to whoever sits at a terminal.
     """
-    if wish:
-        return offered(wish)
+    if given:
+        return offered(given)
     choice = default_model()
     if choice.note is not None:
         print(choice.note, file=sys.stderr)

@@ -60,18 +60,18 @@ def profile(
     encoded = [prompt.encode(target) for prompt in prompts]
     places = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[place] for place in places]
-    wish = runs.ProfileOptions(steps, rounds, trace)
+    options = runs.ProfileOptions(steps, rounds, trace)
     result = runs.ProfileResult()
     with (
         partial_results() as interrupted,
-        progress_bar("profile", runs.stages(len(contestants), wish)) as advance,
+        progress_bar("profile", runs.stages(len(contestants), options)) as advance,
     ):
         advance(0, "loading")
 
         def begin(what: str) -> None:
             advance(1, what)
 
-        runs.profile_all(contestants, chosen, wish, result, begin)
+        runs.profile_all(contestants, chosen, options, result, begin)
     names = list(dict.fromkeys(prompts[place].name for place in places))
     record = {
         "model": engine.model,

@@ -190,14 +190,14 @@ def sample(
         if lines.lines:
             say(f"going on after {lines.lines:,} records in {lines.partial}")
         llm = engine.load(model, prompts.seed + lines.lines)
-        room = min(prompts.max_prompt, llm.max_model_len - 1)
+        longest = min(prompts.max_prompt, llm.max_model_len - 1)
         excluded = tuple(prompts.exclude_licenses)
-        wishes = PromptSelection(
-            **asdict(prompts) | {"max_prompt": room, "exclude_licenses": excluded}
+        selection = PromptSelection(
+            **asdict(prompts) | {"max_prompt": longest, "exclude_licenses": excluded}
         )
-        jobs = jobs_of(sources, llm.tokenizer, wishes)
+        jobs = jobs_of(sources, llm.tokenizer, selection)
         decoder = _Decoder(llm, params)
-        writer = AnswerWriter(decoder, llm.tokenizer, room, answers.temperature, lines.add)
+        writer = AnswerWriter(decoder, llm.tokenizer, longest, answers.temperature, lines.add)
         writer.write(jobs, engine.batch, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         say(f"{lines.lines:,} records in {out}{failed}")

@@ -53,14 +53,14 @@ def shown_steps(trainer: Trainer) -> Iterator[Callable[[Any], None]]:
     mean = ""
     with stage(what, total=max(0, last - first), unit="steps") as doing:
 
-        def show(report: Any) -> None:
+        def show(progress: Any) -> None:
             nonlocal mean
-            acceptance, validation = report.acceptance, getattr(report, "validation", {})
+            acceptance, validation = progress.acceptance, getattr(progress, "validation", {})
             if acceptance:
                 mean = f", {_mean(acceptance.values())} tokens per target step"
-            note = f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s{mean}"
+            note = f"loss {progress.loss:.3f}, {progress.tokens_per_second:,.0f} tokens/s{mean}"
             doing.advance(1, note)
-            for line in _measured(report.step, acceptance, validation):
+            for line in _measured(progress.step, acceptance, validation):
                 say(line)
 
         yield show
@@ -90,7 +90,7 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
         say(f"resuming at step {trainer.step} of {trainer.config.steps}")
     with deferred_interrupts() as interrupts, shown_steps(trainer) as show:
 
-        def report(progress: Any) -> None:
+        def on_progress(progress: Any) -> None:
             show(progress)
             if interrupts.pending:
                 trainer.save_checkpoint()
@@ -99,4 +99,4 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
                     "run the same command again to resume"
                 )
 
-        return trainer.run(report, eval_every, save_seconds)
+        return trainer.run(on_progress, eval_every, save_seconds)

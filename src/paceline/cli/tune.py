@@ -131,11 +131,11 @@ def tune(
     from paceline.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
-    wish = TuneOptions(concurrency, temperature, max_tokens, rounds, source)
-    given = options_of(target=target, prompts=prompts, **{k: v for k, v in vars(wish).items()})
+    options = TuneOptions(concurrency, temperature, max_tokens, rounds, source)
+    given = options_of(target=target, prompts=prompts, **{k: v for k, v in vars(options).items()})
     saved = time.run_of("tune", target.model, {**given, **digest_of(chosen_prompts)})
     with showing():
-        interrupted, outcome, llm = _tuned(target, chosen_prompts, wish, budget, saved)
+        interrupted, outcome, llm = _tuned(target, chosen_prompts, options, budget, saved)
     confirmed = outcome.chosen is not None and not interrupted
     record = record_of(outcome)
     output.emit({**record, "profile": out if confirmed else None}, report_of(outcome))
@@ -150,7 +150,7 @@ def tune(
 def _tuned(
     target: TargetOptions,
     prompts: list[BenchPrompt],
-    wish: TuneOptions,
+    options: TuneOptions,
     budget: Budget,
     saved: SavedRun,
 ) -> tuple[list[bool], TuningOutcome, LLM]:
@@ -162,10 +162,10 @@ def _tuned(
     candidates = at_hand(target.model, target.draft, target.only)
     llm = target.open()
     saved.check_model(llm.target, timed=True)
-    outcome = saved.found(TuningOutcome) or TuningOutcome.start(wish, llm)
+    outcome = saved.found(TuningOutcome) or TuningOutcome.start(options, llm)
     with (
         partial_results() as interrupted,
-        spending("tuning", budget, turns(candidates, wish)) as advance,
+        spending("tuning", budget, turns(candidates, options)) as advance,
     ):
         run(llm, candidates, prompts, outcome, advance, budget)
     saved.keep(outcome)

@@ -12,20 +12,20 @@ from paceline.core.tree import Draw, TokenTree, depths_of
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of one sequence in a step: how much is fed, and how long a draft may be.
+    """The part of one sequence in a step: how much is scheduled, and how long a draft may be.
 
-    ``feed`` pending tokens go through the target. If they are all that is pending, the sequence
-    decodes: it may draft up to ``draft_length`` levels and gains at least one token. Otherwise
-    it is a prefill chunk, and neither drafts nor samples.
+    ``scheduled`` pending tokens go through the target. If they are all that is pending, the
+    sequence decodes: it may draft up to ``draft_length`` levels and gains at least one token.
+    Otherwise it is a prefill chunk, and neither drafts nor samples.
     """
 
     seq: SequenceState
-    feed: int
+    scheduled: int
     draft_length: int = 0
 
     @property
     def decodes(self) -> bool:
-        return self.feed == self.seq.num_pending
+        return self.scheduled == self.seq.num_pending
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence in a packed batch, as attention and cache see them.
+    """Rows of one sequence in a ragged batch, as attention and cache see them.
 
     Cache layout of the sequence, by logical index::
 
         [0 ........ context) [context .. context+pending) [.. one index per tree node ..)
-         committed, cached     fed now                      parents[i], of which the nodes
-                                                            from first_new on are fed now
+         committed, cached     scheduled                    parents[i], of which the nodes
+                                                            from first_new on are scheduled
 
     Rows in the batch: the pending tokens, then nodes ``first_new ..``. A pending row attends to
     everything before it and itself; a node to context, pending, its ancestors and itself.
-    A tree drafted level by level feeds its later levels with ``pending = 0``.
+    A tree drafted level by level runs its later levels with ``pending = 0``.
     """
 
     seq_id: int
@@ -87,7 +87,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed forward of a model over its own paged cache.
+    """One ragged forward of a model over its own paged cache.
 
     ``input_ids``, ``positions``, ``slots``: int64 ``[T]`` on the device; ``slots`` is where the
     cache stores each row's key and value. ``tables[i]`` lists the cache block ids of span i.
@@ -166,11 +166,11 @@ class Commit:
     sequence that fails ends alone, with the tokens it had, and ``error`` says in a line what
     happened.
 
-    Where to find the step's output: the features of fed token i (at absolute position
-    ``position + i``) are row ``row + i``, those of tree node j row ``row + fed + j``. Only decoding
-    sequences have logits: the distribution after the last fed token is logits row ``logit_row``,
-    that after node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the target chose at
-    those rows (argmax, or drawn), also where no accepted path leads.
+    Where to find the step's output: the features of scheduled token i (at absolute position
+    ``position + i``) are row ``row + i``, those of tree node j row ``row + scheduled + j``. Only
+    decoding sequences have logits: the distribution after the last scheduled token is logits row
+    ``logit_row``, that after node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the
+    target chose at those rows (argmax, or drawn), also where no accepted path leads.
     """
 
     seq_id: int
@@ -179,7 +179,7 @@ class Commit:
     drafted: int = 0
     levels: int = 0
     reached: int = 0
-    fed: int = 0  # pending tokens whose keys and values are now cached
+    scheduled: int = 0  # pending tokens that the step ran; their keys and values are cached now
     position: int = 0
     row: int = 0
     logit_row: int = 0

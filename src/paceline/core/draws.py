@@ -21,7 +21,7 @@ def is_coupled(params: SamplingParams) -> bool:
     return params.seed is not None and not params.greedy
 
 
-def is_free(params: SamplingParams) -> bool:
+def draws_unseeded(params: SamplingParams) -> bool:
     """True if the request draws with the engine's own generator: sampled, without a seed."""
     return params.seed is None and not params.greedy
 
@@ -74,7 +74,7 @@ def draw_of(seq: SequenceState, siblings: bool = False) -> Draw:
     Greedy and seeded drafts are determined by what came before them, hence POINT. Otherwise a
     node with ``siblings`` was drawn WITHOUT_REPLACEMENT, a chain IID.
     """
-    if not is_free(seq.params):
+    if not draws_unseeded(seq.params):
         return Draw.POINT
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
 

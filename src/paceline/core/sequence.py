@@ -82,6 +82,6 @@ class SequenceState:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be generated; a draft deeper than room - 1 is wasted."""
+    def remaining(self) -> int:
+        """Tokens that may still be generated; a draft deeper than remaining - 1 is wasted."""
         return self.params.max_tokens - self.generated

@@ -61,8 +61,8 @@ CHAT_KINDS: Mapping[str, Kind] = {
         (NOTE, WARNING),
         "No text has these tokens, and only rows that both models have are drafted. They are "
         "part of the model's distribution, as with transformers: nothing masks them, a grammar "
-        "excepted. Rows that training pushed away never come; untrained ones can be drawn, and have "
-        "no text.",
+        "excepted. Rows that training pushed away never come; untrained ones can be drawn, and "
+        "have no text.",
         "Nothing to do if they were trained; else cut the head, in transformers: "
         "model.resize_token_embeddings(len(tokenizer)).",
     ),

@@ -112,10 +112,10 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     path = resolve(name)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
-    packed = gguf_file(path)
-    if packed is not None:
-        file = read_gguf(packed)
-        return ModelFiles(name, packed, {"model_type": file.architecture}, {}, gguf=file)
+    gguf = gguf_file(path)
+    if gguf is not None:
+        file = read_gguf(gguf)
+        return ModelFiles(name, gguf, {"model_type": file.architecture}, {}, gguf=file)
     local = is_path(path)
     folder = Path(path) if local else _fetch(name)
     config = check_folder(name, folder)

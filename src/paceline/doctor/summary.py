@@ -27,7 +27,7 @@ def record(
     }
 
 
-def report(
+def report_of(
     target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
 ) -> Report:
     """What to look at first, then what was measured, then what is in order."""
@@ -70,8 +70,10 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
         ("draft pass / target forward", "none" if ratio is None else f"{ratio:.2f}"),
     ]
     base = found.target(1)
-    for rows_fed, seconds in zip(found.target.tokens[1:], found.target.seconds[1:], strict=True):
-        rows.append((f"forward over {rows_fed:.1f} rows / 1 row", f"{seconds / base:.2f}"))
+    for rows_computed, seconds in zip(
+        found.target.tokens[1:], found.target.seconds[1:], strict=True
+    ):
+        rows.append((f"forward over {rows_computed:.1f} rows / 1 row", f"{seconds / base:.2f}"))
     rows.append(("best draft length", str(found.best)))
     rows.append(("predicted speedup", f"{found.speedup(found.best):.2f}x"))
     if textbook is not None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _ROLES = ("bos_token", "eos_token", "pad_token")
 
 
-def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
-    """What the engine would make of the pair. ``wish``: the draft spec's ``vocab`` option."""
+def compare(target: Model, draft: Model, method: str = "auto") -> list[Finding]:
+    """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
     ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer
     if ours is None or theirs is None:
         return []
@@ -28,7 +28,7 @@ def compare(target: Model, draft: Model, wish: str = "auto") -> list[Finding]:
     before = logger.level
     logger.setLevel(logging.WARNING)  # what it would log is a finding here
     try:
-        match = match_vocabularies(target, draft, ours, theirs, wish)
+        match = match_vocabularies(target, draft, ours, theirs, method)
     except VocabularyMismatchError as error:
         found, cure = parted(error)
         return [finding("vocabulary-refused", "pair", found, cure=cure)]

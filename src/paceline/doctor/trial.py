@@ -210,8 +210,8 @@ def run_trial(
 
     warm = turn(prompts[0], _LEAST_TOKENS, 0, LONG, _SHORT)[0]
     # Each prompt is decoded in three ways, and three prompts at least should have their turn.
-    room = max(_LEAST_TOKENS, int(_EXPLORE * seconds * warm.rate / 9))
-    tokens = max(1, min(_MOST_TOKENS, room, plain.max_model_len - most - 1))
+    affordable = max(_LEAST_TOKENS, int(_EXPLORE * seconds * warm.rate / 9))
+    tokens = max(1, min(_MOST_TOKENS, affordable, plain.max_model_len - most - 1))
     explored = [
         turn(ids, tokens, 0, LONG, _SHORT) for ids in _until(prompts, start + _EXPLORE * seconds)
     ]

@@ -10,7 +10,7 @@ import torch
 
 from paceline.doctor.files import ModelFiles, TensorEntry
 from paceline.doctor.findings import Finding, finding
-from paceline.doctor.packed import check_gguf
+from paceline.doctor.gguf import check_gguf
 from paceline.errors import ModelLoadError
 from paceline.model.tensorfile import verify
 

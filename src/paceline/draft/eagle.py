@@ -48,8 +48,8 @@ class _State:
     """What is known of one sequence.
 
     The head's cache holds ``rows`` (the token of each row); features of the ``waiting`` positions,
-    the first of which is ``start``, are still to be fed. Positions before ``start`` that have no
-    row (a shared prefix whose features nobody saw) are simply missing from the head's context.
+    the first of which is ``start``, are still to be computed. Positions before ``start`` that have
+    no row (a shared prefix whose features nobody saw) are simply missing from the head's context.
     """
 
     start: int
@@ -93,11 +93,12 @@ class _State:
 
 @dataclass
 class _Draft:
-    """A tree that grows, and the head's outputs at the newest rows fed for it, ``[rows, H]``."""
+    """A tree that grows, and the head's outputs at the newest rows computed for it, ``[rows,
+    H]``."""
 
     base: int
     outputs: torch.Tensor | None = None
-    first: int = -1  # fed index of the first of these rows; -1 is the committed one
+    first: int = -1  # computed index of the first of these rows; -1 is the committed one
 
 
 class EagleDrafter:
@@ -179,7 +180,7 @@ class EagleDrafter:
         context = len(state.rows)
         end = context + state.count
         try:
-            levels = self._policy.max_fed(item.draft_length) if drafts else 0
+            levels = self._policy.max_expanded(item.draft_length) if drafts else 0
             self.cache.reserve(seq.seq_id, end + levels)
         except OutOfBlocksError:
             self._drop(seq.seq_id)
@@ -202,7 +203,7 @@ class EagleDrafter:
 
     def _run(self, feeds: Sequence[Feed], inputs: torch.Tensor) -> torch.Tensor:
         """One pass of the head; its outputs ``[R, H]`` at the rows whose logits are wanted."""
-        batch = self.cache.pack(feeds)
+        batch = self.cache.batch_of(feeds)
         step = AttentionStep.of(batch, self.cache, (FULL,))
         attend = partial(paged_attention, step=step)
         embeds = self._embed(batch.input_ids)
@@ -225,7 +226,7 @@ class EagleDrafter:
             own = self._drafts[seq_id]
             assert own.outputs is not None
             feed = level_feed(tree, own.base)
-            above = [parent - own.first for parent in tree.fed_parents[feed.first_new :]]
+            above = [parent - own.first for parent in tree.expanded_parents[feed.first_new :]]
             same = above == list(range(len(own.outputs)))
             inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
             own.first = feed.first_new
@@ -267,7 +268,7 @@ class EagleDrafter:
         return torch.cat(own, -1) if len(own) > 1 else _alone(own[0])
 
     def held_bytes(self) -> int:
-        """Memory of all features that wait to be fed."""
+        """Memory of all features that wait to be computed."""
         storages = [t.untyped_storage() for s in self._states.values() for t in s.waiting]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -305,8 +306,8 @@ def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list
 
 
 def _rows(commit: Commit) -> list[int]:
-    """Rows of a step's features that belong to the tokens fed and to the accepted nodes."""
-    nodes = commit.row + commit.fed
+    """Rows of a step's features that belong to the tokens scheduled and to the accepted nodes."""
+    nodes = commit.row + commit.scheduled
     return [*range(commit.row, nodes), *(nodes + node for node in commit.path)]
 
 

@@ -13,8 +13,8 @@ import torch
 from paceline.draft.eagle_head import EagleConfig, EagleHead, rotary_frequencies
 from paceline.model.lean import Attend, LeanLayer, Residual, Rotary
 from paceline.model.norms import RMSNorm, as_rms_norm
-from paceline.model.pack import pack_modules
-from paceline.model.packed import Product, merged_product, product_of
+from paceline.model.prepack import prepack_modules
+from paceline.model.products import Product, merged_product, product_of
 from paceline.model.recognise import relative_error
 
 _TABLE_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def quicken(head: EagleHead, positions: int) -> EagleHead | LeanEagle:
     """
     probe = _probe(head)
     wanted = _run(head, *probe)
-    pack_modules(head)
+    prepack_modules(head)
     lean = _lean(head, positions)
     limit = 1e-3 if probe[0].dtype == torch.float32 else 0.1
     if lean is None or not relative_error(_run(lean, *probe), wanted) < limit:

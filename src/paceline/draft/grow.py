@@ -1,9 +1,9 @@
 """Tree growth, in one place: static shapes, best-first by probability, optimal for a node budget.
 
-A tree grows level by level. Each pass of a drafter yields logits after the nodes it was fed;
-``draft`` turns them into candidates; the tree takes some of them and says which to feed next::
+A tree grows level by level. Each pass of a drafter yields logits after the nodes it was given;
+``draft`` turns them into candidates; the tree takes some of them and says which to expand next::
 
-    logits -> candidates -> nodes, of which some are fed -> logits -> ...
+    logits -> candidates -> nodes, of which some are expanded -> logits -> ...
 
 Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
 shape.py finds the best one for a node budget. Best-first trees follow the drafter's own
@@ -32,17 +32,17 @@ from paceline.model.cache import Feed
 class Growing(Protocol):
     """One tree while it grows.
 
-    ``fed_parents``: the nodes given to the drafter so far, a tree of their own (they may be fewer
-    than the nodes). ``slots[i]``: index of node i among the fed, -1 if it is not.
+    ``expanded_parents``: the nodes given to the drafter so far, a tree of their own (they may be
+    fewer than the nodes). ``slots[i]``: index of node i among the expanded, -1 if it is not.
     """
 
     item: Slice
-    fed_parents: tuple[int, ...]
-    fresh: torch.Tensor  # int64: tokens of the newest fed nodes, at the end of fed_parents
+    expanded_parents: tuple[int, ...]
+    fresh: torch.Tensor  # int64: tokens of the newest expanded nodes, the end of expanded_parents
 
     @property
     def width(self) -> int:
-        """Candidates wanted after each newest fed node."""
+        """Candidates wanted after each newest expanded node."""
         ...
 
     @property
@@ -51,11 +51,11 @@ class Growing(Protocol):
         ...
 
     def path_of_rows(self) -> torch.Tensor:
-        """int64 [rows, depth]: drafted tokens down to each newest fed node."""
+        """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
         ...
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
-        """Take from the candidates ``[rows, >= width]`` after the newest fed nodes.
+        """Take from the candidates ``[rows, >= width]`` after the newest expanded nodes.
 
         ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
         log-probabilities of the likeliest. False if the tree is complete.
@@ -69,16 +69,16 @@ class Growing(Protocol):
 
 def level_feed(tree: Growing, base: int) -> Feed:
     """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
-    parents = tree.fed_parents
+    parents = tree.expanded_parents
     return Feed(tree.item.seq.seq_id, base, (), parents, tree.fresh, len(parents) - len(tree.fresh))
 
 
 def _rows(tree: Growing) -> int:
-    return len(tree.fresh) if tree.fed_parents else 1
+    return len(tree.fresh) if tree.expanded_parents else 1
 
 
 def _depth(tree: Growing) -> int:
-    return depths_of(tree.fed_parents)[-1] if tree.fed_parents else 0
+    return depths_of(tree.expanded_parents)[-1] if tree.expanded_parents else 0
 
 
 def grow(
@@ -89,8 +89,8 @@ def grow(
 ) -> None:
     """Grow all trees together. ``logits`` ``[len(trees), vocab]`` follow the committed tokens.
 
-    ``forward`` feeds the ``fresh`` nodes of some trees to the drafter and returns the logits after
-    each of them, ``[rows, vocab]``.
+    ``forward`` runs the ``fresh`` nodes of some trees through the drafter and returns the logits
+    after each of them, ``[rows, vocab]``.
     """
     while trees:
         counts = [_rows(tree) for tree in trees]
@@ -168,12 +168,12 @@ def _paths(parents: tuple[int, ...], count: int, device: torch.device) -> torch.
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a static shape: where its nodes come from and which of them are fed."""
+    """One level of a static shape: where its nodes come from and which of them are expanded."""
 
-    rows: torch.Tensor  # int64 [nodes]: among the newest fed nodes, the parent of each
+    rows: torch.Tensor  # int64 [nodes]: among the newest expanded nodes, the parent of each
     picks: torch.Tensor  # int64 [nodes]: row * width + rank
-    fed: torch.Tensor | None  # int64: nodes of the level that have children; None is all
-    fed_parents: tuple[int, ...]  # of all levels up to this one
+    expanded: torch.Tensor | None  # int64: nodes of the level that have children; None is all
+    expanded_parents: tuple[int, ...]  # of all levels up to this one
     nodes: int
 
 
@@ -181,8 +181,8 @@ class _Level:
 def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
     depths = depths_of(shape.parents)
     inner = set(shape.parents)
-    place = {-1: -1}  # node -> index among the fed
-    fed_parents: tuple[int, ...] = ()
+    place = {-1: -1}  # node -> index among the expanded
+    expanded_parents: tuple[int, ...] = ()
     newest = [-1]
     levels = []
     for depth in range(1, shape.depth + 1):
@@ -191,12 +191,18 @@ def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...
         picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
         newest = [node for node in nodes if node in inner]
         for node in newest:
-            place[node] = len(fed_parents)
-            fed_parents = (*fed_parents, place[shape.parents[node]])
+            place[node] = len(expanded_parents)
+            expanded_parents = (*expanded_parents, place[shape.parents[node]])
         kept = [i for i, node in enumerate(nodes) if node in inner]
-        fed = None if len(kept) == len(nodes) else to_device(kept, device)
+        expanded = None if len(kept) == len(nodes) else to_device(kept, device)
         levels.append(
-            _Level(to_device(rows, device), to_device(picks, device), fed, fed_parents, len(nodes))
+            _Level(
+                to_device(rows, device),
+                to_device(picks, device),
+                expanded,
+                expanded_parents,
+                len(nodes),
+            )
         )
     return tuple(levels)
 
@@ -217,18 +223,18 @@ class StaticTree:
         self.item = item
         self.shape = shape
         self.width = 1 + max(shape.ranks)
-        self.fed_parents: tuple[int, ...] = ()
+        self.expanded_parents: tuple[int, ...] = ()
         self.fresh = torch.empty(0, dtype=torch.int64, device=device)
         self._plan = _levels(shape, self.width, device)
         self._draw = draw_of(item.seq, shape.branches)
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._tokens: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
-        self._fed: list[torch.Tensor] = []
+        self._expanded: list[torch.Tensor] = []
 
     def path_of_rows(self) -> torch.Tensor:
-        tokens = torch.cat(self._fed)
-        return tokens[_paths(self.fed_parents, len(self.fresh), tokens.device)]
+        tokens = torch.cat(self._expanded)
+        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
@@ -243,9 +249,9 @@ class StaticTree:
             self._probs.append(weights if own else weights.index_select(0, level.rows))
         if len(self._tokens) == len(self._plan):
             return False
-        self.fresh = chosen if level.fed is None else chosen.index_select(0, level.fed)
-        self._fed.append(self.fresh)
-        self.fed_parents = level.fed_parents
+        self.fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
+        self._expanded.append(self.fresh)
+        self.expanded_parents = level.expanded_parents
         return True
 
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
@@ -271,29 +277,29 @@ class BestFirstTree:
     ) -> None:
         self.item = item
         self.width = width
-        self.fed_parents: tuple[int, ...] = ()
+        self.expanded_parents: tuple[int, ...] = ()
         self.fresh = torch.empty(0, dtype=torch.int64, device=device)
         self._depth, self._nodes = depth, nodes
         self._tokens: list[torch.Tensor] = []  # of all candidates, level by level
         self._scores: list[torch.Tensor] = []
-        self._parents: list[int] = []  # of each candidate, among the fed nodes
-        self._fed: list[torch.Tensor] = []
-        self._candidate_of: list[int] = []  # the candidate that each fed node is
+        self._parents: list[int] = []  # of each candidate, among the expanded nodes
+        self._expanded: list[torch.Tensor] = []
+        self._candidate_of: list[int] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
 
     def path_of_rows(self) -> torch.Tensor:
-        tokens = torch.cat(self._fed)
-        return tokens[_paths(self.fed_parents, len(self.fresh), tokens.device)]
+        tokens = torch.cat(self._expanded)
+        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None
         rows, width = tokens.shape[0], min(self.width, tokens.shape[1])
         scores = weights[:, :width]
-        if self._fed:
+        if self._expanded:
             scores = scores + self._newest_scores.unsqueeze(1)
         flat, ids = scores.reshape(-1), tokens[:, :width].reshape(-1)
         before = len(self._parents)
-        first = len(self.fed_parents) - rows if self._fed else -1
+        first = len(self.expanded_parents) - rows if self._expanded else -1
         self._parents += [first + row for row in range(rows) for _ in range(width)]
         self._tokens.append(ids)
         self._scores.append(flat)
@@ -303,9 +309,9 @@ class BestFirstTree:
         order = best.indices.sort().values
         self._newest_scores = flat.index_select(0, order)
         self.fresh = ids.index_select(0, order)
-        self._fed.append(self.fresh)
+        self._expanded.append(self.fresh)
         chosen = [before + place for place in order.tolist()]
-        self.fed_parents += tuple(self._parents[candidate] for candidate in chosen)
+        self.expanded_parents += tuple(self._parents[candidate] for candidate in chosen)
         self._candidate_of += chosen
         return True
 
@@ -316,7 +322,7 @@ class BestFirstTree:
         places = torch.where(best.values > -torch.inf, best.indices, -1).sort().values.tolist()
         kept = [place for place in places if place >= 0]
         node_of: dict[int, int] = {}
-        fed_of = {candidate: index for index, candidate in enumerate(self._candidate_of)}
+        expanded_of = {candidate: index for index, candidate in enumerate(self._candidate_of)}
         parents: list[int] = []
         chosen: list[int] = []
         for candidate in kept:
@@ -329,5 +335,5 @@ class BestFirstTree:
             parents.append(parent)
         tokens = torch.cat(self._tokens)
         tokens = tokens.index_select(0, to_device(chosen, tokens.device))
-        slots = tuple(fed_of.get(candidate, -1) for candidate in chosen)
+        slots = tuple(expanded_of.get(candidate, -1) for candidate in chosen)
         return TokenTree(tokens, tuple(parents)), slots

@@ -4,14 +4,15 @@ Members come in two kinds. Looking something up takes no forward, so those membe
 and are judged by what they found: its size, and how sure they are of it. The others are judged
 before they run, by how their earlier drafts fared::
 
-    free members propose --.
+    costless members propose --.
                            +--> tokens expected / seconds --> the best, or no draft
     the others' estimates -'
 
 Losslessness: which member drafts depends on the text so far, on earlier steps, and on proposals
 that were chosen without chance (POINT). A tree that was sampled is never looked at before it is
 kept: dropping it for what was drawn would bias the output. Members that sample take forwards, so
-the choice falls before they draw; should a free member's tree be sampled all the same, it stays.
+the choice falls before they draw; should a costless member's tree be sampled all the same, it
+stays.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Hybrid:
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         self.members = tuple(members)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
-        self._free = tuple(not member.passes(1) for member in members)
+        self._costless = tuple(not member.passes(1) for member in members)
         self._empty = TokenTree.empty(device)
         self._steps: StepTime | None = None
         self._profiles: tuple[Profile, ...] = ()
@@ -108,7 +109,7 @@ class Hybrid:
         shown = {
             index: member.propose(self._bounded(plan, index))
             for index, member in enumerate(self.members)
-            if self._free[index]
+            if self._costless[index]
         }
         found = [
             {index: trees[place] for index, trees in shown.items() if len(trees[place])}
@@ -147,7 +148,7 @@ class Hybrid:
         for index, member in enumerate(self.members):
             lengths = [pick.length if pick and pick.member == index else 0 for pick in picks]
             places = list(range(len(picks)))
-            if self._free[index]:
+            if self._costless[index]:
                 proposals = [own.get(index, self._empty) for own in found]
                 kept = [length == _levels(t) for length, t in zip(lengths, proposals, strict=True)]
                 trees = [
@@ -185,10 +186,10 @@ class Hybrid:
 
     def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
         """Without costs the order decides."""
-        for index, free in enumerate(self._free):
+        for index, costless in enumerate(self._costless):
             if index in found:
                 return _Pick(index, _levels(found[index]))
-            if not free:
+            if not costless:
                 return _Pick(index, item.draft_length)
         return None
 
@@ -199,7 +200,7 @@ class Hybrid:
         options = [_Option(None, 1.0, steps.step(batch, 0, 0.0) / batch)]
         for index, profile in enumerate(self._profiles):
             levels, nodes = min(item.draft_length, profile.longest), profile.nodes
-            if profile.free:
+            if profile.costless:
                 if index not in found:
                     continue
                 levels, nodes = _levels(found[index]), _nodes_by_depth(found[index])
@@ -211,7 +212,7 @@ class Hybrid:
                 seconds = steps.step(batch, nodes[length], drafting, (id(self), index)) / batch
                 seconds *= _MARGIN**index
                 own.append(_Option(_Pick(index, length), expected[length], seconds, nodes[length]))
-            if profile.free and found[index].draw is not Draw.POINT:
+            if profile.costless and found[index].draw is not Draw.POINT:
                 return own[-1:]  # sampled: it must stay, and all of it
             options += own
         return options
@@ -224,9 +225,9 @@ class Hybrid:
         steps: StepTime,
     ) -> list[_Option]:
         """A pass costs nearly as much for few sequences as for all: it must pay for those few."""
-        for index, free in enumerate(self._free):
+        for index, costless in enumerate(self._costless):
             served = sum(o.pick is not None and o.pick.member == index for o in chosen)
-            if free or not 0 < served < batch:
+            if costless or not 0 < served < batch:
                 continue
             left = [[o for o in own if not o.pick or o.pick.member != index] for own in options]
             without = _best_of(left)
@@ -277,8 +278,8 @@ class Hybrid:
         """The choice, or a member that takes forwards and has long not been used."""
         state = self._state(seq.seq_id)
         rate = chosen.gain / chosen.seconds
-        for index, free in enumerate(self._free):
-            if free:
+        for index, costless in enumerate(self._costless):
+            if costless:
                 continue  # known from its trials
             probe = state.probes.setdefault(index, RetryBackoff())
             if chosen.pick and chosen.pick.member == index:
@@ -331,7 +332,7 @@ class Hybrid:
             self._acceptance.record(seq_id, trial.kind, trial.reached, trial.accepted, known)
             if trial.ended:
                 del state.trials[index]
-        if pick and not self._free[pick.member] and commit.drafted:
+        if pick and not self._costless[pick.member] and commit.drafted:
             reached = levels_tried(commit, pick.length)
             self._acceptance.record(seq_id, (pick.member, 0), reached, len(commit.path))
         state.picked = None

@@ -193,11 +193,12 @@ class MedusaDrafter:
             return
         hidden = out.features[self.features[0]]
         rows = [
-            commit.row + commit.fed + (commit.path[-1] if commit.path else -1) for commit in commits
+            commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
+            for commit in commits
         ]
         kept = hidden.index_select(0, to_device(rows, hidden.device))
         for row, commit in enumerate(commits):
-            last = commit.position + commit.fed + len(commit.path) - 1
+            last = commit.position + commit.scheduled + len(commit.path) - 1
             self._seen[commit.seq_id] = (kept, row, last)
 
     def rehearse(self, batch_size: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.model.packed import PackedLinear, Product, can_pack
+from paceline.model.products import PrepackedLinear, Product, can_prepack
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 
@@ -180,6 +180,6 @@ class DraftingHeads:
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A linear product, its weight laid out for the CPU where that gains."""
-    if can_pack(weight):
-        return PackedLinear(weight, bias).product
+    if can_prepack(weight):
+        return PrepackedLinear(weight, bias).product
     return lambda x: F.linear(x, weight, bias)

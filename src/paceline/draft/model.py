@@ -31,8 +31,8 @@ class _State:
     """What the draft's cache holds of one sequence.
 
     ``tokens``: the first ``read`` tokens of the sequence in the draft's vocabulary. ``cached`` of
-    them, then the nodes that were fed behind ``base``: node i of the last proposal is at index
-    ``base + slots[i]``, or was never fed where that is -1.
+    them, then the nodes that were expanded behind ``base``: node i of the last proposal is at index
+    ``base + slots[i]``, or was never expanded where that is -1.
     """
 
     seq: SequenceState
@@ -41,7 +41,7 @@ class _State:
     cached: int = 0
     base: int = 0
     slots: tuple[int, ...] = ()
-    fed: bool = False  # in the step under way
+    scheduled: bool = False  # in the step under way
 
 
 class ModelDrafter:
@@ -104,7 +104,7 @@ class ModelDrafter:
         return trees
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        out = self.model(self.cache.pack(feeds), self.cache)
+        out = self.model(self.cache.batch_of(feeds), self.cache)
         return self._vocabulary.logits(out.logits)
 
     def _level(self, trees: list[Growing]) -> torch.Tensor:
@@ -141,9 +141,9 @@ class ModelDrafter:
         """Feed the committed tokens that the draft has not seen; None if it has no cache for it."""
         seq, tokens = item.seq, state.tokens
         # The draft may take more or fewer tokens for a prompt than the target does.
-        fed = len(seq.tokens) if item.decodes else seq.cached + item.feed
-        end = len(tokens) * fed // len(seq.tokens)
-        nodes = self._policy.max_fed(item.draft_length) if item.decodes else 0
+        known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
+        end = len(tokens) * known // len(seq.tokens)
+        nodes = self._policy.max_expanded(item.draft_length) if item.decodes else 0
         if seq.seq_id not in self.cache:
             state.cached = self.cache.admit(seq.seq_id, tokens)
         if state.cached >= end:
@@ -156,29 +156,30 @@ class ModelDrafter:
         feed = Feed(seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes)
         state.cached = state.base = end
         state.slots = ()
-        state.fed = True
+        state.scheduled = True
         return feed
 
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep the accepted nodes that were fed to the draft, give the others back."""
+        """Keep the accepted nodes that the draft expanded, give the others back."""
         moves: list[tuple[int, int, int]] = []
         kept: list[tuple[_State, int]] = []
         for commit in commits:
             state = self._states.get(commit.seq_id)
-            if state is None or not state.fed or commit.seq_id not in self.cache:
+            if state is None or not state.scheduled or commit.seq_id not in self.cache:
                 continue
-            # Nodes without children were never fed: they are pending, like the target's own token.
+            # Nodes without children were never expanded: they are pending, like the target's own
+            # token.
             slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
-            fed = [slot for slot in slots if slot >= 0]
-            moves.extend(path_moves(commit.seq_id, state.base, fed))
-            kept.append((state, len(fed)))
+            expanded = [slot for slot in slots if slot >= 0]
+            moves.extend(path_moves(commit.seq_id, state.base, expanded))
+            kept.append((state, len(expanded)))
         self.cache.move(moves)
         for state, count in kept:
             state.cached += count
             state.slots = ()
-            state.fed = False
+            state.scheduled = False
             self._read(state)
             self.cache.commit(state.seq.seq_id, state.tokens, state.cached)
 

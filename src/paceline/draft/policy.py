@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Slice
-from paceline.core.draws import is_free
+from paceline.core.draws import draws_unseeded
 from paceline.draft.grow import BestFirstTree, Growing, StaticTree
 from paceline.draft.shape import Shape, best_shape
 
@@ -41,8 +41,8 @@ class Policy:
         candidates = self.width * (1 + self.width * (length - 1)) if length else 0
         return max(len(sampled_shape(self.nodes, length)), min(self.nodes, candidates))
 
-    def max_fed(self, length: int) -> int:
-        """Most nodes that are fed to the drafter while a tree grows."""
+    def max_expanded(self, length: int) -> int:
+        """Most nodes that the drafter expands while a tree grows."""
         if not self.nodes:
             return len(self.shape.cut(max(0, length - 1)))
         return max(self.nodes, self.width * max(0, length - 1))
@@ -52,7 +52,7 @@ class Policy:
         length = self.depth(item.draft_length)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device)
-        if is_free(item.seq.params):
+        if draws_unseeded(item.seq.params):
             return StaticTree(item, sampled_shape(self.nodes, length), device)
         return BestFirstTree(item, length, self.width, self.nodes, device)
 

@@ -90,7 +90,7 @@ class Prices:
     def passes(self, name: str, lengths: Sequence[int]) -> float:
         """A drafter's passes as measured at start-up, each over the sequences not done yet."""
         profile = self.profiles[name]
-        if profile.free:
+        if profile.costless:
             return 0.0
         passes = [profile.passes[length] for length in lengths]
         return sum(

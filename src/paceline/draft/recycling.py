@@ -178,7 +178,7 @@ class RecyclingDrafter:
         nodes: list[torch.Tensor] = []
         rows: list[int] = []
         for commit, state in seen:
-            last.append(state.seq.tokens[commit.position + commit.fed - 1])
+            last.append(state.seq.tokens[commit.position + commit.scheduled - 1])
             rows.append(commit.logit_row)
             matrix.known.update(commit.tokens[: len(commit.path)])
         for commit, state in seen:

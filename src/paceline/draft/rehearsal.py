@@ -52,7 +52,7 @@ def rehearse_level(
     policy: Policy,
 ) -> None:
     """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
-    width = min(policy.max_fed(2), max_positions // 2, cache.block_size)
+    width = min(policy.max_expanded(2), max_positions // 2, cache.block_size)
     with stand_ins(cache, batch_size, max_positions, max(width, 1)) as (seqs, context):
         trees = [policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
         made_up = torch.zeros(1, trees[0].width, device=cache.device)

@@ -6,7 +6,7 @@ only. There are no further weights and there is no further cache: the view reads
 and values of the committed tokens, and leaves those of its drafts where the verifying forward of
 the same step writes the target's own::
 
-    target's cache   | committed, never written | pending | nodes fed by the view ... |
+    target's cache   | committed, never written | pending | nodes run by the view ... |
     same step, later |                          | pending | nodes of the tree |
 """
 
@@ -64,7 +64,7 @@ class SelfDrafter:
         growing: dict[int, Growing] = {}
         feeds: list[Feed] = []
         for item in plan.slices:
-            if self._has_room(item):
+            if self._fits(item):
                 seq = item.seq
                 feeds.append(Feed(seq.seq_id, seq.cached, seq.pending))
                 growing[seq.seq_id] = self._policy.start(item, self._cache.device)
@@ -77,17 +77,17 @@ class SelfDrafter:
             trees.append(self._empty if tree is None else tree.finish()[0])
         return trees
 
-    def _has_room(self, item: Slice) -> bool:
-        """Whether a sequence drafts in this step; then the cache has room for what is fed.
+    def _fits(self, item: Slice) -> bool:
+        """Whether a sequence drafts in this step; then the cache has room for what is run.
 
         The scheduler reserved indices for a tree. A best-first tree feeds nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
-        if not item.draft_length or not item.decodes or item.feed > _MOST_PENDING:
+        if not item.draft_length or not item.decodes or item.scheduled > _MOST_PENDING:
             return False
         if self._policy.depth(item.draft_length) < 1:
             return False
-        seq, nodes = item.seq, self._policy.max_fed(item.draft_length)
+        seq, nodes = item.seq, self._policy.max_expanded(item.draft_length)
         try:
             self._cache.reserve(seq.seq_id, len(seq.tokens) + nodes)
         except OutOfBlocksError:
@@ -95,7 +95,7 @@ class SelfDrafter:
         return True
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        return self.view(self._cache.pack(feeds), self._cache).logits
+        return self.view(self._cache.batch_of(feeds), self._cache).logits
 
     def _level(self, trees: list[Growing]) -> torch.Tensor:
         """Feed the newest nodes of some trees."""
@@ -213,7 +213,7 @@ class SwiftDrafter(SelfDrafter):
         try:
             cache.reserve(_TRIAL, window.end)
             feed = Feed(_TRIAL, window.start, tokens[window.start : window.end])
-            batch = replace(cache.pack([feed]), logit_rows=None)
+            batch = replace(cache.batch_of([feed]), logit_rows=None)
             choices: list[int] = view(batch, cache).logits.argmax(-1).tolist()
         except OutOfBlocksError:
             return None

@@ -10,7 +10,7 @@ from paceline.core.tree import TokenTree, children_of
 class ShadowDraft:
     """A proposal followed along the text, whoever drafts: how far it would have been right.
 
-    So a free member is known without being used. The next trial starts when this one has ended,
+    So a costless member is known without being used. The next trial starts when this one has ended,
     as the next draft would.
     """
 

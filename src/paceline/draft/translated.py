@@ -32,14 +32,14 @@ class _Shadow:
         self.request = SequenceState(seq.seq_id, [], 0, SamplingParams())
 
     def slice_of(self, item: Slice) -> Slice:
-        """The draft's part in the step: as much of a prompt as the target is fed of its own."""
+        """The draft's part in the step: as much of a prompt as the target is given of its own."""
         if item.decodes and not item.draft_length:
             return Slice(self.request, len(self.request.tokens))  # left alone; caught up on later
         self.text.extend(self.seq.tokens)
         tokens = self.request.tokens = self.text.context()
         if item.decodes:
             return Slice(self.request, len(tokens), 0 if self.text.waits else item.draft_length)
-        share = len(tokens) * (item.seq.cached + item.feed) // len(item.seq.tokens)
+        share = len(tokens) * (item.seq.cached + item.scheduled) // len(item.seq.tokens)
         return Slice(self.request, min(share, len(tokens) - 1))
 
 

@@ -67,17 +67,17 @@ def match_vocabularies(
     draft: Named,
     tokenizer: PreTrainedTokenizerFast,
     draft_tokenizer: PreTrainedTokenizerFast,
-    wish: str = "auto",
+    method: str = "auto",
 ) -> Match | None:
-    """None if the ids agree and nothing else is wished; otherwise how to translate.
+    """None if the ids agree and nothing else is asked for; otherwise how to translate.
 
-    Raises ConfigError on an unknown wish and VocabularyMismatchError if no way is lossless and
-    sensible, or not the wished one.
+    Raises ConfigError on an unknown method and VocabularyMismatchError if no way is lossless and
+    sensible, or not the one asked for.
     """
-    if wish not in METHODS:
-        raise ConfigError(f"vocab is {wish!r}; use one of {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
     differing = differences(tokenizer, draft_tokenizer)
-    if not differing and wish == "auto":
+    if not differing and method == "auto":
         check_embeddings(draft, len(tokenizer.get_vocab()))
         return None
     ours, theirs = TokenTexts(tokenizer), TokenTexts(draft_tokenizer)
@@ -92,7 +92,7 @@ def match_vocabularies(
         for model, texts in ((target, ours), (draft, theirs))
         if not texts.reads_back(SAMPLE)
     ]
-    tokenwise = wish == "intersection" or (wish == "auto" and share >= ENOUGH)
+    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH)
     if (tokenwise and share == 0) or (not tokenwise and unreadable):
         reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
         raise VocabularyMismatchError(

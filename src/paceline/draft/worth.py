@@ -213,7 +213,7 @@ class Profile:
         return len(self.nodes) - 1
 
     @cached_property
-    def free(self) -> bool:
+    def costless(self) -> bool:
         """Whether proposing takes no forward, so that one may look before deciding."""
         return not any(self.passes)
 

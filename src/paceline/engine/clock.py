@@ -14,7 +14,7 @@ class PhaseClock:
     """Adds up the seconds of each phase over all steps; always on, some hundred nanoseconds a lap.
 
     draft: proposing and learning from what was committed. target: the forward. verify:
-    distributions, rule and the step's one transfer. other: scheduling, packing, committing,
+    distributions, rule and the step's one transfer. other: scheduling, batching, committing,
     bookkeeping.
 
     Between steps ``seconds`` and ``steps`` are those of all steps but the last. On CUDA the marks

@@ -18,7 +18,7 @@ from paceline.engine.risk import HOLD, HOLD_PLAIN, Party, Risk, Ruling
 
 class Controller(Protocol):
     def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
-        """Draft length (tree levels) wished for each sequence; 0 is plain decoding."""
+        """Draft length (tree levels) decided on for each sequence; 0 is plain decoding."""
         ...
 
     def observe(
@@ -79,7 +79,7 @@ class _Settled:
 
     ids: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    wishes: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     until: int = 0  # the step from which it is made anew
     hold: int = 1  # steps from when it was made
     drafts: bool = False
@@ -148,14 +148,14 @@ class AdaptiveLength:
         if self._step >= held.until or ids != held.ids:
             self._learn_all()
             held = self._settled = self._settle(ids, seqs)
-        return held.wishes
+        return held.draft_lengths
 
     def _settle(self, ids: list[int], seqs: Sequence[SequenceState]) -> _Settled:
         batch = len(seqs)
         names = [seq.params.drafter or self._default for seq in seqs]
         given = [seq.params.draft_length for seq in seqs]
         bounds = {name: self._bound(name, names, batch) for name in set(names) & set(self._bounds)}
-        wishes = [
+        draft_lengths = [
             bounds.get(name, 0) if length is None else length
             for name, length in zip(names, given, strict=True)
         ]
@@ -168,9 +168,9 @@ class AdaptiveLength:
         before = self._settled
         same = before.drafts and ids == before.ids
         hold = min(2 * before.hold, HOLD) if same else 1
-        if bounds and not any(wishes) and not self._steps.wants_plain(batch):
+        if bounds and not any(draft_lengths) and not self._steps.wants_plain(batch):
             hold = HOLD_PLAIN
-        found = _Settled(ids, names, wishes, self._step + hold, hold, any(wishes))
+        found = _Settled(ids, names, draft_lengths, self._step + hold, hold, any(draft_lengths))
         found.given = any(length is not None for length in given)
         if own:
             self._choose(found, [seqs[place] for place in own], own)
@@ -200,27 +200,27 @@ class AdaptiveLength:
         found.hold = min(found.hold, ruling.hold) if any(ruling.lengths) else ruling.hold
         found.until = self._step + found.hold
         for place, length in zip(places, ruling.lengths, strict=True):
-            found.wishes[place] = length
+            found.draft_lengths[place] = length
         for name in dict.fromkeys(names) if any(ruling.lengths) else ():
             lengths = [n for own, n in zip(names, ruling.lengths, strict=True) if own == name]
             if any(lengths):
                 found.drafting.append((name, self._prices.passes(name, lengths)))
-        found.drafts = any(found.wishes)
+        found.drafts = any(found.draft_lengths)
 
     def _candidate(self, seq: SequenceState, name: str) -> DraftProspect:
         own = self._acceptance.of(seq.seq_id, name)
         lost = self._ledger.lost(seq.seq_id)
         gains = own.own_tokens() if lost else own.expected_tokens()
         safe = own.cautious_tokens()
-        if seq.room < len(gains):  # what comes after the last token is no gain
-            most = max(seq.room, 1)
+        if seq.remaining < len(gains):  # what comes after the last token is no gain
+            most = max(seq.remaining, 1)
             gains, safe = [min(g, most) for g in gains], [min(g, most) for g in safe]
         self._risk.meet(seq, name)
         unread = self._risk.unread(seq.seq_id, len(seq.tokens))
         if unread <= 8 or not self._profiles[name].reads:
             return DraftProspect(name, gains, safe=safe)
-        room = min(max(seq.room, 1), self.HORIZON)
-        return DraftProspect(name, gains, unread * self._prices.reading(name) / room, safe)
+        remaining = min(max(seq.remaining, 1), self.HORIZON)
+        return DraftProspect(name, gains, unread * self._prices.reading(name) / remaining, safe)
 
     # -- learning ----------------------------------------------------------------------------
 
@@ -247,16 +247,16 @@ class AdaptiveLength:
 
     def _learn_step(self, step: _Seen) -> None:
         held, commits = step.held, step.commits
-        wished = dict(zip(held.ids, zip(held.names, held.wishes, strict=True), strict=True))
+        decided = dict(zip(held.ids, zip(held.names, held.draft_lengths, strict=True), strict=True))
         nodes = unread = 0
         measure, even = not held.given, True  # a step that prefills is no measure, either
         for commit in commits:
-            measure = measure and commit.fed == 1 and bool(commit.tokens)
+            measure = measure and commit.scheduled == 1 and bool(commit.tokens)
             even = even and commit.drafted == commits[0].drafted
             if not commit.drafted:
                 continue  # no proposal: nothing was tried, and nothing was paid
             nodes += commit.drafted
-            name, length = wished[commit.seq_id]
+            name, length = decided[commit.seq_id]
             if name in self._profiles:
                 unread += self._learn(commit, name, length)
         if unread > 4 * len(commits):
@@ -278,10 +278,12 @@ class AdaptiveLength:
         drafts = Counter(names[commit.seq_id] for commit in commits if commit.drafted)
         for name in drafts:
             self._risk.tried(name, batch)
-        if held.given or any(commit.fed != 1 or not commit.tokens for commit in commits):
+        if held.given or any(commit.scheduled != 1 or not commit.tokens for commit in commits):
             return
         if not drafts:
-            asked = {own for own, wish in zip(held.names, held.wishes, strict=True) if wish}
+            asked = {
+                own for own, length in zip(held.names, held.draft_lengths, strict=True) if length
+            }
             for name in asked:  # looked for something in vain
                 self._ledger.charge(name, batch, (step.drafting or 0.0) / len(asked), plain)
             return
@@ -305,7 +307,7 @@ class AdaptiveLength:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
         self._ledger.pass_by(seconds, self._steps.rest(len(commits), 0))
         due = self._step % 4 == 0 or self._steps.wants_plain(len(commits))
-        if due and all(commit.fed == 1 for commit in commits):
+        if due and all(commit.scheduled == 1 for commit in commits):
             self._steps.end(len(commits), 0, seconds)
 
     def _learn(self, commit: Commit, name: str, length: int) -> int:
@@ -315,7 +317,7 @@ class AdaptiveLength:
         self._prices.fill[name].record(commit.drafted, profile.nodes[length])
         reached = levels_tried(commit, length)
         self._acceptance.record(commit.seq_id, name, reached, len(commit.path))
-        end = commit.position + commit.fed
+        end = commit.position + commit.scheduled
         unread = self._risk.unread(commit.seq_id, end)
         self._risk.has_read(commit.seq_id, end + len(commit.path))
         return unread if profile.reads else 0
@@ -341,11 +343,11 @@ class AdaptiveLength:
         if not held.candidates or len(held.candidates) < len(held.ids):
             return None
         batch = len(held.ids)
-        pairs = zip(held.candidates, held.wishes, strict=True)
+        pairs = zip(held.candidates, held.draft_lengths, strict=True)
         pays = "drafting pays" if held.drafts else "plain pays"
         return Decision(
-            lengths=dict(zip(held.ids, held.wishes, strict=True)),
-            seconds=self._prices.seconds(batch, held.names, held.wishes),
+            lengths=dict(zip(held.ids, held.draft_lengths, strict=True)),
+            seconds=self._prices.seconds(batch, held.names, held.draft_lengths),
             tokens=sum(own.gains[length] for own, length in pairs),
             plain_seconds=self._steps.rest(batch, 0),
             reason="probe" if held.probe else pays,

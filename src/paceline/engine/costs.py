@@ -43,7 +43,7 @@ def made_up_chains(
     def run(number: int, count: int) -> None:
         chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
         feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:number]]
-        target(cache.pack(feeds), cache, features).logits.argmax(-1)
+        target(cache.batch_of(feeds), cache, features).logits.argmax(-1)
 
     for seq_id in ids:
         cache.admit(seq_id, [0])

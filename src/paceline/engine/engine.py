@@ -30,7 +30,7 @@ class Engine:
     """Advances all its sequences step by step.
 
     An empty tree is plain decoding, so there is no other path: prefill chunks, plain and
-    speculative sequences ride in the same packed batch.
+    speculative sequences ride in the same ragged batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Engine:
         return self._claimed()
 
     def plan(self) -> Plan:
-        """The next step, with the draft lengths that the controller wishes."""
+        """The next step, with the draft lengths that the controller requests."""
         return self.scheduler.plan(self._lengths)
 
     def _lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
@@ -133,7 +133,7 @@ class Engine:
         lap("other")
         trees = self._propose(plan)
         lap("draft")
-        batch, checks = self._pack(plan, trees)
+        batch, checks = self._batch_of(plan, trees)
         lap("other")
         out = self.target(batch, self.cache, self.drafter.features)
         lap("target")
@@ -171,9 +171,9 @@ class Engine:
         if seen:
             self.drafter.observe(seen, out)
 
-    # -- pack: pending tokens and tree nodes -> ids, positions, slots ------------------------
+    # -- batch: pending tokens and tree nodes -> ids, positions, slots ------------------------
 
-    def _pack(self, plan: Plan, trees: Sequence[TokenTree]) -> tuple[Batch, list[Check]]:
+    def _batch_of(self, plan: Plan, trees: Sequence[TokenTree]) -> tuple[Batch, list[Check]]:
         feeds: list[Feed] = []
         checks: list[Check] = []
         row = 0
@@ -183,7 +183,7 @@ class Engine:
                 Feed(
                     seq.seq_id,
                     seq.cached,
-                    seq.tokens[seq.cached : seq.cached + item.feed],
+                    seq.tokens[seq.cached : seq.cached + item.scheduled],
                     tree.parents,
                     tree.tokens if len(tree) else None,
                     wants_logits=item.decodes,
@@ -192,7 +192,7 @@ class Engine:
             if item.decodes:
                 checks.append(Check(seq, row, tree))
                 row += checks[-1].rows
-        return self.cache.pack(feeds), checks
+        return self.cache.batch_of(feeds), checks
 
     # -- commit: verdicts -> tokens, cache rows ----------------------------------------------
 
@@ -209,7 +209,9 @@ class Engine:
         remaining = iter(zip(checks, verdicts, strict=True))
         for item, span in zip(plan.slices, batch.spans, strict=True):
             seq = item.seq
-            commit = Commit(seq.seq_id, (), fed=item.feed, position=seq.cached, row=span.start)
+            commit = Commit(
+                seq.seq_id, (), scheduled=item.scheduled, position=seq.cached, row=span.start
+            )
             self.ready.append(self._settled(seq, commit, next(remaining) if item.decodes else None))
         return self.ready[first:]
 
@@ -223,7 +225,7 @@ class Engine:
                 return failed(seq, judged[1].error)
             if judged is not None:
                 commit = self._accept(seq, commit, *judged)
-            cached = seq.cached + commit.fed + len(commit.path)
+            cached = seq.cached + commit.scheduled + len(commit.path)
             self.cache.commit(seq.seq_id, seq.tokens, cached)
         except BaseException as error:
             del seq.tokens[before:]
@@ -272,7 +274,7 @@ class Engine:
             return "stop"
         if stopped or (seq.constraint is not None and seq.constraint.finished):
             return "stop"
-        if seq.room <= 0 or len(seq.tokens) >= self.scheduler.config.max_positions:
+        if seq.remaining <= 0 or len(seq.tokens) >= self.scheduler.config.max_positions:
             return "length"
         return None
 

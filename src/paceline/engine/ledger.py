@@ -84,15 +84,15 @@ class Ledger:
             won = 0.0
         self._won[name, group_of(batch)] = min(won, CREDIT / sqrt(batch) * plain)
 
-    def own(self, seq_id: int, room: int, plain: float) -> float:
+    def own(self, seq_id: int, remaining: int, plain: float) -> float:
         """Seconds by which a step may be longer than what a sequence is sure to gain by it.
 
-        A request with ``room`` for so many tokens may lose a share of the time that plain decoding
-        would take for them, and what drafts have won for it.
+        A request with ``remaining`` for so many tokens may lose a share of the time that plain
+        decoding would take for them, and what drafts have won for it.
         """
         known = self._each.get(seq_id)
         if known is None:
-            known = self._each[seq_id] = OWN_SHARE * min(room, _HORIZON) * plain
+            known = self._each[seq_id] = OWN_SHARE * min(remaining, _HORIZON) * plain
         return known
 
     def lost(self, seq_id: int) -> bool:

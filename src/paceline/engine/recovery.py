@@ -126,7 +126,7 @@ def _runs(engine: Engine) -> bool:
         cache.admit(0, (0,))
         cache.reserve(0, 1)
         # The transfer waits for the device, so that its errors come up here.
-        target(cache.pack([Feed(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
+        target(cache.batch_of([Feed(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
     except Exception:
         return False
     return True

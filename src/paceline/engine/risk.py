@@ -125,7 +125,7 @@ class Risk:
         """Whether a few such steps in vain would cost any sequence more than it may lose."""
         seconds = self._prices.seconds(party.batch, party.names, lengths) - party.plain
         return any(
-            self._ledger.own(seq.seq_id, seq.room, party.plain) < HOLD * seconds
+            self._ledger.own(seq.seq_id, seq.remaining, party.plain) < HOLD * seconds
             for seq in party.seqs
         )
 
@@ -170,7 +170,7 @@ class Risk:
             places = [
                 place
                 for place, (seq, own) in enumerate(zip(party.seqs, party.candidates, strict=True))
-                if own.name == name and seq.room > 1
+                if own.name == name and seq.remaining > 1
             ]
             if places:
                 found = self._covered(party, places, table)
@@ -186,7 +186,7 @@ class Risk:
         one = min(places, key=lambda p: self.unread(seqs[p].seq_id, len(seqs[p].tokens)))
         gains = party.candidates[one].gains
         longest = max(range(1, len(table)), key=lambda n: gains[n] / table[n])
-        longest = min(longest, seqs[one].room - 1)
+        longest = min(longest, seqs[one].remaining - 1)
         wide = [int(place in places) for place in range(len(seqs))]
         alone = [[n * (place == one) for place in range(len(seqs))] for n in (longest, 1)]
         ways = (

@@ -48,7 +48,7 @@ class Scheduler:
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence. Raises CacheMemoryError if it could not run even alone."""
-        longest = min(len(seq.tokens) + seq.room, self.config.max_positions)
+        longest = min(len(seq.tokens) + seq.remaining, self.config.max_positions)
         if -(-longest // self.cache.block_size) > self.cache.num_blocks:
             raise CacheMemoryError(
                 f"the request may grow to {longest} tokens, but the cache holds "
@@ -68,56 +68,56 @@ class Scheduler:
         return False
 
     def plan(self, draft_lengths: Callable[[Sequence[SequenceState]], Sequence[int]]) -> Plan:
-        """The next step; ``draft_lengths`` gives the wished length of each decoding sequence."""
+        """The next step; ``draft_lengths`` gives the requested length of each decoding sequence."""
         self._admit()
-        wishes = dict(
+        requested = dict(
             zip(
                 (seq.seq_id for seq in self.running),
                 draft_lengths(self.running),
                 strict=True,
             )
         )
-        feeds: list[tuple[SequenceState, int]] = []
+        scheduled_parts: list[tuple[SequenceState, int]] = []
         budget = self.config.max_step_tokens
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
         for seq in list(self.running):
-            feed = min(seq.num_pending, self.config.prefill_chunk, budget)
+            scheduled = min(seq.num_pending, self.config.prefill_chunk, budget)
             # A sequence may have been preempted by an older one in this very loop.
-            if feed and seq in self.running and self._reserve(seq, feed):
-                budget -= feed
-                feeds.append((seq, feed))
+            if scheduled and seq in self.running and self._reserve(seq, scheduled):
+                budget -= scheduled
+                scheduled_parts.append((seq, scheduled))
         # Drafts take what is left: they are worth a block, but not another sequence's.
         return Plan(
             tuple(
-                Slice(seq, feed, self._draft_length(seq, feed, wishes[seq.seq_id]))
-                for seq, feed in feeds
+                Slice(seq, scheduled, self._draft_length(seq, scheduled, requested[seq.seq_id]))
+                for seq, scheduled in scheduled_parts
             )
         )
 
     def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence, without a draft; empty if it had to give way."""
-        feed = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
-        return Plan((Slice(seq, feed),) if self._reserve(seq, feed) else ())
+        scheduled = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
+        return Plan((Slice(seq, scheduled),) if self._reserve(seq, scheduled) else ())
 
-    def _draft_length(self, seq: SequenceState, feed: int, wish: int) -> int:
-        """The wished length as far as the request, its context and the cache have room for it."""
-        if feed < seq.num_pending:
+    def _draft_length(self, seq: SequenceState, scheduled: int, requested: int) -> int:
+        """The requested length, limited by the request, its context and the free cache blocks."""
+        if scheduled < seq.num_pending:
             return 0
-        length = self._draft_limit(seq, wish)
+        length = self._draft_limit(seq, requested)
         try:
-            self.cache.reserve(seq.seq_id, seq.cached + feed + self._max_nodes(length))
+            self.cache.reserve(seq.seq_id, seq.cached + scheduled + self._max_nodes(length))
         except OutOfBlocksError:
             return 0
         return length
 
-    def _draft_limit(self, seq: SequenceState, wish: int) -> int:
+    def _draft_limit(self, seq: SequenceState, requested: int) -> int:
         """The last token of the budget and of the context is the target's own: never draft it."""
         if seq.params.drafter == "none" or not seq.drafts:
             return 0
         if seq.params.draft_length is not None:
-            wish = seq.params.draft_length
+            requested = seq.params.draft_length
         context_left = self.config.max_positions - len(seq.tokens)
-        return max(0, min(wish, seq.room - 1, context_left - 1))
+        return max(0, min(requested, seq.remaining - 1, context_left - 1))
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.config.max_batch_size:
@@ -162,11 +162,11 @@ class Scheduler:
         shared = self.cache.shared_blocks(seq.tokens) if self.running else ()
         return needed - sum(map(pool.in_use, shared)) + promised <= pool.available
 
-    def _reserve(self, seq: SequenceState, feed: int) -> bool:
+    def _reserve(self, seq: SequenceState, scheduled: int) -> bool:
         """Reserve cache indices for the pending tokens; False if ``seq`` itself had to go."""
         while True:
             try:
-                self.cache.reserve(seq.seq_id, seq.cached + feed)
+                self.cache.reserve(seq.seq_id, seq.cached + scheduled)
                 return True
             except OutOfBlocksError:
                 victim = self.running[-1]

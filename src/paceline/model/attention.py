@@ -1,4 +1,4 @@
-"""Attention of packed, ragged batches over the paged cache.
+"""Attention of ragged batches over the paged cache.
 
 Once per forward the spans of a batch become *pieces*, each one call of scaled-dot-product
 attention; every layer then writes its new keys and values and runs the pieces:

@@ -2,7 +2,7 @@
 
 A sequence's cache is addressed by logical index, ``slot = table[i // size] * size + i % size``::
 
-    | committed, cached | fed this step (pending) | tree nodes, one index each |
+    | committed, cached | scheduled (pending) | tree nodes, one index each |
     0 ............ context .......... context + pending ......................
 
 A commit keeps the accepted path: its nodes move down to the indices right behind the pending
@@ -104,7 +104,7 @@ class PagedCache:
     def admit(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Start a sequence; returns how many leading tokens are cached already.
 
-        Only whole blocks are shared, and at least the last token is left to be fed, as its
+        Only whole blocks are shared, and at least the last token is left to be computed, as its
         logits are wanted.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
@@ -193,10 +193,10 @@ class PagedCache:
         size = self.block_size
         return self._tables[seq_id].blocks[index // size] * size + index % size
 
-    # -- packing ---------------------------------------------------------------------------
+    # -- batching --------------------------------------------------------------------------
 
-    def pack(self, feeds: Sequence[Feed]) -> Batch:
-        """One packed batch; the indices it writes must have been reserved."""
+    def batch_of(self, feeds: Sequence[Feed]) -> Batch:
+        """One ragged batch; the indices it writes must have been reserved."""
         spans: list[Span] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -70,7 +70,8 @@ class ModelIdentity:
 
 
 def count_parameters(target: CausalModel) -> int:
-    """Of the architecture as its configuration describes it: packed weights cannot be counted."""
+    """Of the architecture as its configuration describes it: prepacked weights cannot be
+    counted."""
     import torch
 
     with torch.device("meta"):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.norms import RMSNorm
-from paceline.model.packed import Product
+from paceline.model.products import Product
 
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Positions ``[T]`` to cosines and sines, each ``[T, 1, head_dim]``; the first half of the sines

@@ -47,9 +47,9 @@ def load_module(
     path = resolve(name)
     if path.startswith("~"):
         path = str(Path(path).expanduser())
-    packed = gguf_file(path)
-    if packed is not None:
-        return _of_gguf(name, packed, number, attention).to(place)
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return _of_gguf(name, gguf, number, attention).to(place)
     if is_path(path):
         check_folder(name, Path(path))
         _check_weights(name, Path(path))
@@ -218,8 +218,8 @@ def read_config(name: str, path: str) -> Any:
 
 def _source(path: str) -> tuple[str, dict[str, str]]:
     """What ``from_pretrained`` is given for a folder, a hub name or a GGUF file."""
-    packed = gguf_file(path) if is_path(path) else None
-    return (path, {}) if packed is None else (str(packed.parent), {"gguf_file": packed.name})
+    gguf = gguf_file(path) if is_path(path) else None
+    return (path, {}) if gguf is None else (str(gguf.parent), {"gguf_file": gguf.name})
 
 
 def check_architecture(config: Any) -> None:

@@ -31,7 +31,7 @@ class KeyValueStore(Protocol):
 class AttentionPiece:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
-    The rows are ``start .. start + batch * rows`` of the packed batch, or those named by
+    The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by
     ``pick`` when padded. Keys are the slots ``slot .. slot + keys``, or those gathered: ``gather``
     counts them in runs of ``unit`` slots, and the first ``skip`` are left out.
     """
@@ -54,7 +54,7 @@ class AttentionPiece:
 @dataclass(frozen=True)
 class Pieces:
     items: tuple[AttentionPiece, ...]
-    order: Tensor | None  # int64 [T]: where each packed row stands among the pieces' rows
+    order: Tensor | None  # int64 [T]: where each row stands among the pieces' rows
 
 
 @dataclass(frozen=True)

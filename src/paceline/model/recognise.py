@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.model.lean import LeanLayer, LeanModel, Residual, Rotary
 from paceline.model.norms import as_rms_norm
-from paceline.model.packed import PackedLinear, merged_product, product_of
+from paceline.model.products import PrepackedLinear, merged_product, product_of
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -55,7 +55,8 @@ def _has_shape(hf: Any) -> bool:
 
 
 def _lean_layer(layer: Any) -> LeanLayer | None:
-    """The lean counterpart of a layer, whose linears may be packed. None if a norm is unknown."""
+    """The lean counterpart of a layer, whose linears may be prepacked. None if a norm is
+    unknown."""
     attention, mlp = layer.self_attn, layer.mlp
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int) or not isinstance(attention.scaling, float):
@@ -172,7 +173,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def is_llama_shaped(hf: Any) -> bool:
-    """Whether the lean forward may stand for this model. Asked before weights are packed."""
+    """Whether the lean forward may stand for this model. Asked before weights are prepacked."""
     if not _has_shape(hf) or not _ends_agree(hf):
         return False
     base: Any = hf.model
@@ -182,7 +183,7 @@ def is_llama_shaped(hf: Any) -> bool:
 
 @torch.inference_mode()
 def lean_model(hf: Any) -> LeanModel | None:
-    """The lean forward of a model that ``is_llama_shaped``, packed or not."""
+    """The lean forward of a model that ``is_llama_shaped``, prepacked or not."""
     base = hf.model
     layers = [_lean_layer(layer) for layer in base.layers]
     norm = as_rms_norm(base.norm)
@@ -196,9 +197,9 @@ def lean_model(hf: Any) -> LeanModel | None:
 
 
 def _least_rows(hf: Any) -> int:
-    """Four where packed weights are too many for any cache, so that they come from memory."""
-    packed = [m for m in hf.modules() if isinstance(m, PackedLinear)]
-    streamed = sum(m.in_features * m.out_features * m.packed.element_size() for m in packed)
+    """Four where prepacked weights are too many for any cache, so that they come from memory."""
+    prepacked = [m for m in hf.modules() if isinstance(m, PrepackedLinear)]
+    streamed = sum(m.in_features * m.out_features * m.prepacked.element_size() for m in prepacked)
     return 4 if streamed > _BEYOND_CACHES else 1
 
 

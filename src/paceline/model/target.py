@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, called on packed batches over a paged cache."""
+"""Any causal language model of transformers, called on ragged batches over a paged cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CausalModel:
         self._patterns: tuple[Pattern, ...] = ()
         self.cache_shapes: list[LayerShape] = []
         self._attention_modules: list[torch.nn.Module] = []
-        self.lean: LeanModel | None = None  # set by pack(): a shorter way to the same logits
+        self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.vocab_size = self._probe()
         self._verify()
 
@@ -67,21 +67,21 @@ class CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
         dtype "auto": bfloat16 on a CPU with bf16 instructions, float32 on others, the
-        checkpoint's own on CUDA. ``quick`` lays the model out for speed (see pack.py).
+        checkpoint's own on CUDA. ``quick`` lays the model out for speed (see prepack.py).
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
-        from paceline.model.pack import pack
+        from paceline.model.prepack import quicken
         from paceline.model.tensorfile import check_finite
 
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
         model = cls(module, name_or_path)
-        return pack(model) if quick else model
+        return quicken(model) if quick else model
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
@@ -237,11 +237,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Batch:
     """The sequence of tokens 1, 2, once or twice; with context 1 only its second token."""
-    fed = 2 - context
+    new = 2 - context
     ids = torch.tensor([1, 2][context:] * copies, device=device)
     positions = torch.arange(context, 2, device=device).repeat(copies)
-    slots = torch.arange(context, context + fed * copies, device=device)
-    spans = tuple(Span(i, i * fed, context, fed) for i in range(copies))
+    slots = torch.arange(context, context + new * copies, device=device)
+    spans = tuple(Span(i, i * new, context, new) for i in range(copies))
     return Batch(ids, positions, slots, spans, tuple([i] for i in range(copies)))
 
 

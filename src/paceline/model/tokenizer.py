@@ -19,9 +19,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = resolve(name)
-    packed = gguf_file(path)
-    if packed is not None:
-        return _of_gguf(packed)
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return _of_gguf(gguf)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the tokenizers library raises nothing more precise

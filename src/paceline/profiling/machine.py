@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.engine.costs import measure
-from paceline.model.packed import PackedLinear, can_pack
+from paceline.model.products import PrepackedLinear, can_prepack
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SMALLEST_BUFFER, _LARGEST_BUFFER = 64 * 2**20, 512 * 2**20  # bytes
@@ -129,9 +129,9 @@ def _product_rates(
 
 
 def _linear(side: int, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """As the model's own layers are: packed where the model is packed."""
+    """As the model's own layers are: prepacked where the model's are."""
     linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype)
-    return PackedLinear(linear.weight, None) if can_pack(linear.weight) else linear
+    return PrepackedLinear(linear.weight, None) if can_prepack(linear.weight) else linear
 
 
 def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -135,15 +135,15 @@ class ProfileOptions:
     trace: str | Path | None = None
 
 
-def stages(contestants: int, wish: ProfileOptions) -> int:
+def stages(contestants: int, options: ProfileOptions) -> int:
     """Calls of ``advance`` that ``profile_all`` makes."""
-    return contestants * (wish.rounds + 2) + 1
+    return contestants * (options.rounds + 2) + 1
 
 
 def profile_all(
     contestants: Sequence[tuple[str, LLM]],
     prompts: Sequence[list[int]],
-    wish: ProfileOptions,
+    options: ProfileOptions,
     result: ProfileResult,
     advance: Callable[[str], object],
 ) -> None:
@@ -156,22 +156,22 @@ def profile_all(
     for name, llm in contestants:
         advance(f"{name}: counting")
         counter = WorkCounter()
-        counted = steady.run(llm, prompts, wish.steps, counter.phase)
+        counted = steady.run(llm, prompts, options.steps, counter.phase)
         works.append((counter.phases, counted.steps))
     advance("measuring the machine")
     target = contestants[0][1].target
     rows = {max(1, round(w.rows)) for phases, _ in works for w in phases.values()}
     result.machine = measure_machine(target.device, target.dtype, sorted(rows))
     timed: list[list[steady.Stretch]] = [[] for _ in contestants]
-    for number in range(wish.rounds):
+    for number in range(options.rounds):
         for (name, llm), stretches in zip(contestants, timed, strict=True):
             advance(f"{name}: round {number + 1}")
-            stretches.append(steady.run(llm, prompts, wish.steps))
+            stretches.append(steady.run(llm, prompts, options.steps))
     for place, (name, llm) in enumerate(contestants):
         advance(f"{name}: profiling")
         last = place == len(contestants) - 1
-        steps = min(PROFILED_STEPS, wish.steps)
-        profiled = trace.run(llm, prompts, steps, wish.trace if last else None)
+        steps = min(PROFILED_STEPS, options.steps)
+        profiled = trace.run(llm, prompts, steps, options.trace if last else None)
         fixed = result.machine.product_seconds
         result.runs.append(_assemble(name, llm, timed[place], works[place], profiled, fixed))
 

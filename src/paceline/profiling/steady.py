@@ -70,9 +70,9 @@ def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[Non
     them. Raises ConfigError if a sequence ends before the warm-up does.
     """
     most = (WARM_UP + steps) * _TOKENS_A_STEP
-    room = [llm.max_model_len - len(ids) for ids in prompts]
-    wishes = [SamplingParams(max_tokens=min(most, left), ignore_eos=True) for left in room]
-    events = llm.stream(list(prompts), wishes)
+    remaining = [llm.max_model_len - len(ids) for ids in prompts]
+    params = [SamplingParams(max_tokens=min(most, left), ignore_eos=True) for left in remaining]
+    events = llm.stream(list(prompts), params)
     try:
         next(events)
         done = 0
@@ -82,7 +82,7 @@ def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[Non
                 break
             done += all_decode
         if done < WARM_UP:
-            raise _too_few(done, min(room))
+            raise _too_few(done, min(remaining))
         yield
     finally:
         events.close()  # type: ignore[attr-defined]
@@ -93,11 +93,11 @@ def _all_decode(commits: Sequence[Commit], sequences: int) -> bool:
     return len(commits) == len(going) == sequences
 
 
-def _too_few(steps: int, room: int) -> ConfigError:
+def _too_few(steps: int, remaining: int) -> ConfigError:
     return ConfigError(
         f"no steady decoding: after {steps} steps a sequence had ended or given up its cache, with "
-        f"{room} tokens of room; give shorter prompts, a shorter draft, fewer sequences or more "
-        "kv_cache_memory"
+        f"{remaining} tokens of room; give shorter prompts, a shorter draft, fewer sequences "
+        "or more kv_cache_memory"
     )
 
 

@@ -176,7 +176,7 @@ _TITLES = {
     "draft": "Draft",
     "target": "Target forward",
     "verify": "Verify",
-    "other": "Scheduling, packing and committing",
+    "other": "Scheduling, batching and committing",
 }
 _FEWER_STEPS = "fewer steps (longer drafts) or more sequences in each"
 _MORE_TOKENS = "more tokens in each forward (longer drafts, more sequences), which cost little here"

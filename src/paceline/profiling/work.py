@@ -149,7 +149,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _key(weight: torch.Tensor) -> object:
-    """The same for every use of a weight; packed ones have no address, but stay one object."""
+    """The same for every use of a weight; prepacked ones have no address, but stay one object."""
     if weight.layout != torch.strided:
         return id(weight)
     return weight.untyped_storage().data_ptr(), weight.storage_offset(), tuple(weight.shape)

@@ -42,10 +42,10 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         tools = body.tools if body.tools and body.tool_choice != "none" else []
         prompt = await asyncio.to_thread(render, service.tokenizer, body.messages, tools)
-        room = service.room(len(prompt), "messages")
-        limit = body.max_completion_tokens or body.max_tokens or room
-        wish = body.speculation or Speculation()
-        logprobs = (body.top_logprobs or 0) if body.logprobs or wish.tokens else None
+        remaining = service.remaining(len(prompt), "messages")
+        limit = body.max_completion_tokens or body.max_tokens or remaining
+        speculation = body.speculation or Speculation()
+        logprobs = (body.top_logprobs or 0) if body.logprobs or speculation.tokens else None
         params = sampling_params(
             body, limit, logprobs, service.drafters, forced_grammar(body), visible=bool(tools)
         )
@@ -67,7 +67,7 @@ class _Answer:
         self._service, self._body, self._ticket = service, body, ticket
         self._prompt, self._prompt_tokens = prompt, len(prompt)
         self._tokenizer = service.tokenizer
-        self._wish = body.speculation or Speculation()
+        self._speculation = body.speculation or Speculation()
         self._may_call = bool(body.tools) and body.tool_choice != "none"
         self._forced = self._may_call and body.tool_choice not in (None, "auto")
         self._parallel = body.parallel_tool_calls is not False
@@ -75,7 +75,7 @@ class _Answer:
         # of a stream
         count = ticket.count if body.stream else 0
         self._streams = [self._stream() for _ in range(count)]
-        self._sources = [self._origins() for _ in range(count if self._wish.tokens else 0)]
+        self._sources = [self._origins() for _ in range(count if self._speculation.tokens else 0)]
         self._done: dict[int, CompletionRecord] = {}
 
     def _frame(self, kind: str) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class _Answer:
                 "logprobs": self._logprobs(completion.logprobs),
                 "finish_reason": reason,
             }
-            if self._wish.tokens:
+            if self._speculation.tokens:
                 choice["tokens"] = self._origins().records(
                     completion.token_ids,
                     completion.draft_mask,
@@ -110,7 +110,7 @@ class _Answer:
             "choices": choices,
             "usage": usage(self._prompt_tokens, completions),
         }
-        if self._wish.stats:
+        if self._speculation.stats:
             answer["speculation"] = self._stats(completions)
         return answer
 
@@ -148,11 +148,11 @@ class _Answer:
             deltas = [*deltas, *rest]
         logprobs = self._logprobs(event.logprobs)
         chunks = [self._chunk(index, delta) for delta in deltas]
-        if not chunks and (logprobs or self._wish.tokens):
+        if not chunks and (logprobs or self._speculation.tokens):
             chunks.append(self._chunk(index, {}))
         if chunks and logprobs:
             chunks[-1]["choices"][0]["logprobs"] = logprobs
-        if chunks and self._wish.tokens:
+        if chunks and self._speculation.tokens:
             chunks[-1]["choices"][0]["tokens"] = self._sources[index].records(
                 event.token_ids,
                 event.from_draft,
@@ -166,7 +166,7 @@ class _Answer:
     def closing(self) -> list[Chunk]:
         completions = [self._done[index] for index in sorted(self._done)]
         chunks: list[Chunk] = []
-        if self._wish.stats:
+        if self._speculation.stats:
             chunks.append(self._tail(speculation=self._stats(completions)))
         if self._counts:
             chunks.append(self._tail(usage=usage(self._prompt_tokens, completions)))

@@ -31,7 +31,7 @@ from paceline.server.wire import (
     Hello,
     LoadModel,
     WireMessage,
-    packed,
+    framed,
     read_message,
 )
 
@@ -58,7 +58,7 @@ class Link:
 
     def send(self, message: WireMessage) -> None:
         """Waits while the other process does not read, and so the engine does, too."""
-        data = packed(message)
+        data = framed(message)
         try:
             with self._writing:
                 self._connection.sendall(data)

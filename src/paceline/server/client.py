@@ -198,8 +198,8 @@ class EngineClient(ABC):
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), len(prompts) * params.n, drafter)
-        wish = Submit(ticket.number, list(prompts), params, streams, seconds, own)
-        self._post(wish)
+        submit = Submit(ticket.number, list(prompts), params, streams, seconds, own)
+        self._post(submit)
         self._tickets[ticket.number] = ticket
         if seconds is not None:
             ticket.give_up_in(seconds + GRACE_SECONDS, own)

@@ -34,10 +34,10 @@ def router(service: Service) -> APIRouter:
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
         prompts = [await service.encode(prompt) for prompt in as_prompts(body.prompt)]
-        room = min(service.room(len(prompt), "prompt") for prompt in prompts)
-        wish = body.speculation or Speculation()
-        logprobs = 0 if body.logprobs is None and wish.tokens else body.logprobs
-        limit = room if body.max_tokens is None else body.max_tokens
+        remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
+        speculation = body.speculation or Speculation()
+        logprobs = 0 if body.logprobs is None and speculation.tokens else body.logprobs
+        limit = remaining if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, limit, logprobs, service.drafters)
         ticket = await service.submit(prompts, params, body.deadline, body.stream)
         answer = _Answer(service, body, ticket, prompts)
@@ -72,7 +72,7 @@ class _Answer:
         self._prompt_tokens = sum(map(len, prompts))
         self._prompts = [prompt for prompt in prompts for _ in range(body.n)]  # of every choice
         self._tokenizer = service.tokenizer
-        self._wish = body.speculation or Speculation()
+        self._speculation = body.speculation or Speculation()
         self._frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -81,7 +81,7 @@ class _Answer:
         }
         # of a stream that wants them
         shown = self._prompts if body.stream and body.logprobs is not None else []
-        traced = self._prompts if body.stream and self._wish.tokens else []
+        traced = self._prompts if body.stream and self._speculation.tokens else []
         self._columns = [LogprobColumns(self._tokenizer, prompt) for prompt in shown]
         self._origins = [Origins(self._tokenizer, prompt) for prompt in traced]
         self._done: dict[int, CompletionRecord] = {}
@@ -94,7 +94,7 @@ class _Answer:
                 entries = completion.logprobs or []
                 logprobs = LogprobColumns(self._tokenizer, self._prompts[place]).columns(entries)
             choice = self._choice(place, completion.text, completion.finish_reason, logprobs)
-            if self._wish.tokens:
+            if self._speculation.tokens:
                 choice["tokens"] = Origins(self._tokenizer, self._prompts[place]).records(
                     completion.token_ids,
                     completion.draft_mask,
@@ -104,7 +104,7 @@ class _Answer:
             choices.append(choice)
         answer = {**self._frame, "choices": choices}
         answer["usage"] = usage(self._prompt_tokens, completions)
-        if self._wish.stats:
+        if self._speculation.stats:
             answer["speculation"] = self._stats(completions)
         return answer
 
@@ -131,11 +131,11 @@ class _Answer:
             self._done[place] = event.completion
             reason = event.completion.finish_reason
         choice = self._choice(place, event.text, reason, logprobs)
-        if self._wish.tokens:
+        if self._speculation.tokens:
             choice["tokens"] = self._origins[place].records(
                 event.token_ids, event.from_draft, event.logprobs, reason
             )
-        if not (event.text or reason or logprobs or self._wish.tokens):
+        if not (event.text or reason or logprobs or self._speculation.tokens):
             return []
         chunk = {**self._frame, "choices": [choice]}
         return [{**chunk, "usage": None} if self._counts else chunk]
@@ -143,7 +143,7 @@ class _Answer:
     def closing(self) -> list[Chunk]:
         completions = [self._done[place] for place in sorted(self._done)]
         chunks: list[Chunk] = []
-        if self._wish.stats:
+        if self._speculation.stats:
             stats = self._stats(completions)
             chunks.append({**self._frame, "choices": [], "speculation": stats})
         if self._counts:

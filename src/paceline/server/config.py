@@ -276,7 +276,7 @@ def default_of(item: Field[Any]) -> Any:
 def configure(
     flags: Mapping[str, object],
     file: str | Path | None = None,
-    choose: Callable[[str], str] = lambda wish: wish or EMBEDDED,
+    choose: Callable[[str], str] = lambda given: given or EMBEDDED,
 ) -> ServeConfig:
     """Defaults, then the file, then the flags that are not None. Raises ConfigError.
 

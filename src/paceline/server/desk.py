@@ -61,26 +61,26 @@ class Desk:
         elif isinstance(message, Scrape):
             self._post(Scraped(message.number, self.metrics.render()))
 
-    def _take(self, wish: Submit) -> None:
+    def _take(self, submit: Submit) -> None:
         arrived = time.perf_counter()
         try:
-            self.loop.reserve(wish.ticket, len(wish.prompts) * wish.params.n)
-            self._preparing.submit(self._prepare, wish, arrived)
+            self.loop.reserve(submit.ticket, len(submit.prompts) * submit.params.n)
+            self._preparing.submit(self._prepare, submit, arrived)
         except PacelineError as error:
-            self._post(Ended(wish.ticket, Fault.of(error)))
+            self._post(Ended(submit.ticket, Fault.of(error)))
 
-    def _prepare(self, wish: Submit, arrived: float) -> None:
+    def _prepare(self, submit: Submit, arrived: float) -> None:
         try:
             requests = [
                 request
-                for number, prompt in enumerate(wish.prompts)
-                for request in self.llm.prepare(prompt, wish.params, number, wish.streams)
+                for number, prompt in enumerate(submit.prompts)
+                for request in self.llm.prepare(prompt, submit.params, number, submit.streams)
             ]
             # Before the first step can be told: nothing comes before this.
-            self._post(Accepted(wish.ticket))
-            self.loop.put(EngineJob(wish.ticket, requests, wish.seconds, wish.own, arrived))
+            self._post(Accepted(submit.ticket))
+            self.loop.put(EngineJob(submit.ticket, requests, submit.seconds, submit.own, arrived))
         except Exception as error:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)
-            self.loop.withdraw(wish.ticket)
-            self._post(Ended(wish.ticket, Fault.of(error)))
+            self.loop.withdraw(submit.ticket)
+            self._post(Ended(submit.ticket, Fault.of(error)))

@@ -82,9 +82,9 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
     return method
 
 
-def _grammar(wish: ResponseFormat | None) -> Grammar | None:
-    if wish is None or wish.type == "text":
+def _grammar(response_format: ResponseFormat | None) -> Grammar | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if wish.json_schema is None:
+    if response_format.json_schema is None:
         return Grammar.json()
-    return Grammar("json", json.dumps(wish.json_schema.schema_))
+    return Grammar("json", json.dumps(response_format.json_schema.schema_))

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from paceline.errors import EngineLostError, PacelineError
-from paceline.server.wire import REPLIES, Failed, Hello, LoadModel, packed, read_message
+from paceline.server.wire import REPLIES, Failed, Hello, LoadModel, framed, read_message
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,7 +57,7 @@ class EngineProcess:
             )
         self.pid = self._process.pid
         with suppress(OSError):  # if it has ended already, ``hello`` says so
-            self.connection.sendall(packed(LoadModel(config)))
+            self.connection.sendall(framed(LoadModel(config)))
 
     def hello(self) -> Facts:
         """Wait until it has loaded. Raises its errors, and EngineLostError if it just ends."""

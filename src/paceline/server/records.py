@@ -71,7 +71,7 @@ class Event(WireRecord):
 class Facts(WireRecord):
     """What there is to know of an engine by those who do not hold it."""
 
-    room: ContextBudget
+    context_budget: ContextBudget
     drafters: tuple[str, ...]
     dtype: str
     device: str
@@ -80,7 +80,7 @@ class Facts(WireRecord):
     @classmethod
     def of(cls, llm: LLM) -> Facts:
         return cls(
-            llm.room,
+            llm.context_budget,
             tuple(llm.drafters),
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import ConfigError
 from paceline.server.client import EngineClient, Limits
 from paceline.server.failures import BusyError, GoneError
-from paceline.server.wire import REPLIES, Frames, WireMessage, packed
+from paceline.server.wire import REPLIES, Frames, WireMessage, framed
 
 if TYPE_CHECKING:
     from paceline.server.process import EngineProcess
@@ -38,7 +38,7 @@ class RemoteEngine(EngineClient):
         if self._transport is None or self._transport.is_closing():
             raise GoneError
         try:
-            data = packed(message)
+            data = framed(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be read: {error}") from None
         if self._transport.get_write_buffer_size() > MAX_UNSENT:

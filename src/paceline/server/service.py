@@ -53,7 +53,7 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
-        return self.loop.facts.room.limit
+        return self.loop.facts.context_budget.limit
 
     def check_model(self, name: str) -> None:
         """Raises APIError 404 for another model."""
@@ -65,9 +65,9 @@ class Service:
                 code="model_not_found",
             )
 
-    def room(self, prompt_tokens: int, param: str) -> int:
+    def remaining(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        refused = self.loop.facts.room.refusal(prompt_tokens)
+        refused = self.loop.facts.context_budget.refusal(prompt_tokens)
         if refused is not None:
             raise APIError(refused, param=param, code="context_length_exceeded")
         return self.max_model_len - prompt_tokens

@@ -140,7 +140,7 @@ REQUESTS: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(Engin
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def packed(message: WireMessage) -> bytes:
+def framed(message: WireMessage) -> bytes:
     """Length and message. Raises what msgspec does on text or numbers that cannot be encoded."""
     buffer = bytearray(_HEAD.size)
     _ENCODER.encode_into(message, buffer, _HEAD.size)

@@ -88,36 +88,36 @@ class Decoder(Protocol):
 
 
 def jobs_of(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, wishes: PromptSelection
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, selection: PromptSelection
 ) -> list[AnswerJob]:
-    """The prompts of all files; the same for the same files and wishes. Raises DataError."""
+    """The prompts of all files; the same for the same files and selection. Raises DataError."""
     total = sum(source.weight for source in sources)
     jobs: list[AnswerJob] = []
     for place, source in enumerate(sources):
         share = source.weight / total
-        wanted = None if wishes.count is None else round(wishes.count * share)
-        if _asks(source, wishes):
-            found = _asked(source, tokenizer, wishes, (wishes.seed, place), wanted, len(jobs))
+        wanted = None if selection.count is None else round(selection.count * share)
+        if _asks(source, selection):
+            found = _asked(source, tokenizer, selection, (selection.seed, place), wanted, len(jobs))
         else:
             count = round(_OPENINGS * share) if wanted is None else wanted
             starts = openings(
                 [source],
                 tokenizer,
                 count,
-                wishes.seed,
-                wishes.exclude_licenses,
-                longest=wishes.longest,
+                selection.seed,
+                selection.exclude_licenses,
+                longest=selection.longest,
             )
             found = [_opened(len(jobs) + n, opening) for n, opening in enumerate(starts)]
         jobs.extend(found)
-    order = np.random.default_rng(wishes.seed).permutation(len(jobs))
+    order = np.random.default_rng(selection.seed).permutation(len(jobs))
     return [jobs[int(place)] for place in order]
 
 
-def _asks(source: Source, wishes: PromptSelection) -> bool:
+def _asks(source: Source, selection: PromptSelection) -> bool:
     """Whether a file holds conversations in one of the layouts for them, going by its first
     record."""
-    for _, record in numbered_records(source.path, wishes.exclude_licenses):
+    for _, record in numbered_records(source.path, selection.exclude_licenses):
         return all(record.get(name) is None for name in ("ids", "text"))
     return False
 
@@ -129,17 +129,17 @@ def _opened(number: int, opening: Opening) -> AnswerJob:
 def _asked(
     source: Source,
     tokenizer: PreTrainedTokenizerFast,
-    wishes: PromptSelection,
+    selection: PromptSelection,
     seed: tuple[int, int],
     wanted: int | None,
     first: int,
 ) -> list[AnswerJob]:
     """``wanted`` (None: all) of a file's questions, numbered from ``first``."""
     rng = np.random.default_rng(seed)
-    prompter, refused = Prompter(tokenizer, wishes.max_prompt), Refusals(source.path)
+    prompter, refused = Prompter(tokenizer, selection.max_prompt), Refusals(source.path)
     found: list[AnswerJob] = []
     with stage(f"reading the prompts of {source.path.name}", unit="prompts") as doing:
-        for line, record in numbered_records(source.path, wishes.exclude_licenses, refused):
+        for line, record in numbered_records(source.path, selection.exclude_licenses, refused):
             try:
                 asked = questions_of(record)
                 if asked is None:
@@ -149,7 +149,7 @@ def _asked(
                 refused.add(line, str(why))
                 continue
             later = asked.later
-            if rng.random() < wishes.follow_ups and not later:
+            if rng.random() < selection.follow_ups and not later:
                 later = (FOLLOW_UPS[int(rng.integers(len(FOLLOW_UPS)))],)
             source_name, licence = str(record.get("source", "")), str(record.get("license", ""))
             task = str(record.get("task", record.get("category", "")))

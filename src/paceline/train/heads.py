@@ -370,7 +370,7 @@ class HeadTrainer(ABC):
 
     def run(
         self,
-        report: Callable[[HeadProgress], None] = lambda progress: None,
+        on_progress: Callable[[HeadProgress], None] = lambda progress: None,
         eval_every: int = 100,
         save_seconds: float = 300.0,
     ) -> Path:
@@ -385,7 +385,7 @@ class HeadTrainer(ABC):
                 progress.acceptance = self.measure()
                 acceptance = {name: a.to_dict() for name, a in progress.acceptance.items()}
                 self.history.append({"step": self.step, "loss": loss, "acceptance": acceptance})
-            report(progress)
+            on_progress(progress)
             if time.monotonic() - saved > save_seconds:
                 self.save_checkpoint()
                 saved = time.monotonic()

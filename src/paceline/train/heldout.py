@@ -55,7 +55,12 @@ def written_texts(
     for source in sources:
         alone = [Source(source.path, 1.0)]
         starts = openings(
-            alone, tokenizer, count, 0, exclude_licenses, longest_chat=_room(target, max_tokens)
+            alone,
+            tokenizer,
+            count,
+            0,
+            exclude_licenses,
+            longest_chat=_longest_chat(target, max_tokens),
         )
         prompts = [opening.token_ids for opening in starts]
         with stage(f"the target continues {len(prompts)} openings of {source.path.name}"):
@@ -68,7 +73,7 @@ def written_texts(
     return texts
 
 
-def _room(target: PreTrainedModel, max_tokens: int) -> int:
+def _longest_chat(target: PreTrainedModel, max_tokens: int) -> int:
     """Longest conversation that leaves the target room to answer."""
     shape = target.config.get_text_config(decoder=True)
     context = int(getattr(shape, "max_position_embeddings", None) or _LONGEST + max_tokens)

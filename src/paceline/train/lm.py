@@ -96,7 +96,7 @@ def run_name(model: str) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _room(stream: Stream) -> int:
+def _longest_window(stream: Stream) -> int:
     """Longest window, without its last target, that Mixture can draw from a stream."""
     return len(stream.ids) - 2
 
@@ -170,7 +170,9 @@ class LMTrainer:
                     f"{source.path} has only {len(stream.ids)} tokens of text, but a window takes "
                     f"{self.config.seq_len + 2}; give more text or a shorter --seq-len"
                 )
-        return max(self.config.seq_len, min(self.config.max_positions, *map(_room, streams)))
+        return max(
+            self.config.seq_len, min(self.config.max_positions, *map(_longest_window, streams))
+        )
 
     def _stream(self, source: Source) -> Stream:
         config = self.config
@@ -366,7 +368,7 @@ class LMTrainer:
 
     def run(
         self,
-        report: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
         eval_every: int = 250,
         save_seconds: float = 300.0,
     ) -> Path:
@@ -380,7 +382,7 @@ class LMTrainer:
             progress = Progress(self.step, self.config.steps, loss, speed)
             if self.step % eval_every == 0 or self.step == self.config.steps:
                 self.evaluate(progress)
-            report(progress)
+            on_progress(progress)
             if time.monotonic() - saved > save_seconds:
                 self.save_checkpoint()
                 saved = time.monotonic()

@@ -186,11 +186,11 @@ def _temperature(outcome: TuningOutcome, best: PredictedSetting) -> Iterator[Adv
         return
     other, rate = outcome.at_other
     here = best.method.mean_acceptance
-    cold, hot = (rate, here) if outcome.wish.temperature else (here, rate)
+    cold, hot = (rate, here) if outcome.options.temperature else (here, rate)
     yield Advice(
         "a higher temperature lowers acceptance",
         f"{best.method.label}: acceptance {here:.2f} at temperature "
-        f"{outcome.wish.temperature:g}, {rate:.2f} at {other:g}",
+        f"{outcome.options.temperature:g}, {rate:.2f} at {other:g}",
         "tune again if you sample otherwise" if cold > hot else "not here",
         cold > hot,
     )
@@ -198,7 +198,7 @@ def _temperature(outcome: TuningOutcome, best: PredictedSetting) -> Iterator[Adv
 
 def _batch(outcome: TuningOutcome, best: PredictedSetting) -> Advice:
     assert outcome.target is not None and outcome.plain is not None
-    sizes = batch_sizes(outcome.wish.concurrency, outcome.largest_batch)
+    sizes = batch_sizes(outcome.options.concurrency, outcome.largest_batch)
     plain = {b: predict(outcome.plain, outcome.target, 0, b).rate for b in sizes}
     fast = {b: max(plain[b], best_length(best.method, outcome.target, b).rate) for b in sizes}
     shown = ", ".join(f"{b}: {fast[b]:.0f}" for b in sizes)

@@ -42,8 +42,8 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     own: list[DrafterCandidate] = []
     if not drafts:
         own = [found for text in built_in(model) for found in variants(text)]
-    free = _LOOKUPS if model == EMBEDDED else _LOOKUPS + _TRAINED_ON_NOTHING
-    return _unique([*given, *own, *(found for text in free for found in variants(text))])
+    untrained = _LOOKUPS if model == EMBEDDED else _LOOKUPS + _TRAINED_ON_NOTHING
+    return _unique([*given, *own, *(found for text in untrained for found in variants(text))])
 
 
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:

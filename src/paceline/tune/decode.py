@@ -131,16 +131,16 @@ def decode(
 
 def _step(llm: LLM, run: Run, running: dict[int, SequenceState]) -> None:
     engine, levels = llm.engine, run.levels
-    roomy = {seq_id: seq.room > levels.longest for seq_id, seq in running.items()}
+    unhindered = {seq_id: seq.remaining > levels.longest for seq_id, seq in running.items()}
     before = engine.clock.totals()
     commits = engine.step()
     after = engine.clock.totals()
     for commit in commits:
-        if commit.tokens and roomy[commit.seq_id] and commit.finish_reason is None:
+        if commit.tokens and unhindered[commit.seq_id] and commit.finish_reason is None:
             levels.record(commit)
         if commit.finish_reason is not None:
             del running[commit.seq_id]
-    if commits and all(commit.tokens and commit.fed == 1 for commit in commits):
+    if commits and all(commit.tokens and commit.scheduled == 1 for commit in commits):
         spent = {phase: after[phase] - before[phase] for phase in after}
         run.steps.append(
             MeasuredStep(
@@ -150,6 +150,6 @@ def _step(llm: LLM, run: Run, running: dict[int, SequenceState]) -> None:
                 draft=spent["draft"],
                 target=spent["target"],
                 other=spent["verify"] + spent["other"],
-                full=all(roomy[commit.seq_id] for commit in commits),
+                full=all(unhindered[commit.seq_id] for commit in commits),
             )
         )

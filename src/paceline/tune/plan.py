@@ -58,7 +58,7 @@ class TuneOptions:
 class TuningOutcome:
     """All that was found out so far; Ctrl-C leaves what there is."""
 
-    wish: TuneOptions
+    options: TuneOptions
     model: str
     parameters: int
     prompt_count: int = 0
@@ -78,22 +78,22 @@ class TuningOutcome:
     bought: TuneSpending | None = None
 
     @classmethod
-    def start(cls, wish: TuneOptions, llm: LLM) -> TuningOutcome:
+    def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
         """Of the target that ``llm`` has loaded."""
-        return cls(wish, llm.target.name, count_parameters(llm.target))
+        return cls(options, llm.target.name, count_parameters(llm.target))
 
     @property
     def settings(self) -> list[PredictedSetting]:
-        """The best setting of every method at the wished concurrency, the fastest first."""
+        """The best setting of every method at the requested concurrency, the fastest first."""
         if self.target is None:
             return []
-        return search(self.methods, self.target, self.wish.concurrency)
+        return search(self.methods, self.target, self.options.concurrency)
 
     @property
     def plain_rate(self) -> float:
-        """Predicted tokens per second of plain decoding at the wished concurrency."""
+        """Predicted tokens per second of plain decoding at the requested concurrency."""
         assert self.target is not None and self.plain is not None
-        return predict(self.plain, self.target, 0, self.wish.concurrency).rate
+        return predict(self.plain, self.target, 0, self.options.concurrency).rate
 
     def break_even_of(self, method: MeasuredMethod) -> int:
         assert self.target is not None and self.plain is not None
@@ -101,7 +101,7 @@ class TuningOutcome:
 
     @property
     def largest_batch(self) -> int:
-        return max(LARGEST_BATCH, self.wish.concurrency)
+        return max(LARGEST_BATCH, self.options.concurrency)
 
     def method_of(self, spec: str) -> MeasuredMethod | None:
         return next((method for method in self.methods if method.spec == spec), None)
@@ -110,9 +110,9 @@ class TuningOutcome:
 OnProgress = Callable[[str], None]
 
 
-def turns(candidates: Sequence[DrafterCandidate], wish: TuneOptions) -> int:
+def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
-    return 10 + len(candidates) + 6 * wish.rounds
+    return 10 + len(candidates) + 6 * options.rounds
 
 
 def tune(
@@ -129,9 +129,9 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
-    budget, wish, before = budget or Budget(), outcome.wish, outcome.spent
+    budget, options, before = budget or Budget(), outcome.options, outcome.spent
     encoded = _encoded(llm, prompts, outcome)
-    sample = _sample(encoded, wish)
+    sample = _sample(encoded, options)
     advance("loading drafters")
     for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
         _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
@@ -150,11 +150,11 @@ def tune(
 
 def _encoded(llm: LLM, prompts: Sequence[BenchPrompt], outcome: TuningOutcome) -> list[list[int]]:
     """The prompts that leave room for the answers."""
-    wish = outcome.wish
-    ids, left_out = fit(_mixed(prompts), llm, wish.max_tokens)
+    options = outcome.options
+    ids, left_out = fit(_mixed(prompts), llm, options.max_tokens)
     if not ids:
         raise DataError(
-            f"no prompt leaves room for {wish.max_tokens} tokens in the {llm.max_model_len} "
+            f"no prompt leaves room for {options.max_tokens} tokens in the {llm.max_model_len} "
             f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
         )
     outcome.prompt_count = len(ids)
@@ -172,20 +172,20 @@ def _measure_target(
     budget: Budget,
 ) -> Sample:
     """The target's costs and plain decoding, once; returns what drafters are measured on."""
-    wish = outcome.wish
+    options = outcome.options
     advance("measuring the target")
-    with_room = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
+    largest = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
     if outcome.target is None:
-        sizes = batch_sizes(wish.concurrency, LARGEST_BATCH)
+        sizes = batch_sizes(options.concurrency, LARGEST_BATCH)
         share = budget.part(TARGET_SHARE)
-        outcome.target = target_costs(with_room, sizes, share, advance)
+        outcome.target = target_costs(largest, sizes, share, advance)
     sample = fitting_sample(sample, outcome.target, budget, candidates)
     if outcome.plain is None:
         advance("measuring plain decoding")
-        outcome.plain, runs = measure_plain(with_room, outcome.target, sample)
+        outcome.plain, runs = measure_plain(largest, outcome.target, sample)
         outcome.unrest = unrest_of(runs[0])
         outcome.copied = _copied_share(sample, runs)
-    with_room.close()
+    largest.close()
     return sample
 
 
@@ -222,19 +222,24 @@ def _confirm(
 ) -> None:
     """Rounds of the best settings; those of other contestants than before begin anew."""
     assert outcome.target is not None
-    wish, results = outcome.wish, outcome.results
+    options, results = outcome.options, outcome.results
     contestants, size = choose(outcome), outcome.size
     if not results or [r.contestant for r in results] != contestants[: len(results)]:
         results.clear()
-        outcome.rounds = wish.rounds
+        outcome.rounds = options.rounds
         contestants, size = affordable(
-            contestants, outcome.target, wish.concurrency, wish.max_tokens, wish.rounds, budget
+            contestants,
+            outcome.target,
+            options.concurrency,
+            options.max_tokens,
+            options.rounds,
+            budget,
         )
     elif len(results[0].ratios) >= outcome.rounds:
-        outcome.rounds += wish.rounds  # all that were wanted are there: as many again
+        outcome.rounds += options.rounds  # all that were wanted are there: as many again
     contestants = [result.contestant for result in results] or contestants
     outcome.size = size
-    rounds = Rounds.of(prompts, outcome.rounds, sample.params(), wish.concurrency, size)
+    rounds = Rounds.of(prompts, outcome.rounds, sample.params(), options.concurrency, size)
     confirm(llm, contestants, rounds, results, advance, budget)
     done = len(results[0].ratios) if results else 0
     enough = done >= min(LEAST_ROUNDS, outcome.rounds)
@@ -251,7 +256,7 @@ def _bought(
         candidates=len(candidates) - len(outcome.not_tried),
         candidates_wanted=len(candidates),
         rounds=done,
-        rounds_wanted=outcome.rounds or outcome.wish.rounds,
+        rounds_wanted=outcome.rounds or outcome.options.rounds,
         prompts_a_round=outcome.size,
         not_tried=tuple(outcome.not_tried),
     )
@@ -270,12 +275,12 @@ def _mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
     return spread(prompts, lambda prompt: prompt.category)
 
 
-def _sample(prompts: list[list[int]], wish: TuneOptions) -> Sample:
+def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
-    wide = min(max(8, wish.concurrency), LARGEST_BATCH)
+    wide = min(max(8, options.concurrency), LARGEST_BATCH)
     together = [prompts[place % len(prompts)] for place in range(2 * wide)]
     alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
-    return Sample(alone, together, (1, wide), wish.max_tokens, wish.temperature)
+    return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
 
 
 def _measure(llm: LLM, candidate: DrafterCandidate, sample: Sample, outcome: TuningOutcome) -> None:
@@ -306,7 +311,7 @@ def _other_temperature(llm: LLM, sample: Sample, outcome: TuningOutcome) -> None
     best = next(iter(outcome.settings), None)
     if best is None:
         return
-    other = 0.0 if outcome.wish.temperature else 1.0
+    other = 0.0 if outcome.options.temperature else 1.0
     changed = replace(sample, temperature=other)
     own = _beside(llm, best.method.spec, sample)
     longest = best.method.longest
@@ -346,8 +351,8 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
     are predicted to gain anything.
     """
     assert outcome.target is not None
-    wish = outcome.wish
-    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, wish.concurrency)]
+    options = outcome.options
+    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, options.concurrency)]
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
@@ -366,7 +371,7 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
                 both.family,
                 "auto",
                 max(_DEFAULT_LENGTH, model.length),
-                wish.concurrency,
+                options.concurrency,
                 better.rate / outcome.plain_rate,
                 (lookup.method, model.method),
             )
@@ -377,7 +382,7 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
 def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:
     assert outcome.target is not None
     method = setting.method
-    found = best_batch(method, outcome.target, outcome.wish.concurrency)
+    found = best_batch(method, outcome.target, outcome.options.concurrency)
     predicted = found.rate / outcome.plain_rate
     longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
     return [

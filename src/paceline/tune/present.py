@@ -54,7 +54,7 @@ def decision(outcome: TuningOutcome) -> str:
 
 def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
-    wish = outcome.wish
+    options = outcome.options
     report = Report(f"Tuning {outcome.model}")
     settings = outcome.settings
     if settings:
@@ -69,12 +69,12 @@ def report_of(outcome: TuningOutcome) -> Report:
         report.add("Why", table)
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *_bought(outcome))
     if settings:
-        report.add("Pictures", *_figures(outcome, wish.concurrency))
+        report.add("Pictures", *_figures(outcome, options.concurrency))
     return report
 
 
 def _search_table(outcome: TuningOutcome) -> Table:
-    wish = outcome.wish
+    options = outcome.options
     rows = []
     for setting in outcome.settings:
         method, cost = setting.method, setting.cost
@@ -104,8 +104,8 @@ def _search_table(outcome: TuningOutcome) -> Table:
             "until",
         ),
         rows,
-        title=f"Predicted, each method at its best length, {wish.concurrency} at once, "
-        f"temperature {wish.temperature:g}",
+        title=f"Predicted, each method at its best length, {options.concurrency} at once, "
+        f"temperature {options.temperature:g}",
         note=f"Plain decoding: {outcome.plain_rate:.0f} tok/s predicted. len.: levels. acc.: share "
         "of tried positions accepted. ms: a step; draft: its share. until: the largest batch that "
         f"gains, sought to {outcome.largest_batch}. {outcome.prompt_count} prompts at hand.",
@@ -203,7 +203,7 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
     return {
         "model": outcome.model,
         "parameters": outcome.parameters,
-        **asdict(outcome.wish),
+        **asdict(outcome.options),
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
         "confirmed": chosen is not None,
@@ -260,9 +260,9 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     """The profile of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
     assert chosen is not None and outcome.target is not None
-    contestant, wish = chosen.contestant, outcome.wish
+    contestant, options = chosen.contestant, outcome.options
     # Requests that were not expected may join, unless a smaller batch proved faster.
-    room = 8 if contestant.batch == wish.concurrency else contestant.batch
+    batch_size = 8 if contestant.batch == options.concurrency else contestant.batch
     used = contestant.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
     best = max(used, key=lambda m: m.expected_tokens(m.longest), default=None)
@@ -271,11 +271,11 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
         version=VERSION,
         model=ModelIdentity.of(llm.target),
         draft=DraftChoice(contestant.spec, contestant.length, contestant.max_length),
-        engine=EngineChoice(max(room, contestant.batch), "auto"),
+        engine=EngineChoice(max(batch_size, contestant.batch), "auto"),
         measured=Measured(
-            concurrency=wish.concurrency,
-            temperature=wish.temperature,
-            prompts=wish.source,
+            concurrency=options.concurrency,
+            temperature=options.temperature,
+            prompts=options.source,
             prompt_count=outcome.prompt_count,
             plain_tokens_per_second=round(outcome.results[0].rate, 1),
             tokens_per_second=round(chosen.rate, 1),

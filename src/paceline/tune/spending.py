@@ -54,14 +54,14 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
     """
     if budget.seconds is None:
         return sample
-    room = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
+    limit = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
     wide = sample.batches[1]
     shapes = [(4, 2 * wide), (4, wide), (2, wide), (2, 0), (1, 0)]
     smaller = [
         replace(sample, alone=sample.alone[:alone], together=sample.together[:together])
         for alone, together in shapes
     ]
-    fitting = (one for one in smaller if _seconds(one, target) <= room)
+    fitting = (one for one in smaller if _seconds(one, target) <= limit)
     return next(fitting, smaller[-1])
 
 

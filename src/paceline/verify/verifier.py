@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from paceline.core.batch import Check, Verdict
-from paceline.core.draws import coupled_choice, is_coupled, is_free, pick
+from paceline.core.draws import coupled_choice, draws_unseeded, is_coupled, pick
 from paceline.core.sampling import (
     NO_TOKEN,
     Rows,
@@ -52,7 +52,7 @@ def method_of(check: Check, rule: str = "auto") -> LosslessRule:
     Under "coupled" every request should carry a seed; one without is matched against fresh draws,
     which is just as lossless.
     """
-    if rule == "coupled" or not is_free(check.seq.params) or not len(check.tree):
+    if rule == "coupled" or not draws_unseeded(check.seq.params) or not len(check.tree):
         return "match"
     if check.draw is Draw.POINT:
         return "match"
@@ -167,15 +167,15 @@ class Verifier:
         parts.append(decisions.choices)
         if decisions.accepted is not None:
             parts.append(decisions.accepted)
-        report = None
+        step_logprobs = None
         if scores is not None:
-            report = StepLogprobs.of(scores, checks, decisions.choices)
-            parts.append(report.values)
+            step_logprobs = StepLogprobs.of(scores, checks, decisions.choices)
+            parts.append(step_logprobs.values)
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
         total_rows = nodes + len(checks)
         tokens, choices = values[:nodes], values[nodes : nodes + total_rows]
         accepted = values[nodes + total_rows : 2 * nodes + total_rows]
-        if report is not None:
+        if step_logprobs is not None:
             tokens, choices = list(map(int, tokens)), list(map(int, choices))
             tail = values[nodes + total_rows + (nodes if decisions.accepted is not None else 0) :]
         verdicts: list[Verdict] = []
@@ -187,8 +187,8 @@ class Verifier:
             end = path[-1] + 1 if path else 0
             emitted = (*(own[i] for i in path), own_choices[end])
             logprobs = None
-            if report is not None and check.seq.params.logprobs is not None:
-                logprobs = report.read(tail, check, row, node, path, emitted)
+            if step_logprobs is not None and check.seq.params.logprobs is not None:
+                logprobs = step_logprobs.read(tail, check, row, node, path, emitted)
             if min(own_choices) < 0 and any(
                 own_choices[at] < 0 for at in (0, *(i + 1 for i in path))
             ):

@@ -54,7 +54,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ClientRequest:
     """A request whose answer is determined: greedy or seeded."""
 
     key: int
@@ -76,27 +76,27 @@ class Wish:
 
 
 def speculation(chooser: random.Random, drafters: tuple[str, ...]) -> dict[str, Any]:
-    wish: dict[str, Any] = {"method": chooser.choice(("auto", "off", *drafters, *drafters))}
+    request: dict[str, Any] = {"method": chooser.choice(("auto", "off", *drafters, *drafters))}
     if chooser.random() < 0.5:
-        wish["draft_length"] = chooser.choice((0, 1, 2, 4, 7, 16, 64))
+        request["draft_length"] = chooser.choice((0, 1, 2, 4, 7, 16, 64))
     for name in ("stats", "tokens"):
         if chooser.random() < 0.15:
-            wish[name] = True
-    return wish
+            request[name] = True
+    return request
 
 
-def wishes(seed: str, count: int, server: Server) -> list[Wish]:
+def client_requests(seed: str, count: int, server: Server) -> list[ClientRequest]:
     """Requests with one right answer each."""
     found = []
     for key in range(count):
-        chooser = random.Random(f"{seed}/wish/{key}")
+        chooser = random.Random(f"{seed}/request/{key}")
         path, body = base(chooser, server)
         if chooser.random() < 0.5:
             body["temperature"] = 0
         else:
             body["temperature"] = chooser.choice((0.2, 0.7, 1.0, 1.3, 2.0))
             body["seed"] = chooser.choice((0, 1, 2**31, 2**63 - 1, chooser.randrange(10**6)))
-        found.append(Wish(key, path, body))
+        found.append(ClientRequest(key, path, body))
     return found
 
 

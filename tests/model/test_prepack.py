@@ -13,15 +13,15 @@ import transformers
 from paceline.core.batch import Batch, Span
 from paceline.model.cache import PagedCache
 from paceline.model.norms import as_rms_norm
-from paceline.model.pack import pack, pack_modules
-from paceline.model.packed import MergedPart, PackedLinear, can_pack
+from paceline.model.prepack import prepack_modules, quicken
 from paceline.model.probe import ATTENTION, register
+from paceline.model.products import MergedPart, PrepackedLinear, can_prepack
 from paceline.model.recognise import is_llama_shaped, relative_error
 from paceline.model.target import CausalModel
 
 VOCAB = 320
 needs_bf16 = pytest.mark.skipif(
-    not can_pack(torch.empty(8, 8, dtype=torch.bfloat16)),
+    not can_prepack(torch.empty(8, 8, dtype=torch.bfloat16)),
     reason="this processor has no bf16 products, so nothing is packed",
 )
 
@@ -113,7 +113,7 @@ def logits_of(model: CausalModel, features: tuple[int, ...] = ()) -> Any:
 def test_lean_forward_equals_the_module_in_float32(kind: str) -> None:
     model = CausalModel(build(kind, torch.float32), kind)
     wanted, wanted_features = logits_of(model, (0, 1, 3))
-    pack(model)
+    quicken(model)
     assert model.lean is not None
     got, features = logits_of(model, (0, 1, 3))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
@@ -128,12 +128,12 @@ def test_packed_bf16_is_as_close_to_float32_as_the_module(kind: str) -> None:
     exact = CausalModel(build(kind, torch.bfloat16).float(), kind)
     truth, _ = logits_of(exact)
     plain, _ = logits_of(model)
-    pack(model)
+    quicken(model)
     assert (model.lean is not None) == (kind in LLAMA_SHAPED)
-    packed, _ = logits_of(model)
-    assert relative_error(packed, truth) < 1.5 * relative_error(plain, truth) + 2e-3
-    same = packed.argmax(-1) == plain.argmax(-1)
-    near = plain.gather(1, packed.argmax(-1, True)) > plain.amax(-1, True) - 0.1 * plain.std()
+    prepacked, _ = logits_of(model)
+    assert relative_error(prepacked, truth) < 1.5 * relative_error(plain, truth) + 2e-3
+    same = prepacked.argmax(-1) == plain.argmax(-1)
+    near = plain.gather(1, prepacked.argmax(-1, True)) > plain.amax(-1, True) - 0.1 * plain.std()
     assert bool((same[:, None] | near).all()) and same.float().mean() > 0.7
 
 
@@ -142,7 +142,7 @@ def test_packed_bf16_is_as_close_to_float32_as_the_module(kind: str) -> None:
 def test_features_of_a_packed_model(kind: str) -> None:
     model = CausalModel(build(kind, torch.bfloat16), kind)
     _, wanted = logits_of(model, (0, 2, 3))
-    pack(model)
+    quicken(model)
     _, features = logits_of(model, (0, 2, 3))
     for feature, expected in zip(features, wanted, strict=True):
         assert relative_error(feature, expected) < 0.05
@@ -168,7 +168,7 @@ def test_a_difference_in_one_layer_or_at_the_ends_is_seen() -> None:
 @pytest.mark.parametrize("kind", ["llama-bias", "qwen3"])
 def test_padding_rows_changes_nothing(kind: str) -> None:
     model = CausalModel(build(kind, torch.float32), kind)
-    pack(model)
+    quicken(model)
     assert model.lean is not None and model.lean.least_rows == 1  # small: stays in the caches
     wanted, wanted_features = logits_of(model, (0, 2, 3))
     model.lean = replace(model.lean, least_rows=9)  # the step has 5 rows, of which 4 have logits
@@ -188,12 +188,12 @@ def test_packing_frees_the_plain_weights_and_keeps_a_tied_embedding() -> None:
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
     embedding = hf.model.embed_tokens.weight.detach().clone()
     del gone, attention, mlp
-    pack_modules(hf)
+    prepack_modules(hf)
     assert all(weight() is None for weight in weights)
     attention, mlp = hf.model.layers[0].self_attn, hf.model.layers[0].mlp
     now = [attention.q_proj, attention.k_proj, attention.o_proj, mlp.up_proj, mlp.down_proj]
     for linear, before in zip(now, dense, strict=True):
-        assert isinstance(linear, PackedLinear | MergedPart)
+        assert isinstance(linear, PrepackedLinear | MergedPart)
         assert torch.equal(linear.weight, before)
     assert torch.equal(hf.model.embed_tokens.weight, embedding)
     assert torch.equal(hf.lm_head.weight, embedding)
@@ -205,13 +205,13 @@ def test_weights_are_freed_one_by_one_not_at_the_end(monkeypatch: pytest.MonkeyP
     first = [weakref.ref(p) for n, p in hf.named_parameters() if "layers.0" in n and p.dim() == 2]
     alive: list[int] = []
 
-    class Watched(PackedLinear):
+    class Watched(PrepackedLinear):
         def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
             super().__init__(weight, bias)
             alive.append(sum(ref() is not None for ref in first))
 
-    monkeypatch.setattr("paceline.model.pack.PackedLinear", Watched)
-    pack_modules(hf)
+    monkeypatch.setattr("paceline.model.prepack.PackedLinear", Watched)
+    prepack_modules(hf)
     assert len(first) == 7 and alive[0] == 7
     assert alive[-1] == 0  # long before the last layer's
 
@@ -219,25 +219,25 @@ def test_weights_are_freed_one_by_one_not_at_the_end(monkeypatch: pytest.MonkeyP
 @needs_bf16
 def test_packing_twice_changes_nothing() -> None:
     model = CausalModel(build("qwen2", torch.bfloat16), "qwen2")
-    pack(model)
+    quicken(model)
     lean = model.lean
     wanted, _ = logits_of(model)
-    pack(model)
-    assert pack_modules(model.hf) == 0
+    quicken(model)
+    assert prepack_modules(model.hf) == 0
     assert model.lean is lean
     assert torch.equal(logits_of(model)[0], wanted)
 
 
 def test_float16_is_not_packed() -> None:
     hf = build("gpt2", torch.float16)
-    assert pack_modules(hf) == 0
-    assert not any(isinstance(module, PackedLinear) for module in hf.modules())
+    assert prepack_modules(hf) == 0
+    assert not any(isinstance(module, PrepackedLinear) for module in hf.modules())
 
 
 def test_the_lean_forward_of_plain_weights_stores_none_twice() -> None:
     model = CausalModel(build("llama", torch.float16), "llama")
     wanted, _ = logits_of(model)
-    pack(model)
+    quicken(model)
     assert model.lean is not None
     assert relative_error(logits_of(model)[0], wanted) < 0.01
     mlp = model.hf.model.layers[0].mlp
@@ -249,7 +249,7 @@ def test_the_lean_forward_of_plain_weights_stores_none_twice() -> None:
 def test_merged_parts_answer_right_in_any_order_and_for_any_input() -> None:
     hf = build("qwen2", torch.bfloat16)
     plain = build("qwen2", torch.bfloat16).model.layers[0].self_attn
-    pack_modules(hf)
+    prepack_modules(hf)
     merged = hf.model.layers[0].self_attn
     x, y = torch.randn(2, 3, 64).bfloat16().unbind()
     with torch.inference_mode():

@@ -21,12 +21,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # [..., in] -> [..., out]
 _ROWS_HINT = 8
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether packing gains: dense matrices on an x86 CPU, bf16 only where it is native.
+def can_prepack(weight: torch.Tensor) -> bool:
+    """Whether prepacking gains: dense matrices on an x86 CPU, bf16 only where it is native.
 
-    Measured on one core (Zen 4), 6144 x 1152, microseconds plain / packed: bf16 with 1, 5 and 512
-    rows 1321 / 788, 1470 / 673, 34200 / 32545; float32 with 1, 5, 64 rows 1849 / 1850,
-    4492 / 1622, 14220 / 8703.
+    Measured on one core (Zen 4), 6144 x 1152, microseconds plain / prepacked: bf16 with 1, 5 and
+    512 rows 1321 / 788, 1470 / 673, 34200 / 32545; float32 with 1, 5, 64 rows 1849 / 1850, 4492 /
+    1622, 14220 / 8703.
     """
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.dim() != 2:
         return False
@@ -37,18 +37,18 @@ def can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _product(packed: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _product(prepacked: torch.Tensor, bias: torch.Tensor | None) -> Product:
     linear: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = linear(x, packed, bias, "none", [], "")
+        result: torch.Tensor = linear(x, prepacked, bias, "none", [], "")
         return result
 
     return product
 
 
-class PackedLinear(nn.Module):
-    """Stands for an ``nn.Linear``; the only copy of its weight is the packed one."""
+class PrepackedLinear(nn.Module):
+    """Stands for an ``nn.Linear``; the only copy of its weight is the prepacked one."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """``weight`` ``[out, in]``, read once and not kept; ``bias`` ``[out]`` or None."""
@@ -56,13 +56,13 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
         dense = weight.detach().contiguous()
-        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
-        self.product = _product(self.packed, self.bias)
+        self.prepacked: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
+        self.product = _product(self.prepacked, self.bias)
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy, exactly the weight that was packed; costs memory and time."""
-        return self.packed.to_dense()
+        """A dense copy, exactly the weight that was prepacked; costs memory and time."""
+        return self.prepacked.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x)
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, bias={self.bias is not None}"
 
 
-class MergedLinear(PackedLinear):
+class MergedLinear(PrepackedLinear):
     """Several products of one input as one: their rows follow each other in one weight."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -103,7 +103,7 @@ class MergedPart(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy, exactly the weight that was packed; costs memory and time."""
+        """A dense copy, exactly the weight that was prepacked; costs memory and time."""
         return torch.split(self.merged.weight, self.merged.sizes)[self.index]
 
     @property
@@ -132,8 +132,8 @@ def mergeable(linears: Sequence[object]) -> TypeGuard[Sequence[nn.Linear]]:
 
 
 def product_of(linear: nn.Module) -> Product:
-    """The product that a (packed or plain) linear module computes, without module overhead."""
-    if isinstance(linear, PackedLinear):
+    """The product that a (prepacked or plain) linear module computes, without module overhead."""
+    if isinstance(linear, PrepackedLinear):
         return linear.product
     assert type(linear) is nn.Linear, f"{type(linear).__name__} is no linear product"
     weight, bias = linear.weight.detach(), linear.bias

@@ -2,7 +2,7 @@
 
 Two levels, each kept only where it gains and where results agree:
 
-1. any model: linear modules get packed weights (bf16 on CPU), projections of one input are
+1. any model: linear modules get prepacked weights (bf16 on CPU), projections of one input are
    merged into one product, modules that compute an RMS norm get a short forward;
 2. Llama-shaped models: the whole forward becomes the loop of ``lean.py`` over the same weights.
 """
@@ -19,11 +19,11 @@ from torch import nn
 from paceline.core.batch import Batch, Span
 from paceline.model.cache import PagedCache
 from paceline.model.norms import quicken_norms
-from paceline.model.packed import (
+from paceline.model.products import (
     MergedLinear,
     MergedPart,
-    PackedLinear,
-    can_pack,
+    PrepackedLinear,
+    can_prepack,
     mergeable,
 )
 from paceline.model.recognise import is_llama_shaped, lean_model, relative_error
@@ -37,17 +37,17 @@ _TRIM_BYTES = 64 << 20
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def pack_modules(hf: nn.Module) -> int:
+def prepack_modules(hf: nn.Module) -> int:
     """Level 1, in place; returns how many linear modules were replaced (0 the second time).
 
-    Each plain weight is freed as soon as it is packed, so at no time are two copies of more than
+    Each plain weight is freed as soon as it is prepacked, so at no time are two copies of more than
     one weight in memory. Where an embedding shares its weight with a linear module, the
-    embedding keeps it and the linear gets a packed copy.
+    embedding keeps it and the linear gets a prepacked copy.
     """
     count = held = 0
     # Parents only: a list of all modules would keep every plain weight alive to the end.
     for parent in [m for m in hf.modules() if next(m.children(), None) is not None]:
-        done = [*_merge_children(parent), *_pack_children(parent)]
+        done = [*_merge_children(parent), *_prepack_children(parent)]
         count += len(done)
         held += sum(done)
         if held > _TRIM_BYTES:
@@ -63,26 +63,26 @@ def _merge_children(parent: nn.Module) -> Iterator[int]:
     """Merge the projections of one input; yields the bytes of each."""
     for names in _MERGED:
         linears = [getattr(parent, name, None) for name in names]
-        if mergeable(linears) and can_pack(linears[0].weight):
+        if mergeable(linears) and can_prepack(linears[0].weight):
             merged = MergedLinear(linears)
             for index, name in enumerate(names):
                 yield linears[index].weight.nbytes
                 setattr(parent, name, MergedPart(merged, index))
 
 
-def _pack_children(parent: nn.Module) -> Iterator[int]:
-    """Replace the plain linear children by packed ones; yields the bytes of each."""
+def _prepack_children(parent: nn.Module) -> Iterator[int]:
+    """Replace the plain linear children by prepacked ones; yields the bytes of each."""
     from transformers.pytorch_utils import Conv1D
 
     for name, child in list(parent.named_children()):
         weight = child.weight if isinstance(child, nn.Linear | Conv1D) else None
-        if weight is None or not can_pack(weight):
+        if weight is None or not can_prepack(weight):
             continue
         if type(child) is nn.Linear:
-            setattr(parent, name, PackedLinear(weight, child.bias))
+            setattr(parent, name, PrepackedLinear(weight, child.bias))
             yield weight.nbytes
         elif isinstance(child, Conv1D):  # its weight is [in, out]
-            setattr(parent, name, PackedLinear(weight.t(), child.bias))
+            setattr(parent, name, PrepackedLinear(weight.t(), child.bias))
             yield weight.nbytes
 
 
@@ -95,7 +95,7 @@ def _trim() -> None:
 
 
 @torch.inference_mode()
-def pack(model: CausalModel) -> CausalModel:
+def quicken(model: CausalModel) -> CausalModel:
     """Make a loaded model quick, in place; returns the same model. A second call does nothing.
 
     If the lean forward's logits differ from the module's by more than rounding, the module's
@@ -107,7 +107,7 @@ def pack(model: CausalModel) -> CausalModel:
     cache = PagedCache(model.cache_shapes, 1, _PROBE_ROWS, model.dtype, model.device)
     batch = _probe_batch(model)
     wanted = model(batch, cache).logits if llama else None
-    pack_modules(model.hf)
+    prepack_modules(model.hf)
     if wanted is not None:
         lean = lean_model(model.hf)
         model.lean = lean
