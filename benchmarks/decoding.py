@@ -35,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import contestants as c
 import inflate
 import real
-from paceline.bench.outcome import Ask, Contestant
+from paceline.tools.bench.outcome import Ask, Contestant
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
 from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, show

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.core.batch import Batch, Span
-from paceline.model.cache import PagedCache
-from paceline.model.prepack import quicken
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
 

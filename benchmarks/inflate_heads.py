@@ -38,10 +38,10 @@ from inflate import (
     wider,
     write_once,
 )
-from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
-from paceline.draft.eagle_head import EagleConfig, EagleHead
-from paceline.draft.medusa_format import load_medusa, save_medusa
-from paceline.draft.medusa_head import MedusaHeads
+from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.medusa_format import load_medusa, save_medusa
+from paceline.draft.heads.medusa_head import MedusaHeads
 from paceline.errors import PacelineError
 
 _MEDUSA = "medusa_lm_head.safetensors"

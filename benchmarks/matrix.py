@@ -42,11 +42,11 @@ import real
 from entrants import PLAIN, Entry, Weights, entries, skip_option
 from matrix_figures import AUTO, as_report, cell_line, summary
 from neighbours import Neighbours, wait_until_quiet
-from paceline.bench.prompts import load_prompts
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.report.terminal import print_report
+from paceline.tools.bench.prompts import load_prompts
+from paceline.tools.report.terminal import print_report
 from prompts import default_folder
 from report import machine
 from waves import Contestant, Run, together

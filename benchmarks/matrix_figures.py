@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from paceline.report.document import Report, Table, Text
+from paceline.tools.report.document import Report, Table, Text
 
 PLAIN, AUTO = "plain", "auto"
 WANTED = 0.97  # of plain decoding, from the first request on

@@ -45,10 +45,10 @@ import inflate
 import matrix
 import real
 from never_slower_report import as_record, as_report
-from paceline.bench.prompts import load_prompts
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.report.terminal import print_report
+from paceline.tools.bench.prompts import load_prompts
+from paceline.tools.report.terminal import print_report
 from prompts import default_folder
 from report import machine
 from waves import Contestant, Run

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from paceline.report.document import Figure, Report, Table, Text
-from paceline.report.plots import lines
+from paceline.tools.report.document import Figure, Report, Table, Text
+from paceline.tools.report.plots import lines
 from waves import Run
 
 PLAIN, AUTO = "plain", "auto"

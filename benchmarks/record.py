@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.outcome import TimedRun
+from paceline.tools.bench.outcome import TimedRun
 
 
 @dataclass

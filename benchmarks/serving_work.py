@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import real
 from paceline import LLM, SamplingParams
-from paceline.bench.prompts import load_prompts
+from paceline.tools.bench.prompts import load_prompts
 from prompts import spread
 
 SERVED = "bench"  # the model's name over HTTP

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from engine_models import random_llama
 from made_tokenizers import BYTES, GEMMA, LLAMA
-from paceline.draft.vocab import TokenTexts, shared_ids
+from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
 from tiny_models import SENTENCES
 
 # Each in its own UTF-8 bytes: two, three and four of them, and one of several characters.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.outcome import Ask, TimedAnswer, TimedRun
-from paceline.bench.runner import BenchJob, Heat
 from paceline.core.params import SamplingParams
+from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.tools.bench.runner import BenchJob, Heat
 
 
 def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:

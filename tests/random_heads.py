@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from engine_models import VOCAB
-from paceline.draft.eagle_format import save_eagle
-from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_format import save_eagle
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.model.target import CausalModel
 
 

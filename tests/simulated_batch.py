@@ -14,9 +14,9 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile
-from paceline.engine.controller import AdaptiveLength
+from paceline.pace.controller import AdaptiveLength
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile
 
 Rate = Callable[[int, int], float]  # (sequence, tokens written) -> chance of the next drafted token
 SIZES = (2, 4, 8, 16)

@@ -11,10 +11,10 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.draft.hybrid import Hybrid
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile, dearest
-from paceline.engine.controller import AdaptiveLength
+from paceline.pace.controller import AdaptiveLength
+from paceline.pace.hybrid import Hybrid
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile, dearest
 
 STEP = 1.0  # seconds of a target step over one token
 TOKEN = 0.01  # of each further one

@@ -16,7 +16,7 @@ from paceline.cli.tune import TargetOptions
 from paceline.defaults import EMBEDDED, REAL, default_draft, default_drafts, default_model
 from paceline.model import names, store
 from paceline.server.config import ServeConfig
-from paceline.tune.candidates import at_hand
+from paceline.tools.tune.candidates import at_hand
 from pulled_model import plant
 from tiny_models import TinyPair
 

@@ -96,7 +96,7 @@ def test_llm_signature() -> None:
 
 
 def test_completion_and_its_stats() -> None:
-    from paceline.completion import CompletionStats
+    from paceline.request.completion import CompletionStats
 
     assert [item.name for item in fields(paceline.Completion)] == [
         "prompt",

@@ -11,7 +11,7 @@ from paceline.core.batch import Commit
 from paceline.core.params import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
-from paceline.request import Request
+from paceline.request.request import Request
 
 
 def answer(

@@ -14,8 +14,8 @@ import pytest
 
 from encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 from paceline import LLM, Completion, Grammar, SamplingParams
-from paceline.draft.retokenise import Retokeniser
-from paceline.draft.vocab import TokenTexts, shared_ids
+from paceline.draft.vocabulary.retokenise import Retokeniser
+from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
 
 # With more rows of logits than tokens, as heads often have: 49,216 and 200,064.
 PADDING = {"smollm": 64, "wide": 64}

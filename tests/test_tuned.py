@@ -11,9 +11,9 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.engine.controller import AdaptiveLength
 from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
+from paceline.pace.controller import AdaptiveLength
 from paceline.tuned import (
     VERSION,
     DraftChoice,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.costs import CostCurve
-from paceline.tune.search import MeasuredMethod, TargetCosts
+from paceline.tools.tune.search import MeasuredMethod, TargetCosts
 
 NOTHING = CostCurve((1,), (0.0,))
 EVEN = CostCurve((1,), (1.0,))

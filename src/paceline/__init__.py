@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.completion import Completion
     from paceline.core.params import Grammar, SamplingParams
     from paceline.errors import (
         CacheMemoryError,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from paceline.llm import LLM
+    from paceline.request.completion import Completion
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
-    "Completion": "paceline.completion",
+    "Completion": "paceline.request.completion",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
 }

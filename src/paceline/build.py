@@ -11,19 +11,19 @@ import torch
 
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.eagle import MOST_WAITING
-from paceline.draft.hybrid import Hybrid
+from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile, dearest
 from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
-from paceline.engine.controller import AdaptiveLength, Controller, FixedLength
-from paceline.engine.costs import made_up_chains, measure
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
-from paceline.model.cache import PagedCache, blocks_within, bytes_per_token
+from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.target import CausalModel
+from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
+from paceline.pace.costs import made_up_chains, measure
+from paceline.pace.hybrid import Hybrid
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile, dearest
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
@@ -90,7 +90,7 @@ def cache_blocks(
 ) -> int:
     """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many.
 
-    ``feature_bytes`` of a token are those that a drafter may have to keep (draft/eagle.py).
+    ``feature_bytes`` of a token are those that a drafter may have to keep (draft/heads/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
     of the device. Raises CacheMemoryError if not even a few blocks fit.

@@ -18,7 +18,7 @@ from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceState
-from paceline.model.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed, PagedCache
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel

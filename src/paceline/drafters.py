@@ -15,32 +15,32 @@ import torch
 
 from paceline.config import DraftSpec
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.eagle import EagleDrafter
-from paceline.draft.eagle_format import load_eagle
-from paceline.draft.eagle_lean import quicken
-from paceline.draft.hybrid import Hybrid
+from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.heads.eagle_format import load_eagle
+from paceline.draft.heads.eagle_lean import quicken
+from paceline.draft.heads.medusa import MedusaDrafter, shapes_of
+from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.lookahead import LookaheadDrafter
-from paceline.draft.medusa import MedusaDrafter, shapes_of
-from paceline.draft.medusa_format import load_medusa
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NGramDrafter
-from paceline.draft.policy import Policy
 from paceline.draft.recycling import RecyclingDrafter
 from paceline.draft.router import Router
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
-from paceline.draft.shape import Shape
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.swift import SkipSearch, skippable
 from paceline.draft.translated import StringDrafter
-from paceline.draft.vocab import Intersection, SharedVocabulary, Vocabulary
-from paceline.draft.vocab_match import Match, match_vocabularies
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.shape import Shape
+from paceline.draft.vocabulary.matching import Match, match_vocabularies
+from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary, Vocabulary
 from paceline.errors import ConfigError
-from paceline.model.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.gguf import gguf_file
 from paceline.model.loading import load_tokenizer as load_tokenizer
 from paceline.model.names import resolve
+from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
+from paceline.pace.hybrid import Hybrid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

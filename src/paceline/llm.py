@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.completion import Completion, StreamEvent
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-from paceline.door import ContextBudget, as_conversations, as_params, as_prompts, encode
-from paceline.door import Message as Message
-from paceline.door import Prompt as Prompt
-from paceline.door import render_chat as rendered
 from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
-from paceline.grammar import GrammarCompiler
 from paceline.model.target import CausalModel
-from paceline.request import Request, advance
+from paceline.request.completion import Completion, StreamEvent
+from paceline.request.door import ContextBudget, as_conversations, as_params, as_prompts, encode
+from paceline.request.door import Message as Message
+from paceline.request.door import Prompt as Prompt
+from paceline.request.door import render_chat as rendered
+from paceline.request.grammar import GrammarCompiler
+from paceline.request.request import Request, advance
 from paceline.stages import is_heard, stage
 from paceline.tuned import TunedProfile
 

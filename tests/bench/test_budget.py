@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from made_outcomes import Fake, heat, job
-from paceline.bench.bought import BenchSpending, sureness_of
-from paceline.bench.figures import rows
-from paceline.bench.methods import Method
-from paceline.bench.outcome import Ask, Contestant, TimedRun
-from paceline.bench.runner import HeatRecord, Settings, Sweep, jobs, spread, take_turns
 from paceline.budget import Budget
+from paceline.tools.bench.bought import BenchSpending, sureness_of
+from paceline.tools.bench.figures import rows
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
+from paceline.tools.bench.runner import HeatRecord, Settings, Sweep, jobs, spread, take_turns
 from simulated_clock import Clock
 
 PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench import cells
-from paceline.bench.figures import Spread
-from paceline.report.document import is_number
+from paceline.tools.bench import cells
+from paceline.tools.bench.figures import Spread
+from paceline.tools.report.document import is_number
 
 
 def test_medians_with_spread() -> None:

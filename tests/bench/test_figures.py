@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from made_outcomes import Fake, heat, job, outcome
-from paceline.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
-from paceline.bench.outcome import TimedAnswer, TimedRun
-from paceline.bench.runner import Heat, HeatRecord, take_turns
+from paceline.tools.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
+from paceline.tools.bench.outcome import TimedAnswer, TimedRun
+from paceline.tools.bench.runner import Heat, HeatRecord, take_turns
 
 PLAINS = {"plain", "theirs"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.methods import Method, parse_lengths, parse_method, parse_methods
 from paceline.errors import ConfigError
+from paceline.tools.bench.methods import Method, parse_lengths, parse_method, parse_methods
 
 DRAFT = "some/draft"
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from rich.console import Console
 
 from made_outcomes import job, outcome
-from paceline.bench.figures import rows
-from paceline.bench.methods import Method
-from paceline.bench.pages import report_of
-from paceline.bench.predict import Item, Prediction
-from paceline.bench.predictions import Predicted
-from paceline.bench.result import BenchResult
-from paceline.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
-from paceline.bench.texts import Comparison
-from paceline.report.terminal import print_report
+from paceline.tools.bench.figures import rows
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.pages import report_of
+from paceline.tools.bench.predict import Item, Prediction
+from paceline.tools.bench.predictions import Predicted
+from paceline.tools.bench.result import BenchResult
+from paceline.tools.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
+from paceline.tools.bench.texts import Comparison
+from paceline.tools.report.terminal import print_report
 
 MACHINE = {
     "processor": "A",

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from paceline import LLM
-from paceline.bench.forwards import Alone, measure_alone
-from paceline.bench.outcome import TimedAnswer, TimedRun
-from paceline.bench.predict import (
+from paceline.core.batch import Batch, ModelOutput
+from paceline.draft.base import NoDrafter
+from paceline.model.target import CausalModel
+from paceline.tools.bench.forwards import Alone, measure_alone
+from paceline.tools.bench.outcome import TimedAnswer, TimedRun
+from paceline.tools.bench.predict import (
     MeanDraft,
     Prediction,
     expected_tokens,
@@ -20,10 +23,7 @@ from paceline.bench.predict import (
     predict_and_measure,
     textbook_speedup,
 )
-from paceline.bench.prompts import load_prompts
-from paceline.core.batch import Batch, ModelOutput
-from paceline.draft.base import NoDrafter
-from paceline.model.target import CausalModel
+from paceline.tools.bench.prompts import load_prompts
 
 # Milliseconds. The draft's pass is a tenth of a target forward, verification nearly free.
 PLAIN = {"draft": 0.0, "target": 10.0, "verify": 0.5, "other": 0.5}

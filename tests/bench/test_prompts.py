@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.bench.prompts import BenchPrompt, fit, load_prompts
 from paceline.errors import ConfigError, DataError, PromptError
+from paceline.tools.bench.prompts import BenchPrompt, fit, load_prompts
 
 CATEGORIES = {
     "arithmetic",

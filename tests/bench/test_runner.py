@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from made_outcomes import Fake, job
-from paceline.bench.methods import Method
-from paceline.bench.outcome import Contestant
-from paceline.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.outcome import Contestant
+from paceline.tools.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 

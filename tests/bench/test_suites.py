@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from made_outcomes import ask, outcome
-from paceline.bench.conversations import (
+from paceline.errors import ConfigError, DataError
+from paceline.tools.bench.conversations import (
     Answered,
     Dialogue,
     Manner,
@@ -21,10 +22,9 @@ from paceline.bench.conversations import (
     converse,
     fitting,
 )
-from paceline.bench.outcome import Ask, TimedAnswer, TimedRun
-from paceline.bench.suite_figures import OVERALL, accepted_tokens, task_figures
-from paceline.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
-from paceline.errors import ConfigError, DataError
+from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.tools.bench.suite_figures import OVERALL, accepted_tokens, task_figures
+from paceline.tools.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
 
 
 def lines(path: Path, *records: dict[str, Any]) -> Path:

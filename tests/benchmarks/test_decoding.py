@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import contestants
 import decoding
-from paceline.bench.contestants import Paceline
-from paceline.bench.outcome import TimedAnswer, TimedRun
+from paceline.tools.bench.contestants import Paceline
+from paceline.tools.bench.outcome import TimedAnswer, TimedRun
 from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, spread
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures

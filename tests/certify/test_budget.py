@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from engine_models import reference_logits
-from paceline.certify import Certifier, Effort, Evidence
-from paceline.certify.decoding import Start
-from paceline.certify.schedule import Draws, Texts, groups, schedule
-from paceline.certify.scoring import Scorer
-from paceline.certify.tables import report_of
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
-from paceline.model.cache import PagedCache
+from paceline.model.paged.cache import PagedCache
+from paceline.tools.certify import Certifier, Effort, Evidence
+from paceline.tools.certify.decoding import Start
+from paceline.tools.certify.schedule import Draws, Texts, groups, schedule
+from paceline.tools.certify.scoring import Scorer
+from paceline.tools.certify.tables import report_of
 from simulated_clock import SecondEach
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -85,7 +85,9 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
 def test_few_samples_are_not_enough_however_well_they_fit(
     llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.certify.run.MOST_BIAS", 0.2)  # these distributions have few cells
+    monkeypatch.setattr(
+        "paceline.tools.certify.run.MOST_BIAS", 0.2
+    )  # these distributions have few cells
     effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()

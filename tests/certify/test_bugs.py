@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.certify import Certificate, Certifier, Effort
 from paceline.core.batch import Check, Plan, Span, Verdict
 from paceline.core.draws import pick
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
 from paceline.llm import LLM
+from paceline.tools.certify import Certificate, Certifier, Effort
 from paceline.verify.rules import RuleProbabilities, aligned
 from paceline.verify.verifier import Decisions, Verifier
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paceline.certify.cells import Cells, String, make_cells
-from paceline.certify.each import Scale
+from paceline.tools.certify.cells import Cells, String, make_cells
+from paceline.tools.certify.each import Scale
 
 VOCAB = 6
 

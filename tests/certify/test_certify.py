@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.certify import Certifier, Effort, certify
-from paceline.certify.tables import report_of
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
 from paceline.llm import LLM
+from paceline.tools.certify import Certifier, Effort, certify
+from paceline.tools.certify.tables import report_of
 
 Named = Sequence[tuple[str, Sequence[int]]]
 SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.certify.chisquare import (
+from paceline.tools.certify.chisquare import (
     critical,
     detectable,
     goodness,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paceline.certify.draws import Recorder
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
+from paceline.tools.certify.draws import Recorder
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.certify.exact import Case, TooManyOutcomes, drafts, step_error
 from paceline.core.tree import Draw, chain_parents
+from paceline.tools.certify.exact import Case, TooManyOutcomes, drafts, step_error
 from paceline.verify.verifier import Verifier
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.certify.decoding import DecodedOutput, StandstillError, Start, decode
-from paceline.certify.texts import Task, check_texts
 from paceline.core.params import SamplingParams
 from paceline.difference import Difference, first_difference
 from paceline.llm import LLM
+from paceline.tools.certify.decoding import DecodedOutput, StandstillError, Start, decode
+from paceline.tools.certify.texts import Task, check_texts
 
 Named = Sequence[tuple[str, Sequence[int]]]
 PARAMS = SamplingParams(max_tokens=12)
@@ -52,8 +52,8 @@ def test_what_comes_after_a_tie_is_looked_at(
             return None
         return difference(at, 0.0 if at == 2 else second or 0.0)
 
-    monkeypatch.setattr("paceline.certify.texts.decode", faked)
-    monkeypatch.setattr("paceline.certify.texts.explain", explained)
+    monkeypatch.setattr("paceline.tools.certify.texts.decode", faked)
+    monkeypatch.setattr("paceline.tools.certify.texts.explain", explained)
     check = check_texts(llm.engine, [task], [plain.tokens], "greedy", "x", 2)
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain.tokens[:3]]

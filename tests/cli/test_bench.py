@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from made_outcomes import Fake
-from paceline.bench.contestants import Starter
-from paceline.bench.methods import Method
-from paceline.bench.outcome import Ask, Contestant, TimedRun
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
+from paceline.tools.bench.contestants import Starter
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
 from tiny_models import TinyPair
 
 FEW = ["--rounds", "1", "--per-category", "1", "--category", "chat", "--category", "code"]

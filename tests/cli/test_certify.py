@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from paceline.certify import Certifier, Problem
 from paceline.cli.main import app
+from paceline.tools.certify import Certifier, Problem
 from tiny_models import TinyPair
 
 

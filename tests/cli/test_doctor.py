@@ -61,7 +61,7 @@ def test_nothing_is_measured_where_there_is_an_error(broken: str) -> None:
 
 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.doctor.trial.SECONDS", 0.2)
+    monkeypatch.setattr("paceline.tools.doctor.trial.SECONDS", 0.2)
 
 
 def test_measuring(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from made_outcomes import Fake
-from paceline.bench.contestants import Starter
 from paceline.cli.main import app
+from paceline.tools.bench.contestants import Starter
 from tiny_models import TinyPair
 
 TASKS = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")

@@ -11,7 +11,7 @@ import torch
 from doctor_folders import Copy, Folder, codes, only
 from encoding_tokenizers import CHATML, INST, smollm, write_model
 from paceline import LLM, SamplingParams
-from paceline.doctor import Severity, examine
+from paceline.tools.doctor import Severity, examine
 
 ABOUT_CHATS = {
     "chat-template-refuses",

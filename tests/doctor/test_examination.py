@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from doctor_folders import Copy, codes, only
-from paceline.doctor import Finding, Severity, examine
-from paceline.doctor.findings import by_severity, finding
-from paceline.doctor.kinds import KINDS
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.tools.doctor import Finding, Severity, examine
+from paceline.tools.doctor.findings import by_severity, finding
+from paceline.tools.doctor.kinds import KINDS
 
 TARGET = "paceline/tiny"
 HEALTHY = {

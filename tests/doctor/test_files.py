@@ -13,9 +13,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from doctor_folders import Copy, codes, only
-from paceline.doctor import examine
-from paceline.doctor.files import read_files, read_header
 from paceline.errors import ModelLoadError
+from paceline.tools.doctor import examine
+from paceline.tools.doctor.files import read_files, read_header
 
 
 def test_values_are_read_where_they_lie(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from doctor_folders import Copy, codes, only
-from paceline.doctor import Severity, examine
-from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
 from paceline.errors import ConfigError
+from paceline.tools.doctor import Severity, examine
 
 TARGET = "paceline/tiny"
 REDUCED = {"head-vocabulary-reduced"}  # 3,072 of 4,096 tokens, as it should be

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from doctor_folders import codes, only
-from paceline.doctor import Severity, examine, machine
-from paceline.doctor.machine import (
+from paceline.tools.doctor import Severity, examine, machine
+from paceline.tools.doctor.machine import (
     DeviceSettings,
     MemoryNeeds,
     check_dtype,
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 def test_dtypes(
     monkeypatch: pytest.MonkeyPatch, dtype: str, has_bf16: bool, code: str | None
 ) -> None:
-    for module in ("paceline.doctor.machine", "paceline.model.loading"):
+    for module in ("paceline.tools.doctor.machine", "paceline.model.loading"):
         monkeypatch.setattr(f"{module}.cpu_has_bf16", lambda: has_bf16)
     findings = examine(TARGET, dtype=dtype, device="cpu")
     assert codes(findings, "machine") == ({code} if code else set())
@@ -76,7 +76,7 @@ def test_options_reach_the_check() -> None:
 
 
 def test_the_cache_of_a_token_is_that_of_the_engine() -> None:
-    from paceline.model.cache import bytes_per_token
+    from paceline.model.paged.cache import bytes_per_token
     from paceline.model.target import CausalModel
 
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", quick=False)

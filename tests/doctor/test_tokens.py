@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from doctor_folders import Copy, Folder, codes, only
-from paceline.doctor import Severity, examine
 from paceline.errors import ConfigError
+from paceline.tools.doctor import Severity, examine
 from tiny_models import TinyPair
 
 TARGET = "paceline/tiny"

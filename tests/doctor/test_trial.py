@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.doctor import summary
-from paceline.doctor.kinds import Severity
-from paceline.doctor.trial import LONG, Exploration, SpeedupTrial, TrialCounts, run_trial
-from paceline.doctor.verdict import judge
 from paceline.engine.clock import PHASES
+from paceline.tools.doctor import summary
+from paceline.tools.doctor.kinds import Severity
+from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, TrialCounts, run_trial
+from paceline.tools.doctor.verdict import judge
 from tiny_models import TinyPair
 
 

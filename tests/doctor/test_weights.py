@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from doctor_folders import Copy, Folder, codes, only
-from paceline.doctor import Severity, examine
+from paceline.tools.doctor import Severity, examine
 
 
 def shard(folder: Folder) -> list[str]:

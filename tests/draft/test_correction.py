@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.draft.correction import Correction, cell_of
+from paceline.pace.correction import Correction, cell_of
 
 PLAIN, DRAFTS = 0, 3
 

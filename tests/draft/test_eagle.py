@@ -9,18 +9,18 @@ from engine_models import adapted
 from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft import eagle
 from paceline.draft.base import held_bytes
-from paceline.draft.eagle import EagleDrafter
-from paceline.draft.eagle_head import EagleHead
-from paceline.draft.policy import Policy
-from paceline.draft.shape import Shape
+from paceline.draft.heads import eagle
+from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.heads.eagle_head import EagleHead
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.shape import Shape
 from paceline.drafters import DraftContext, Prepared
-from paceline.engine.controller import FixedLength
 from paceline.engine.engine import Engine
-from paceline.model.cache import bytes_per_token
+from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
+from paceline.pace.controller import FixedLength
 from random_heads import dense_attention, random_head
 
 LENGTH = 3

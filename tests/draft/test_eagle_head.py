@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
 
 EAGLE3 = EagleConfig(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine_models import adapted
-from paceline.draft.eagle_head import EagleHead
-from paceline.draft.eagle_lean import LeanEagle, quicken
+from paceline.draft.heads.eagle_head import EagleHead
+from paceline.draft.heads.eagle_lean import LeanEagle, quicken
 from random_heads import dense_attention, random_head
 
 

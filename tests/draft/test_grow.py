@@ -17,8 +17,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
-from paceline.draft.grow import BestFirstTree, Growing, StaticTree, grow
-from paceline.draft.shape import Shape
+from paceline.draft.trees.grow import BestFirstTree, Growing, StaticTree, grow
+from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 
 VOCAB = 11

@@ -10,9 +10,9 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.draft.hybrid import Hybrid
-from paceline.draft.steptime import StepTime
 from paceline.errors import ConfigError
+from paceline.pace.hybrid import Hybrid
+from paceline.pace.steptime import StepTime
 from simulated_time import REST, STEP, Chance, Guesser, Machine, always, costs, profile
 
 PLAIN = 1 / (STEP + REST)  # tokens a second

@@ -11,8 +11,8 @@ import torch
 from engine_models import reference_logits, write_pair
 from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
-from paceline.draft.medusa import shapes_of
-from paceline.draft.medusa_format import load_medusa
+from paceline.draft.heads.medusa import shapes_of
+from paceline.draft.heads.medusa_format import load_medusa
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from paceline.model.target import CausalModel

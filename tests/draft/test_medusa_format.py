@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from full_disk import full_disk
-from paceline.draft.medusa_format import load_medusa, save_medusa
-from paceline.draft.medusa_head import DraftingHeads, MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_format import load_medusa, save_medusa
+from paceline.draft.heads.medusa_head import DraftingHeads, MedusaConfig, MedusaHeads
 from paceline.errors import ModelLoadError, WriteError
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4

@@ -10,9 +10,9 @@ import statistics
 import pytest
 
 from paceline.core.costs import CostCurve, StepCosts
-from paceline.draft.prices import HURT, DraftProspect, Prices, choose
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile, expected_tokens
+from paceline.pace.prices import HURT, DraftProspect, Prices, choose
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile, expected_tokens
 
 
 def prices(slope: float, draft: float) -> Prices:

@@ -11,7 +11,7 @@ from draft_steps import paths_of, request, run_step
 from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.draft.recycling import RecyclingDrafter
-from paceline.draft.shape import Shape
+from paceline.draft.trees.shape import Shape
 from paceline.drafters import DRAFTERS
 from paceline.errors import ConfigError
 

@@ -12,11 +12,11 @@ from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.router import Router
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile
-from paceline.engine.controller import AdaptiveLength
 from paceline.errors import ConfigError
 from paceline.llm import LLM
+from paceline.pace.controller import AdaptiveLength
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile
 from simulated_time import Guesser, always, costs
 
 

@@ -18,7 +18,7 @@ from paceline.draft.swift import SkipSearch, skippable
 from paceline.drafters import Loading, prepare
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.model.cache import Feed
+from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
 from paceline.train.tokenizer import train_tokenizer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.tree import chain_parents
-from paceline.draft.shape import Shape, best_shape, expected_tokens
+from paceline.draft.trees.shape import Shape, best_shape, expected_tokens
 
 Path = tuple[int, ...]
 

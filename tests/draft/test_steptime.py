@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.costs import CostCurve, StepCosts
-from paceline.draft.steptime import StepTime
+from paceline.pace.steptime import StepTime
 
 
 def steps(slope: float = 0.1) -> StepTime:

@@ -12,9 +12,15 @@ import torch
 from engine_models import random_llama, write_pair
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
-from paceline.draft.retokenise import Retokeniser
-from paceline.draft.vocab import Intersection, SharedVocabulary, TokenTexts, overlap, shared_ids
-from paceline.draft.vocab_match import SAMPLE
+from paceline.draft.vocabulary.matching import SAMPLE
+from paceline.draft.vocabulary.retokenise import Retokeniser
+from paceline.draft.vocabulary.shared import (
+    Intersection,
+    SharedVocabulary,
+    TokenTexts,
+    overlap,
+    shared_ids,
+)
 from paceline.llm import LLM
 from paceline.train.tokenizer import train_tokenizer
 from tiny_models import SENTENCES

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import paceline.model.cache as cache_module
+import paceline.model.paged.cache as cache_module
 from engine_models import VOCAB, adapted, reference_logits
-from paceline.model.blocks import BlockPool, OutOfBlocksError
-from paceline.model.cache import Feed, PagedCache, path_moves
+from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
+from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
 
 MODEL = adapted()

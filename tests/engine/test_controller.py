@@ -15,10 +15,10 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import AcceptanceEstimate, AcceptanceTracker, OwnAcceptance, Profile, best
-from paceline.engine.controller import AdaptiveLength, FixedLength
-from paceline.engine.costs import measure
+from paceline.pace.controller import AdaptiveLength, FixedLength
+from paceline.pace.costs import measure
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import AcceptanceEstimate, AcceptanceTracker, OwnAcceptance, Profile, best
 from simulated_time import REST, STEP, Guesser, Machine, always
 
 

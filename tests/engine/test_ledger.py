@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.engine.ledger import CREDIT, KEPT, OWN_SHARE, SHARE, Ledger
+from paceline.pace.ledger import CREDIT, KEPT, OWN_SHARE, SHARE, Ledger
 
 PLAIN = 2.0  # seconds of a plain step
 

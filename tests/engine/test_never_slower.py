@@ -11,7 +11,7 @@ import statistics
 
 import pytest
 
-from paceline.draft.hybrid import Hybrid
+from paceline.pace.hybrid import Hybrid
 from simulated_batch import Batches, Rate, Truth, steady
 from simulated_time import Guesser, Machine, always
 

@@ -12,10 +12,10 @@ import torch
 
 from engine_models import write_pair
 from paceline import LLM, SamplingParams
-from paceline.completion import Completion, StreamEvent
 from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, EngineLostError
-from paceline.request import Request
+from paceline.request.completion import Completion, StreamEvent
+from paceline.request.request import Request
 
 PROMPTS = ["Once upon a time there was a little", "def add(a, b)", "The old house by the sea was"]
 PARAMS = [

@@ -11,7 +11,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError
-from paceline.model.cache import PagedCache
+from paceline.model.paged.cache import PagedCache
 
 
 def scheduler(blocks: int = 16, forgotten: list[int] | None = None, **limits: int) -> Scheduler:

@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from made_tokenizers import KINDS, TOKENIZER, decode, tokens_of
-from paceline.engine.detokenise import Spelling
-from paceline.engine.stops import StopScan
-from paceline.engine.text import TextStream
+from paceline.request.detokenise import Spelling
+from paceline.request.stops import StopScan
+from paceline.request.text import TextStream
 
 FROM_THE_START = KINDS["llama"]
 

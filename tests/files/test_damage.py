@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from damages import damages, flipped
 from paceline import LLM, DataError, ModelLoadError, PacelineError
-from paceline.doctor import examine
-from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
+from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.suffix import SuffixDrafter
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
+from paceline.tools.doctor import examine
 from tiny_models import TinyPair
 
 TENSORS = {

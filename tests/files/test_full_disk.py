@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 from full_disk import PLACES, content_of, full_disk, small_files
 from paceline.cli.main import app
 from paceline.core.batch import Commit
-from paceline.draft.eagle_format import save_eagle
-from paceline.draft.eagle_head import EagleConfig, EagleHead
-from paceline.draft.medusa_format import save_medusa
-from paceline.draft.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.eagle_format import save_eagle
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.medusa_format import save_medusa
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.suffix import SuffixDrafter
 from paceline.errors import WriteError
 from paceline.model.identity import ModelIdentity
-from paceline.profiling import trace
-from paceline.report.document import Figure, Report, Text
+from paceline.tools.profiling import trace
+from paceline.tools.report.document import Figure, Report, Text
 from paceline.train.card import write_card
 from paceline.train.data import Source, Stream
 from paceline.train.documents import Windows

@@ -318,8 +318,8 @@ FREE = {
     ("pull/convert.py", "save_file"),
     ("pull/run.py", "write_text"),
     ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
-    ("profiling/trace.py", "open"),  # whether the place can be written to at all
-    ("profiling/trace.py", "export_chrome_trace"),
+    ("tools/profiling/trace.py", "open"),  # whether the place can be written to at all
+    ("tools/profiling/trace.py", "export_chrome_trace"),
 }
 WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
 

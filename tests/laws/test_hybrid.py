@@ -11,9 +11,9 @@ from paceline.core.batch import Plan, Slice
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
-from paceline.draft import hybrid
-from paceline.draft.steptime import StepTime
-from paceline.draft.worth import Profile
+from paceline.pace import hybrid
+from paceline.pace.steptime import StepTime
+from paceline.pace.worth import Profile
 
 PARAMS = SamplingParams(temperature=1.0)
 

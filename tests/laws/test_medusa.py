@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Drafts, Draw, SamplingParams, Setting, error
 
-from paceline.draft.shape import Shape
+from paceline.draft.trees.shape import Shape
 
 PLAIN = SamplingParams(temperature=1.0)
 EXACT, CAUGHT = 1e-6, 1e-3

@@ -12,7 +12,7 @@ from random_models import SPECS, VOCAB, tiny_pair
 
 from paceline.core.batch import Batch, Span
 from paceline.core.tree import chain_parents
-from paceline.model.cache import PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
 BLOCK = 4

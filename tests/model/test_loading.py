@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from paceline.model.cache import PagedCache
 from paceline.model.loading import check_architecture, cpu_has_bf16, resolve_device, resolve_dtype
 from paceline.model.names import resolve
+from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from paceline.core.tree import chain_parents
-from paceline.model import pieces
-from paceline.model.attention import paged_attention
-from paceline.model.cache import Feed, PagedCache
-from paceline.model.masks import FULL, Pattern, visible
-from paceline.model.pieces import AttentionStep
+from paceline.model.backends.reference.attention import paged_attention
+from paceline.model.paged import pieces
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.masks import FULL, Pattern, visible
+from paceline.model.paged.pieces import AttentionStep
 
 KV_HEADS, GROUP, WIDTH, SIZE = 2, 3, 8, 16
 TREE = (-1, -1, 0, 2, 1)

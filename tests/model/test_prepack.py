@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from paceline.core.batch import Batch, Span
-from paceline.model.cache import PagedCache
-from paceline.model.norms import as_rms_norm
-from paceline.model.prepack import prepack_modules, quicken
+from paceline.model.backends.reference.norms import as_rms_norm
+from paceline.model.backends.reference.prepack import prepack_modules, quicken
+from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, can_prepack
+from paceline.model.backends.reference.recognise import is_llama_shaped, relative_error
+from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import ATTENTION, register
-from paceline.model.products import MergedPart, PrepackedLinear, can_prepack
-from paceline.model.recognise import is_llama_shaped, relative_error
 from paceline.model.target import CausalModel
 
 VOCAB = 320
@@ -210,7 +210,7 @@ def test_weights_are_freed_one_by_one_not_at_the_end(monkeypatch: pytest.MonkeyP
             super().__init__(weight, bias)
             alive.append(sum(ref() is not None for ref in first))
 
-    monkeypatch.setattr("paceline.model.prepack.PackedLinear", Watched)
+    monkeypatch.setattr("paceline.model.backends.reference.prepack.PrepackedLinear", Watched)
     prepack_modules(hf)
     assert len(first) == 7 and alive[0] == 7
     assert alive[-1] == 0  # long before the last layer's

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.cache import PagedCache
-from paceline.model.prepack import quicken
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView

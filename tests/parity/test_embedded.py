@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.completion import Completion
 from paceline.core.params import SamplingParams
 from paceline.difference import explain
 from paceline.llm import LLM
+from paceline.request.completion import Completion
 
 PROMPTS = [
     "Once upon a time, there was a little fox who lived in the woods.",

@@ -15,13 +15,13 @@ import torch
 
 from engine_models import write_pair
 from medusa_models import write_medusa
-from paceline.completion import Completion
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.draft.hybrid import Hybrid, _Pick
 from paceline.llm import LLM
+from paceline.pace.hybrid import Hybrid, _Pick
+from paceline.request.completion import Completion
 from random_heads import write_eagle
 
 PROMPTS: list[str | list[int]] = [

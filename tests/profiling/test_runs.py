@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.profiling.runs import RunProfile, figures_of, split
-from paceline.profiling.steady import Stretch
-from paceline.profiling.trace import Profiled, Share, shares
-from paceline.profiling.work import Work
+from paceline.tools.profiling.runs import RunProfile, figures_of, split
+from paceline.tools.profiling.steady import Stretch
+from paceline.tools.profiling.trace import Profiled, Share, shares
+from paceline.tools.profiling.work import Work
 
 STRETCH = Stretch(10, {}, 10, 0, 0, 0.0, 5.0)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, DataError
-from paceline.profiling import steady, trace
-from paceline.profiling.machine import last_level_cache
+from paceline.tools.profiling import steady, trace
+from paceline.tools.profiling.machine import last_level_cache
 from tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

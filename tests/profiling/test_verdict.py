@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.profiling.machine import MachineSpeeds
-from paceline.profiling.verdict import (
+from paceline.tools.profiling.machine import MachineSpeeds
+from paceline.tools.profiling.verdict import (
     SATURATED,
     Bound,
     Figures,

@@ -7,9 +7,9 @@ import torch
 
 from engine_models import VOCAB, adapted
 from paceline.core.tree import chain_parents
-from paceline.model.cache import Feed, PagedCache
-from paceline.model.prepack import quicken
-from paceline.profiling.work import LARGE, WorkCounter
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.tools.profiling.work import LARGE, WorkCounter
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, HEAD = 2, 32, 48, 4, 2, 8  # of engine_models.random_llama
 CONTEXT, ROWS = 5, 3

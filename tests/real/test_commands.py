@@ -114,7 +114,7 @@ def test_certify(model: str, prompts: str) -> None:
 
 
 def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
+    monkeypatch.setattr("paceline.tools.tune.plan.LARGEST_BATCH", 2)
     out = str(tmp_path / "p.toml")
     found = record(
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),
@@ -125,8 +125,8 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_doctor_measures(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.doctor.trial.SECONDS", 2.0)
-    monkeypatch.setattr("paceline.doctor.trial._PROMPT_TOKENS", 24)
+    monkeypatch.setattr("paceline.tools.doctor.trial.SECONDS", 2.0)
+    monkeypatch.setattr("paceline.tools.doctor.trial._PROMPT_TOKENS", 24)
     found = record("doctor", "--model", model, "--draft", "ngram:min=1", "--run")
     codes = {item["code"] for item in found["findings"] if item["about"] == "target"}
     assert {"architecture-supported", "weights-complete"} <= codes

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import ConfigError
-from paceline.report import plots
-from paceline.report.document import Figure, Report, Table, Text
-from paceline.report.markdown import as_table
-from paceline.report.terminal import print_report
+from paceline.tools.report import plots
+from paceline.tools.report.document import Figure, Report, Table, Text
+from paceline.tools.report.markdown import as_table
+from paceline.tools.report.terminal import print_report
 
 
 def sample() -> Report:

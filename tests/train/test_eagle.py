@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
-from paceline.draft.eagle_head import EagleHead
+from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.heads import HeadProgress

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.draft.medusa_format import load_medusa
-from paceline.draft.shape import Shape, best_shape
+from paceline.draft.heads.medusa_format import load_medusa
+from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.costs import CostCurve
-from paceline.tune.advice import Advice, advise
-from paceline.tune.plan import TuneOptions, TuningOutcome
-from paceline.tune.search import MeasuredMethod, TargetCosts
+from paceline.tools.tune.advice import Advice, advise
+from paceline.tools.tune.plan import TuneOptions, TuningOutcome
+from paceline.tools.tune.search import MeasuredMethod, TargetCosts
 from tuning_methods import NOTHING, PLAIN, chain, target
 
 

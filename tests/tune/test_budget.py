@@ -11,15 +11,15 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM
-from paceline.bench.prompts import BenchPrompt
 from paceline.budget import Budget
-from paceline.tune.candidates import DrafterCandidate, variants
-from paceline.tune.confirm import PLAIN as NO_DRAFT
-from paceline.tune.confirm import Confirmation, Finalist
-from paceline.tune.measure import Sample
-from paceline.tune.plan import TuneOptions, TuningOutcome, tune
-from paceline.tune.present import decision, record_of, report_of
-from paceline.tune.spending import affordable, fitting_sample
+from paceline.tools.bench.prompts import BenchPrompt
+from paceline.tools.tune.candidates import DrafterCandidate, variants
+from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
+from paceline.tools.tune.confirm import Confirmation, Finalist
+from paceline.tools.tune.measure import Sample
+from paceline.tools.tune.plan import TuneOptions, TuningOutcome, tune
+from paceline.tools.tune.present import decision, record_of, report_of
+from paceline.tools.tune.spending import affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
 
@@ -39,7 +39,7 @@ def llm(folders: tuple[str, str]) -> LLM:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.plan.LARGEST_BATCH", 2)
+    monkeypatch.setattr("paceline.tools.tune.plan.LARGEST_BATCH", 2)
 
 
 def prompts() -> list[BenchPrompt]:

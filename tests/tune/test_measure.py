@@ -6,8 +6,8 @@ import pytest
 
 from paceline.core.costs import CostCurve
 from paceline.errors import DataError
-from paceline.tune.decode import Levels, MeasuredStep, Run
-from paceline.tune.measure import _drafting, _scaled, _surroundings, _typical, _typical_pair
+from paceline.tools.tune.decode import Levels, MeasuredStep, Run
+from paceline.tools.tune.measure import _drafting, _scaled, _surroundings, _typical, _typical_pair
 from tuning_methods import PLAIN, target
 
 

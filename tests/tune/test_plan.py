@@ -10,13 +10,20 @@ import pytest
 
 from engine_models import write_pair
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
-from paceline.bench.prompts import BenchPrompt
-from paceline.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
-from paceline.tune.confirm import PLAIN as NO_DRAFT
-from paceline.tune.confirm import Confirmation, Finalist, Rounds, winner
-from paceline.tune.decode import Levels, MeasuredStep, Run, decode
-from paceline.tune.plan import TuneOptions, TuningOutcome, choose, copied_tokens, tune, unrest_of
-from paceline.tune.present import decision, profile_of, record_of, report_of
+from paceline.tools.bench.prompts import BenchPrompt
+from paceline.tools.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
+from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
+from paceline.tools.tune.confirm import Confirmation, Finalist, Rounds, winner
+from paceline.tools.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tools.tune.plan import (
+    TuneOptions,
+    TuningOutcome,
+    choose,
+    copied_tokens,
+    tune,
+    unrest_of,
+)
+from paceline.tools.tune.present import decision, profile_of, record_of, report_of
 from paceline.tuned import TunedProfile
 from tuning_methods import PLAIN, chain, target
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from paceline.core.costs import CostCurve
-from paceline.tune.search import (
+from paceline.tools.tune.search import (
     MeasuredMethod,
     TargetCosts,
     batch_sizes,

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline import LLM
-    from paceline.bench.bought import BenchSpending
-    from paceline.bench.figures import Row
-    from paceline.bench.methods import Method
-    from paceline.bench.prompts import BenchPrompt
-    from paceline.bench.result import BenchResult
-    from paceline.bench.runner import HeatRecord, Sweep
     from paceline.budget import Budget
+    from paceline.tools.bench.bought import BenchSpending
+    from paceline.tools.bench.figures import Row
+    from paceline.tools.bench.methods import Method
+    from paceline.tools.bench.prompts import BenchPrompt
+    from paceline.tools.bench.result import BenchResult
+    from paceline.tools.bench.runner import HeatRecord, Sweep
 
 _MEASURING = "Measuring"
 _PER_CATEGORY = 3
@@ -209,10 +209,10 @@ def _measured(
     engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
 ) -> tuple[list[bool], BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.bench.contestants import Starter
-    from paceline.bench.predictions import predictions
-    from paceline.bench.prompts import fit
-    from paceline.bench.runner import HeatRecord
+    from paceline.tools.bench.contestants import Starter
+    from paceline.tools.bench.predictions import predictions
+    from paceline.tools.bench.prompts import fit
+    from paceline.tools.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -261,7 +261,7 @@ def _measured(
 def _bought(
     record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
 ) -> BenchSpending:
-    from paceline.bench.bought import BenchSpending, sureness_of
+    from paceline.tools.bench.bought import BenchSpending, sureness_of
 
     measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
     cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
@@ -283,7 +283,7 @@ def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method],
     options.check()
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
-    from paceline.bench.methods import parse_lengths, parse_methods
+    from paceline.tools.bench.methods import parse_lengths, parse_methods
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
@@ -293,7 +293,7 @@ def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method],
 
 def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
-    from paceline.bench.runner import Settings, Sweep
+    from paceline.tools.bench.runner import Settings, Sweep
 
     methods, rule = _methods(engine, options)
     seed = options.seed
@@ -346,9 +346,9 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
 
 def _result(plan: _Plan, llm: LLM, record: HeatRecord, lossy: bool) -> BenchResult:
     """Figures of what was measured."""
-    from paceline.bench.figures import idle, rows
-    from paceline.bench.result import BenchResult, machine_of
-    from paceline.bench.texts import compare, judge_of
+    from paceline.tools.bench.figures import idle, rows
+    from paceline.tools.bench.result import BenchResult, machine_of
+    from paceline.tools.bench.texts import compare, judge_of
 
     ours = [m.name for m in plan.methods if m.variant is None and not lossy]
     plains = {method.name for method in plan.methods if not method.speculates}
@@ -365,7 +365,7 @@ def _result(plan: _Plan, llm: LLM, record: HeatRecord, lossy: bool) -> BenchResu
 
 
 def _show(result: BenchResult, output: ReportOptions, allow_idle: bool) -> None:
-    from paceline.bench.pages import report_of
+    from paceline.tools.bench.pages import report_of
 
     report = report_of(result)
     if result.bought is not None:

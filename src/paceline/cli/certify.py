@@ -24,9 +24,9 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
-    from paceline.bench.prompts import BenchPrompt
     from paceline.budget import Budget
-    from paceline.certify import Certificate, Certifier, Effort
+    from paceline.tools.bench.prompts import BenchPrompt
+    from paceline.tools.certify import Certificate, Certifier, Effort
 
 _SAMPLING = "Sampling"
 _EFFORT = "How much is tested"
@@ -81,7 +81,7 @@ class EffortOptions:
 
     def effort(self) -> Effort:
         """Raises ConfigError on a value out of range."""
-        from paceline.certify import Effort
+        from paceline.tools.certify import Effort
 
         return Effort(
             self.texts, self.max_tokens, self.prefixes, self.samples, self.alpha, self.seed
@@ -169,7 +169,7 @@ def _certifier(
     saved: SavedRun,
 ) -> Certifier:
     """With the model loaded, and what an earlier run has seen."""
-    from paceline.certify import Certifier, Evidence
+    from paceline.tools.certify import Certifier, Evidence
 
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
@@ -182,7 +182,7 @@ def _certifier(
 def _emit(
     certificate: Certificate, llm: LLM, params: SamplingParams, output: ReportOptions
 ) -> None:
-    from paceline.certify.tables import report_of
+    from paceline.tools.certify.tables import report_of
 
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))

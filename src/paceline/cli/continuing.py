@@ -18,8 +18,8 @@ from paceline.errors import ConfigError, WriteError
 from paceline.model.store import cache_folder
 
 if TYPE_CHECKING:
-    from paceline.bench.prompts import BenchPrompt
     from paceline.model.target import CausalModel
+    from paceline.tools.bench.prompts import BenchPrompt
 
 _BUDGET = "Budget"
 _LAYOUT = 2

@@ -13,13 +13,13 @@ from paceline.cli.values import parse_bytes
 from paceline.stages import stage
 
 if TYPE_CHECKING:
-    from paceline.doctor.findings import Finding
-    from paceline.doctor.trial import SpeedupTrial
+    from paceline.tools.doctor.findings import Finding
+    from paceline.tools.doctor.trial import SpeedupTrial
 
 
 def _trial(engine: ModelOptions, memory: int | None) -> SpeedupTrial:
     """Load the pair and measure it."""
-    from paceline.doctor.trial import SECONDS, run_trial
+    from paceline.tools.doctor.trial import SECONDS, run_trial
 
     with progress_bar("loading", total=int(SECONDS)) as advance:
         plain = engine.open(None)
@@ -56,9 +56,9 @@ def doctor(
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
-        from paceline.doctor import Severity, examine, summary
-        from paceline.doctor.findings import by_severity
-        from paceline.doctor.verdict import judge
+        from paceline.tools.doctor import Severity, examine, summary
+        from paceline.tools.doctor.findings import by_severity
+        from paceline.tools.doctor.verdict import judge
 
         findings: list[Finding] = examine(
             engine.model,

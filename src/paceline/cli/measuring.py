@@ -14,8 +14,8 @@ from rich.console import Console
 from paceline.cli.output import print_json
 
 if TYPE_CHECKING:
-    from paceline.bench.prompts import BenchPrompt
-    from paceline.report.document import Report
+    from paceline.tools.bench.prompts import BenchPrompt
+    from paceline.tools.report.document import Report
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
 _PROMPTS = "Prompts"
@@ -47,7 +47,7 @@ class PromptOptions:
 
     def load(self, per_category: int | None = None) -> list[BenchPrompt]:
         """``per_category`` is the command's own default. Raises DataError."""
-        from paceline.bench.prompts import load_prompts
+        from paceline.tools.bench.prompts import load_prompts
 
         return load_prompts(self.prompts, self.category, self.per_category or per_category)
 
@@ -71,13 +71,13 @@ class ReportOptions:
     def check(self) -> None:
         """Refuse a bad report name before the work begins. Raises ConfigError."""
         if self.report is not None:
-            from paceline.report.document import check_path
+            from paceline.tools.report.document import check_path
 
             check_path(self.report)
 
     def emit(self, record: dict[str, Any], report: Report) -> None:
         """Tables or JSON to stdout, and the report's file if one was asked for."""
-        from paceline.report.terminal import print_report
+        from paceline.tools.report.terminal import print_report
 
         if self.as_json:
             print_json(record)

@@ -91,7 +91,7 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
-        from paceline.engine.detokenise import (
+        from paceline.request.detokenise import (
             Detokeniser,
         )  # loads tokenizers, which --help need not
 

@@ -15,13 +15,13 @@ from paceline.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.bench.contestants import Starter
-    from paceline.bench.conversations import Manner, SuiteRecord
-    from paceline.bench.methods import Method
-    from paceline.bench.suite_tables import SuiteResult
-    from paceline.bench.suites import Question, Suite
     from paceline.cli.bench import BenchOptions
     from paceline.llm import LLM
+    from paceline.tools.bench.contestants import Starter
+    from paceline.tools.bench.conversations import Manner, SuiteRecord
+    from paceline.tools.bench.methods import Method
+    from paceline.tools.bench.suite_tables import SuiteResult
+    from paceline.tools.bench.suites import Question, Suite
 
 _MAX_TOKENS = 1024  # Spec-Bench's own
 
@@ -75,8 +75,8 @@ def run_suite(
     rule: str,
 ) -> None:
     """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
-    from paceline.bench.conversations import SuiteRecord, answer_all, fitting
-    from paceline.bench.suites import load_questions, suite_of
+    from paceline.tools.bench.conversations import SuiteRecord, answer_all, fitting
+    from paceline.tools.bench.suites import load_questions, suite_of
 
     assert chosen.suite is not None, "the caller looked"
     suite, source = suite_of(chosen.suite), chosen.source(wanted.prompts)
@@ -121,7 +121,7 @@ def run_suite(
 
 def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Manner:
     """As published where the command line leaves it open: 1024 tokens, one round."""
-    from paceline.bench.conversations import Manner
+    from paceline.tools.bench.conversations import Manner
 
     seed = options.seed
     if seed is None and rule == "coupled":
@@ -147,8 +147,8 @@ def _seconds(context: typer.Context) -> float | None:
 
 
 def _starter(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
-    from paceline.bench.contestants import Starter
     from paceline.cli.values import parse_bytes
+    from paceline.tools.bench.contestants import Starter
 
     memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
@@ -188,12 +188,12 @@ def _result(
     record: SuiteRecord,
     complete: bool,
 ) -> SuiteResult:
-    from paceline.bench.figures import idle
-    from paceline.bench.result import BenchResult, machine_of
-    from paceline.bench.runner import BenchJob, Heat, HeatRecord
-    from paceline.bench.suite_figures import task_figures
-    from paceline.bench.suite_tables import SuiteResult
-    from paceline.bench.texts import compare, judge_of
+    from paceline.tools.bench.figures import idle
+    from paceline.tools.bench.result import BenchResult, machine_of
+    from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord
+    from paceline.tools.bench.suite_figures import task_figures
+    from paceline.tools.bench.suite_tables import SuiteResult
+    from paceline.tools.bench.texts import compare, judge_of
 
     ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
     everything = HeatRecord(
@@ -219,7 +219,7 @@ def _result(
 def _show(result: SuiteResult, output: ReportOptions, allow_idle: bool) -> None:
     import sys
 
-    from paceline.bench.suite_tables import suite_report
+    from paceline.tools.bench.suite_tables import suite_report
 
     output.emit(result.record(), suite_report(result))
     for line in result.base.complaints(allow_idle):

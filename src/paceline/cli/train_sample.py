@@ -18,7 +18,7 @@ from paceline.stages import say, stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
-    from paceline.request import Request
+    from paceline.request.request import Request
     from paceline.train.answers import Answer
 
 _PROMPTS = "Prompts"

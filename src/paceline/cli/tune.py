@@ -25,9 +25,9 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.bench.prompts import BenchPrompt
     from paceline.budget import Budget
-    from paceline.tune.plan import TuneOptions, TuningOutcome
+    from paceline.tools.bench.prompts import BenchPrompt
+    from paceline.tools.tune.plan import TuneOptions, TuningOutcome
 
 _TARGET = "Model"
 _PER_CATEGORY = 8
@@ -127,8 +127,8 @@ def tune(
     output.check()
     _check_out(out, force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.tune.plan import TuneOptions
-    from paceline.tune.present import profile_of, record_of, report_of
+    from paceline.tools.tune.plan import TuneOptions
+    from paceline.tools.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
     options = TuneOptions(concurrency, temperature, max_tokens, rounds, source)
@@ -155,9 +155,9 @@ def _tuned(
     saved: SavedRun,
 ) -> tuple[list[bool], TuningOutcome, LLM]:
     """Whether Ctrl-C came, and what was measured until then."""
-    from paceline.tune.candidates import at_hand
-    from paceline.tune.plan import TuningOutcome, turns
-    from paceline.tune.plan import tune as run
+    from paceline.tools.tune.candidates import at_hand
+    from paceline.tools.tune.plan import TuningOutcome, turns
+    from paceline.tools.tune.plan import tune as run
 
     candidates = at_hand(target.model, target.draft, target.only)
     llm = target.open()

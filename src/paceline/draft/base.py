@@ -37,7 +37,7 @@ class Drafter(Protocol):
     def propose(self, plan: Plan) -> list[TokenTree]:
         """One tree per slice, on the target's device; empty for slices that do not decode.
 
-        It may be asked again for a sequence before ``observe`` (draft/hybrid.py does): the last
+        It may be asked again for a sequence before ``observe`` (pace/hybrid.py does): the last
         answer counts, and asking for draft length 0 withdraws the one before.
         """
         ...

@@ -39,7 +39,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.trie import merge
+from paceline.draft.trees.trie import merge
 from paceline.errors import ConfigError
 
 

@@ -17,12 +17,12 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.grow import Growing, grow, level_feed
-from paceline.draft.policy import Policy
-from paceline.draft.rehearsal import rehearse_level
-from paceline.draft.vocab import Vocabulary
-from paceline.model.blocks import OutOfBlocksError
-from paceline.model.cache import Feed, PagedCache, path_moves
+from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.rehearsal import rehearse_level
+from paceline.draft.vocabulary.shared import Vocabulary
+from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
 
 

@@ -13,7 +13,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.trie import merge
+from paceline.draft.trees.trie import merge
 from paceline.errors import ConfigError
 
 SOURCES = ("prompt", "output", "both")
@@ -130,7 +130,7 @@ class NGramDrafter:
         return range(first, last)
 
     def confidence(self, seq_id: int) -> int:
-        """Tokens that the last draft's best match had, 0 for none (draft/hybrid.py asks)."""
+        """Tokens that the last draft's best match had, 0 for none (pace/hybrid.py asks)."""
         return self._matched.get(seq_id, 0)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:

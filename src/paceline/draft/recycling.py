@@ -22,7 +22,7 @@ from paceline.core.ranking import top
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of
-from paceline.draft.shape import Shape, best_shape
+from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 
 # How often the target's next token was candidate number 1, 2, ... of the list of the token before

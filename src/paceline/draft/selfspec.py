@@ -20,13 +20,13 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.grow import Growing, grow, level_feed
-from paceline.draft.policy import Policy
-from paceline.draft.rehearsal import rehearse_level
 from paceline.draft.swift import Layers, SkipSearch
+from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.rehearsal import rehearse_level
 from paceline.errors import ConfigError
-from paceline.model.blocks import OutOfBlocksError
-from paceline.model.cache import Feed, PagedCache
+from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.view import LayerView
 
 # More pending tokens are the end of a prompt: the view would have to read it, too, for one draft.

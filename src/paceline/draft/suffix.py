@@ -170,7 +170,7 @@ class SuffixDrafter:
         return best
 
     def confidence(self, seq_id: int) -> int:
-        """Of the last draft: bits of the match length, 0 for none (draft/hybrid.py asks)."""
+        """Of the last draft: bits of the match length, 0 for none (pace/hybrid.py asks)."""
         local = self._locals.get(seq_id)
         return local.match.bit_length() if local is not None else 0
 

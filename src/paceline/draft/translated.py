@@ -18,9 +18,9 @@ from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.model import ModelDrafter
-from paceline.draft.retokenise import Retokeniser
-from paceline.draft.trie import merge
-from paceline.draft.vocab import TokenTexts
+from paceline.draft.trees.trie import merge
+from paceline.draft.vocabulary.retokenise import Retokeniser
+from paceline.draft.vocabulary.shared import TokenTexts
 
 
 class _Shadow:

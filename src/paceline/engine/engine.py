@@ -18,11 +18,11 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.engine.clock import PhaseClock
-from paceline.engine.controller import Controller
 from paceline.engine.recovery import Failure, failed, log, recover, undraft
 from paceline.engine.scheduler import Scheduler
-from paceline.model.cache import Feed, PagedCache, path_moves
+from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
+from paceline.pace.controller import Controller
 from paceline.verify.verifier import Verifier
 
 

@@ -25,7 +25,7 @@ import torch
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
-from paceline.model.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed, PagedCache
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.errors import CacheMemoryError
-from paceline.model.blocks import OutOfBlocksError
-from paceline.model.cache import PagedCache
+from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.model.paged.cache import PagedCache
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
     import torch
 
     from paceline.core.batch import Batch, Span
-    from paceline.model.cache import PagedCache
+    from paceline.model.paged.cache import PagedCache
 
     rows = torch.arange(_ROWS, device=target.device)
     ids = (rows * 7919 + 1) % target.vocab_size

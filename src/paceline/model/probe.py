@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from paceline.errors import UnsupportedModelError
-from paceline.model.attention import paged_attention
-from paceline.model.cache import LayerShape
-from paceline.model.masks import FULL, Pattern
+from paceline.model.backends.reference.attention import paged_attention
+from paceline.model.paged.cache import LayerShape
+from paceline.model.paged.masks import FULL, Pattern
 
 ATTENTION = "paceline"
 PROBE = "paceline_probe"

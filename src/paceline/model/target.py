@@ -11,11 +11,12 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.attention import paged_attention
-from paceline.model.cache import LayerShape, PagedCache
-from paceline.model.lean import LeanModel
-from paceline.model.masks import Pattern
-from paceline.model.pieces import AttentionStep, KeyValueStore
+from paceline.model.backends.reference.attention import paged_attention
+from paceline.model.backends.reference.lean import LeanModel
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.paged.cache import LayerShape, PagedCache
+from paceline.model.paged.masks import Pattern
+from paceline.model.paged.pieces import AttentionStep, KeyValueStore
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
@@ -74,7 +75,6 @@ class CausalModel:
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
-        from paceline.model.prepack import quicken
         from paceline.model.tensorfile import check_finite
 
         module = load_module(name_or_path, dtype, device)

@@ -18,8 +18,8 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.cache import PagedCache
-from paceline.model.pieces import KeyValueStore
+from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.pieces import KeyValueStore
 from paceline.model.target import CausalModel
 
 

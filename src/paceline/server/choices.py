@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.engine.detokenise import Detokeniser, Spelling
+from paceline.request.detokenise import Detokeniser, Spelling
 from paceline.server.records import CompletionRecord, LogprobRecord
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from paceline.server.wire import Ended, Fault, Lost, StepEvents, WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.request import Request
+    from paceline.request.request import Request
 
 log = logging.getLogger("paceline.server")
 

@@ -18,7 +18,7 @@ from paceline.engine.clock import PHASES
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.request import Request
+    from paceline.request.request import Request
     from paceline.server.loop import EngineLoop
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from paceline.core.batch import Commit
     from paceline.llm import LLM
-    from paceline.request import Request
+    from paceline.request.request import Request
 
 log = logging.getLogger("paceline.server")
 

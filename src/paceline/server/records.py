@@ -1,6 +1,6 @@
 """What handlers know of an answer and of the engine: plain data that can cross a socket.
 
-The names are those of ``paceline.completion``, whose records these mirror, without torch.
+The names are those of ``paceline.request.completion``, whose records these mirror, without torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.door import ContextBudget
+from paceline.request.door import ContextBudget
 
 if TYPE_CHECKING:
-    from paceline import completion
     from paceline.core.batch import TokenLogprob
     from paceline.llm import LLM
+    from paceline.request import completion
 
 
 class WireRecord(msgspec.Struct, array_like=True, gc=False):
@@ -30,7 +30,7 @@ class LogprobRecord(WireRecord):
 
 
 class Stats(WireRecord):
-    """See ``paceline.completion.CompletionStats``; what answers show of it."""
+    """See ``paceline.request.completion.CompletionStats``; what answers show of it."""
 
     drafted_tokens: int
     accepted_tokens: int
@@ -41,7 +41,7 @@ class Stats(WireRecord):
 
 
 class CompletionRecord(WireRecord):
-    """See ``paceline.completion.Completion``."""
+    """See ``paceline.request.completion.Completion``."""
 
     text: str
     token_ids: list[int]
@@ -53,7 +53,7 @@ class CompletionRecord(WireRecord):
 
 
 class Event(WireRecord):
-    """What a step added to one text of a ticket; see ``paceline.completion.StreamEvent``.
+    """What a step added to one text of a ticket; see ``paceline.request.completion.StreamEvent``.
 
     An answer that is not streamed has one event a text, its completion.
     """

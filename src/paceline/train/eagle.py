@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.eagle_format import TargetShape, load_eagle, save_eagle
-from paceline.draft.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
 from paceline.train.heads import HeadConfig, HeadTrainer
 from paceline.train.observed import Observed

@@ -79,7 +79,7 @@ class UnrolledAttention:
         layer: int,
         scaling: float,
     ) -> torch.Tensor:
-        """As ``paceline.model.lean.Attend``; first all rows of the windows, then the places."""
+        """As ``Attend`` of the lean forward; first all rows of the windows, then the places."""
         heads, rows, width = query.shape[1:]
         kv_heads, windows = key.shape[1], self.places.windows
         if not self.steps:

@@ -1,0 +1,1 @@
+"""Heads on the hidden states of the target: EAGLE, Medusa, and their checkpoints."""

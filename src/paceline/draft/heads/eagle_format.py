@@ -1,0 +1,379 @@
+"""EAGLE checkpoints in their public layouts, read and written.
+
+A folder with config.json and model.safetensors (or pytorch_model.bin, read without running code):
+
+=================  ====================================================================
+EAGLE-3            ``midlayer.*`` (attention input 2H), ``fc.weight [H, 3 H_target]``, ``norm``,
+                   ``lm_head [draft vocabulary, H]``, ``d2t`` int64 offsets (target id = i +
+                   d2t[i]), ``t2d`` bool, ``embed_tokens`` or else the target's
+EAGLE-1, EAGLE-2   ``fc.weight [H, 2H]``, ``layers.0.*`` without an input norm, ``embed_tokens``
+                   or else the target's; the target's head makes the logits
+speculators        EAGLE-3 with its layer under ``layers.0``, see speculators.py
+=================  ====================================================================
+
+``eagle_aux_hidden_state_layer_ids`` (also under ``eagle_config``) are layers whose INPUTS the head
+reads, as vLLM takes them. Heads made for SGLang count outputs, one less: give ``feature_layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.speculators import from_speculators, is_speculators, to_speculators
+from paceline.errors import ConfigError, ModelLoadError
+
+WEIGHTS = "model.safetensors"
+LAYOUTS = ("eagle", "speculators")
+FILES = (WEIGHTS, "pytorch_model.bin")
+_TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
+# Copies of the target's weights and tables that follow from the config.
+_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+TargetHead = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Target(Protocol):
+    """What a head is held against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A target that need not be loaded."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+def load_eagle(
+    name: str,
+    target: Target,
+    version: int | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    target_head: TargetHead | None = None,
+) -> EagleHead:
+    """A head for ``target``, on the CPU, in the dtype of its file.
+
+    ``name`` is a folder, a built-in or a hub name. ``version`` 1 (also EAGLE-2) or 3 refuses the
+    other one; None takes either. ``feature_layers`` overrides the config's. ``target_head`` is for
+    heads without logits of their own.
+
+    Raises ModelLoadError, in one line, if files are missing or damaged, hold another algorithm's
+    weights, or belong to another target.
+    """
+    checkpoint = read_checkpoint(name, FILES, "EAGLE head")
+    head, tensors = build_eagle(checkpoint, target, version, feature_layers, target_head)
+    head.load_state_dict(tensors)
+    return head.to(tensors["fc.weight"].dtype)
+
+
+def build_eagle(
+    checkpoint: Checkpoint,
+    target: Target,
+    version: int | None = None,
+    feature_layers: tuple[int, ...] | None = None,
+    target_head: TargetHead | None = None,
+) -> tuple[EagleHead, dict[str, torch.Tensor]]:
+    """An empty head of the right shape, and the checkpoint's tensors by the head's names.
+
+    Reads no values but those of ``d2t`` and ``t2d``: the others may be on the meta device, and
+    then so is the head. Arguments and errors as of ``load_eagle``.
+    """
+    name = checkpoint.name
+    tensors = _public_names(checkpoint)
+    found = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
+    if version is not None and version != found:
+        raise ModelLoadError(
+            f"{name} is an EAGLE-{found} head, not EAGLE-{version}; "
+            f"use --draft {'eagle3' if found == 3 else 'eagle'}:{name}"
+        )
+    said = checkpoint.config
+    flat = from_speculators(name, said) if is_speculators(said) else said
+    if feature_layers is not None:
+        flat = flat | {"eagle_aux_hidden_state_layer_ids": list(feature_layers)}
+    config = _config(name, flat, tensors, target, found)
+    ids = _vocabulary(name, config, tensors) if found == 3 else None
+    try:
+        with tensors["fc.weight"].device:
+            head = EagleHead(config, ids, target_head)
+    except (KeyError, TypeError, ValueError):
+        raise ModelLoadError(
+            f"the config.json of {name} has rope_scaling {config.rope_scaling}, which the "
+            "installed transformers does not know or which is incomplete"
+        ) from None
+    _check_tensors(name, head, tensors)
+    return head, tensors
+
+
+def save_eagle(
+    head: EagleHead,
+    folder: Path,
+    layout: str = "eagle",
+    target_name: str | None = None,
+    target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
+) -> None:
+    """Write a head; ``layout`` is "eagle" (what its version's authors publish) or "speculators".
+
+    ``target_name`` tells engines that load speculators which model to verify with. Every file is
+    renamed into place when it is whole. Raises ConfigError for a head that the layout cannot hold.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"EAGLE layout {layout!r} is unknown; use {' or '.join(LAYOUTS)}")
+    flat, tensors = _flat_options(head.config), dict(head.state_dict())
+    if layout == "eagle":
+        write_checkpoint(folder, WEIGHTS, tensors, flat)
+        return
+    config = head.config
+    if config.version != 3 or config.fc_bias or len(config.feature_layers) != 3:
+        raise ConfigError(
+            "the speculators layout holds EAGLE-3 heads of three feature layers without a bias in "
+            'fc; write this one with layout "eagle"'
+        )
+    renamed = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
+    nested = to_speculators(flat, target_name, target_architectures)
+    write_checkpoint(folder, WEIGHTS, renamed, nested)
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors under the names that EagleHead has; raises if they are no EAGLE head's."""
+    tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
+    tensors = {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
+    if "fc.weight" not in tensors:
+        kind, advice = _other_kind(tensors)
+        raise ModelLoadError(f"{checkpoint.name} holds no EAGLE head but {kind}; {advice}")
+    if "layers.0.hidden_norm.weight" in tensors:
+        tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
+    if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
+        tensors.pop("lm_head.weight", None)  # EAGLE-1 drafts with the target's: a copy of it
+    return tensors
+
+
+def _other_kind(tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
+    medusa = any("medusa" in key or key.split(".")[0].isdigit() for key in tensors)
+    if medusa or any(key.startswith("blocks.") for key in tensors):
+        return "Medusa heads", "use --draft medusa:PATH for them"
+    if any("self_attn" in key for key in tensors):
+        return "a language model", "use --draft PATH to draft with it"
+    return "weights of another kind", "give the folder that holds the head"
+
+
+def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number above 0 out of the config."""
+    value = flat.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        said = "has no" if value is None else f"has {value!r} for"
+        raise ModelLoadError(
+            f"the config.json of {name} {said} {key}, a whole number above 0; copy the file again"
+        )
+    return value
+
+
+def _config(
+    name: str,
+    flat: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    target: Target,
+    version: int,
+) -> EagleConfig:
+    """What the config and the tensors say of the head; held against the target."""
+    hidden = _whole(name, flat, "hidden_size")
+    vocab = _whole(name, flat, "vocab_size")
+    heads = _whole(name, flat, "num_attention_heads")
+    width = _whole(name, flat, "target_hidden_size", hidden)
+    _check_target(name, target, width, vocab, flat.get(_TARGET_LAYERS))
+    _check_supported(name, flat)
+    theta, scaling = _rotary(flat)
+    named = tensors.get("d2t")
+    drafted = vocab if named is None else max(1, named.numel())
+    draft_vocab = _whole(name, flat, "draft_vocab_size", drafted) if version == 3 else vocab
+    own_head = "lm_head.weight" in tensors
+    if version == 3 and not own_head and draft_vocab != vocab:
+        raise ModelLoadError(
+            f"the EAGLE head {name} drafts {draft_vocab} of {vocab} tokens but has no lm_head; "
+            "its weights are incomplete: download or copy them again"
+        )
+    if "embed_tokens.weight" not in tensors and hidden != width:
+        raise ModelLoadError(
+            f"the EAGLE head {name} is {hidden} wide and has no embed_tokens, but the target's "
+            f"embedding is {width} wide; its weights are incomplete"
+        )
+    try:
+        return EagleConfig(
+            version=version,
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=_whole(name, flat, "num_key_value_heads", heads),
+            head_dim=_whole(name, flat, "head_dim", max(1, hidden // heads)),
+            ffn_size=_whole(name, flat, "intermediate_size"),
+            vocab_size=vocab,
+            target_hidden_size=width,
+            target_layers=target.num_layers,
+            feature_layers=_feature_layers(name, flat, target, version),
+            draft_vocab_size=draft_vocab,
+            max_positions=_whole(name, flat, "max_position_embeddings", 2048),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
+            attention_bias=any("q_proj.bias" in key for key in tensors),
+            fc_bias="fc.bias" in tensors,
+            norm_before_residual=bool(flat.get("norm_before_residual", False)),
+            has_embedding="embed_tokens.weight" in tensors,
+            has_lm_head=own_head or version == 1,
+        )
+    except ConfigError as error:
+        raise ModelLoadError(f"the EAGLE head {name} does not fit the target: {error}") from None
+
+
+def _check_target(name: str, target: Target, width: int, vocab: int, layers: Any) -> None:
+    for what, own, wanted in (
+        ("hidden size", width, target.hidden_size),
+        ("vocabulary size", vocab, target.vocab_size),
+        ("number of layers", target.num_layers if layers is None else layers, target.num_layers),
+    ):
+        if own != wanted:
+            raise ModelLoadError(
+                f"the EAGLE head {name} is for a target with {what} {own}, but this one has "
+                f"{wanted}; use a head that was trained for this target"
+            )
+
+
+def _check_supported(name: str, flat: dict[str, Any]) -> None:
+    """Refuse what would load and then draft nonsense."""
+    for key, known in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("norm_before_fc", False)):
+        value = flat.get(key)
+        if value is not None and value != known:
+            raise ModelLoadError(
+                f"the EAGLE head {name} has {key} {value!r}; only {known!r} is supported"
+            )
+
+
+def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of the rotary embedding, as old and new transformers write them."""
+    options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
+    theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)
+    kind = options.pop("type", None)
+    options.setdefault("rope_type", kind or "default")
+    return theta, None if options["rope_type"] == "default" else options
+
+
+def _feature_layers(
+    name: str, flat: dict[str, Any], target: Target, version: int
+) -> tuple[int, ...]:
+    nested = flat.get("eagle_config")
+    ids = flat.get("eagle_aux_hidden_state_layer_ids")
+    if not ids and isinstance(nested, dict):
+        ids = nested.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        return default_feature_layers(version, target.num_layers)
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        raise ModelLoadError(
+            f"eagle_aux_hidden_state_layer_ids of {name} is {ids!r}, not a list of layer numbers"
+        )
+    return tuple(ids)
+
+
+def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]) -> list[int]:
+    """The target ids of the draft vocabulary, ascending; puts the tensors into that order."""
+    count, vocab = config.draft_vocab_size, config.vocab_size
+    offsets = tensors.get("d2t")
+    if offsets is None:
+        if count != vocab:
+            raise ModelLoadError(
+                f"the EAGLE head {name} drafts {count} of {vocab} tokens but has no d2t that says "
+                "which; its weights are incomplete"
+            )
+        offsets = torch.zeros(vocab, dtype=torch.int64)
+    if offsets.shape != (count,):
+        raise ModelLoadError(
+            f"d2t of the EAGLE head {name} has shape {list(offsets.shape)}, but the config has a "
+            f"draft vocabulary of {count}; the two files do not belong together"
+        )
+    ids = offsets.to(torch.int64) + torch.arange(count)
+    ordered, order = ids.sort()
+    if int(ordered[0]) < 0 or int(ordered[-1]) >= vocab or bool((ordered.diff() == 0).any()):
+        raise ModelLoadError(
+            f"d2t of the EAGLE head {name} does not name {count} different tokens below {vocab}; "
+            "it must hold offsets (target id = i + d2t[i])"
+        )
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[ids] = True
+    said = tensors.get("t2d")
+    if said is not None and not (said.shape == (vocab,) and torch.equal(said.bool(), known)):
+        raise ModelLoadError(
+            f"t2d and d2t of the EAGLE head {name} name different tokens; the file is damaged"
+        )
+    if config.has_lm_head and tensors["lm_head.weight"].shape[0] == count:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"], tensors["t2d"] = ordered - torch.arange(count), known
+    return [int(token) for token in ordered]
+
+
+def _check_tensors(name: str, head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
+    own = {key: tuple(value.shape) for key, value in head.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    for key in sorted(own.keys() | found.keys()):
+        if key not in found:
+            problem = f"lacks the weight {key}"
+        elif key not in own:
+            problem = f"has an unknown weight {key}"
+        elif own[key] != found[key]:
+            problem = f"has {key} of shape {list(found[key])} where {list(own[key])} is due"
+        else:
+            continue
+        raise ModelLoadError(
+            f"the EAGLE head {name} {problem}; its config.json and weights do not belong together"
+        )
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def _flat_options(config: EagleConfig) -> dict[str, Any]:
+    """The config.json of the authors' layout."""
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if config.version == 3 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+        _TARGET_LAYERS: config.target_layers,
+    }
+    if config.version == 1:
+        return values | {"bias": config.fc_bias}
+    return values | {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+    }

@@ -1,0 +1,303 @@
+"""The EAGLE head: one decoder layer that continues the target's features.
+
+EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858, the same weights) and EAGLE-3
+(2503.01840). Row t takes the target's feature at position t and the embedding of token t + 1; its
+logits are about token t + 2. When drafting, later rows take the head's own hidden output in the
+place of a feature.
+
+Parameter names are those of the public checkpoints::
+
+    EAGLE-3    fc  midlayer.{hidden_norm,input_layernorm,self_attn,post_attention_layernorm,mlp}
+               norm  lm_head  d2t  t2d  [embed_tokens]
+    EAGLE-1/2  fc  layers.0.{self_attn,post_attention_layernorm,mlp}  [embed_tokens]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.model.backends.base import Attend
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a head. Sizes in elements; ``feature_layers`` are layers of the target whose
+    inputs it reads, where ``target_layers`` stands for the output of the final norm."""
+
+    version: int  # 1 (also EAGLE-2) or 3
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int  # of the target
+    target_hidden_size: int
+    target_layers: int
+    feature_layers: tuple[int, ...]
+    draft_vocab_size: int  # of the logits; version 1 has the target's
+    max_positions: int
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None  # rope_type and its parameters, as in transformers
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    fc_bias: bool = False
+    norm_before_residual: bool = False  # EAGLE-3: the residual starts behind hidden_norm
+    has_embedding: bool = False  # an embedding of its own; otherwise the target's is used
+    has_lm_head: bool = True  # EAGLE-3: a head of its own; otherwise the target's is used
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ConfigError(f"EAGLE version {self.version} is unknown; use 1 (also for 2) or 3")
+        if not self.feature_layers:
+            raise ConfigError("an EAGLE head needs at least one feature layer of the target")
+        wrong = [n for n in self.feature_layers if not 0 <= n <= self.target_layers]
+        if wrong:
+            raise ConfigError(
+                f"feature layers {wrong} do not exist: the target has layers 0 to "
+                f"{self.target_layers - 1}, and {self.target_layers} means the final norm's output"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"a draft vocabulary of {self.draft_vocab_size} tokens exceeds the target's "
+                f"{self.vocab_size}"
+            )
+        if self.version == 3 and not self.has_lm_head:
+            own = (self.draft_vocab_size, self.hidden_size)
+            if own != (self.vocab_size, self.target_hidden_size):
+                raise ConfigError(
+                    "an EAGLE-3 head without an lm_head drafts with the target's, so it needs the "
+                    "target's full vocabulary and width"
+                )
+        if self.version == 1:
+            if len(self.feature_layers) > 1 or self.hidden_size != self.target_hidden_size:
+                raise ConfigError(
+                    "EAGLE-1 continues the feature of one target layer at the target's own width; "
+                    "use version 3 for several layers or another width"
+                )
+            if self.draft_vocab_size != self.vocab_size:
+                raise ConfigError("EAGLE-1 drafts with the target's head: no draft vocabulary")
+
+
+def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
+    """The layers of the papers: an early, a middle and a late one (3), the final output (1)."""
+    if version == 1:
+        return (target_layers,)
+    early, late = min(2, target_layers), max(0, target_layers - 3)
+    return (early, target_layers // 2, late)
+
+
+def rotary_frequencies(config: EagleConfig) -> tuple[torch.Tensor, float]:
+    """Angles per position float32 ``[head_dim / 2]``, and the factor on cosines and sines."""
+    if config.rope_scaling is None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return config.rope_theta**-exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
+    )
+    rotary = LlamaRotaryEmbedding(llama)
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: EagleConfig, inputs: int) -> None:
+        super().__init__()
+        width, bias = config.head_dim, config.attention_bias
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, width
+        self.q_proj = nn.Linear(inputs, config.heads * width, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.kv_heads * width, bias=bias)
+        self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``."""
+        rows, width = x.shape[0], self.head_dim
+        q = _rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
+        k = _rotate(self.k_proj(x).view(rows, self.kv_heads, width), cos, sin)
+        v = self.v_proj(x).view(rows, self.kv_heads, width)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        out = attend(q, k, v, layer=0, scaling=width**-0.5)
+        return self.o_proj(out.reshape(rows, self.heads * width))  # type: ignore[no-any-return]
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out  # type: ignore[no-any-return]
+
+
+class _Layer(nn.Module):
+    """A decoder layer; version 3 attends from ``[norm(embedding), norm(hidden)]``, version 1 from
+    the fused vector itself, without a norm."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        if config.version == 3:
+            self.input_layernorm = nn.RMSNorm(size, eps)
+            self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config, 2 * size if config.version == 3 else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _GatedMLP(config)
+
+    def forward(
+        self,
+        embeds: torch.Tensor | None,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        x = hidden
+        if embeds is not None:
+            normed = self.hidden_norm(hidden)
+            if self.norm_before_residual:
+                hidden = normed
+            x = torch.cat((self.input_layernorm(embeds), normed), -1)
+        hidden = hidden + self.self_attn(x, cos, sin, attend)
+        update: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + update
+
+
+class EagleHead(nn.Module):
+    """Weights and forward of a head, for training and for drafting, in any dtype.
+
+    ``draft_ids``: the target ids that the head can draft, ascending; None for all of them.
+    ``target_head`` maps ``[T, hidden]`` to logits ``[T, vocab]``: version 1 drafts with it, and
+    version 3 where the checkpoint has no ``lm_head``.
+    """
+
+    target_head: Callable[[torch.Tensor], torch.Tensor] | None
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+    _frequencies: torch.Tensor
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        draft_ids: Sequence[int] | None = None,
+        target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        # Not registered as a submodule: the target's weights are no part of the head.
+        self.__dict__["target_head"] = target_head
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.has_embedding else None
+        if config.version == 3:
+            inputs = len(config.feature_layers) * config.target_hidden_size
+            self.fc = nn.Linear(inputs, size, bias=config.fc_bias)
+            self.midlayer = _Layer(config)
+            self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+            if config.has_lm_head:
+                self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            self._register_vocabulary(draft_ids)
+        else:
+            self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+            self.layers = nn.ModuleList([_Layer(config)])
+        frequencies, self._rotary_scaling = rotary_frequencies(config)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+
+    def _register_vocabulary(self, draft_ids: Sequence[int] | None) -> None:
+        config = self.config
+        count = config.draft_vocab_size
+        # On the CPU even if the head is built without storage: these values are looked at.
+        ids = torch.tensor(list(range(count) if draft_ids is None else draft_ids), device="cpu")
+        ordered = len(ids) == count and bool((ids[1:] > ids[:-1]).all())
+        if not ordered or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+            raise ConfigError(f"draft ids must be {count} ascending ids below {config.vocab_size}")
+        known = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
+        known[ids] = True
+        self.register_buffer("d2t", ids - torch.arange(count, device="cpu"))
+        self.register_buffer("t2d", known)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Key-value heads and widths of a key and a value: what a cache row of it needs."""
+        return (self.config.kv_heads, self.config.head_dim, self.config.head_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """The target's features ``[T, layers * target_hidden]`` as hidden states ``[T, H]``."""
+        if self.config.version == 1:
+            return features
+        return self.fc(features)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """One step: ``[T, H]`` embeddings of the next tokens and ``[T, H]`` fused features or
+        earlier outputs, at ``positions [T]``, to hidden states ``[T, H]``.
+
+        The output is what the next step takes in, before the final norm (EAGLE-3).
+        """
+        angles = positions[:, None].to(torch.float32) * self._frequencies
+        angles = torch.cat((angles, angles), -1)[:, None]
+        cos = (angles.cos() * self._rotary_scaling).to(hidden.dtype)
+        sin = (angles.sin() * self._rotary_scaling).to(hidden.dtype)
+        out: torch.Tensor
+        if self.config.version == 3:
+            out = self.midlayer(embeds, hidden, cos, sin, attend)
+        else:
+            fused = self.fc(torch.cat((embeds, hidden), -1))
+            out = self.layers[0](None, fused, cos, sin, attend)
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T, H]`` to ``[T, draft_vocab]``: about the token after the embedded one."""
+        if self.config.version == 3:
+            hidden = self.norm(hidden)
+            if self.config.has_lm_head:
+                return self.lm_head(hidden)  # type: ignore[no-any-return]
+        if self.target_head is None:
+            raise ConfigError("this EAGLE head drafts with the target's head; give target_head")
+        return self.target_head(hidden)
+
+    def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Draft vocabulary ids, any shape, as ids of the target."""
+        return ids + self.d2t[ids] if self.config.version == 3 else ids
+
+    def expand(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[T, draft_vocab]`` over the whole vocabulary ``[T, vocab]``, -inf elsewhere."""
+        config = self.config
+        if config.draft_vocab_size == config.vocab_size:
+            return logits
+        ids = self.d2t + torch.arange(config.draft_vocab_size, device=self.d2t.device)
+        full = logits.new_full((logits.shape[0], config.vocab_size), float("-inf"))
+        return full.index_copy_(1, ids, logits)

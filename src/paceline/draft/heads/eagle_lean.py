@@ -1,0 +1,185 @@
+"""The forward of an EAGLE head in few operations, as the reference backend has for whole models.
+
+A head is one layer, so Python and small operations are most of what it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, rotary_frequencies
+from paceline.model.backends.base import Attend
+from paceline.model.backends.reference.lean import LeanLayer, Residual, Rotary
+from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
+from paceline.model.backends.reference.prepack import prepack_modules
+from paceline.model.backends.reference.products import Product, merged_product, product_of
+from paceline.model.backends.reference.recognise import relative_error
+
+_TABLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class LeanEagle:
+    """Stands for an EagleHead when drafting: the same methods, the same weights."""
+
+    config: EagleConfig
+    cache_shape: tuple[int, int, int]
+    fc: Product
+    hidden_norm: RMSNorm | None  # version 3
+    layer: LeanLayer  # its input norm is that of the embeddings
+    norm: RMSNorm | None  # version 3
+    head: Product
+    rotary: Rotary
+    draft_ids: torch.Tensor | None  # int64 [draft_vocab]; None: the target's own ids
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """See EagleHead."""
+        return self.fc(features) if self.config.version == 3 else features
+
+    def __call__(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """See EagleHead.forward."""
+        layer = self.layer
+        if self.hidden_norm is not None:
+            normed = self.hidden_norm(hidden)
+            x = torch.cat((layer.input_norm(embeds), normed), 1)
+            stream = Residual(normed if self.config.norm_before_residual else hidden)
+        else:
+            x = self.fc(torch.cat((embeds, hidden), 1))
+            stream = Residual(x)
+        cos, sin = self.rotary(positions)
+        stream.x.add_(layer.attention(x, stream.rows, 0, cos, sin, attend))
+        layer.feed_forward(stream)
+        return stream.x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See EagleHead."""
+        return self.head(hidden if self.norm is None else self.norm(hidden))
+
+    def expand(self, logits: torch.Tensor) -> torch.Tensor:
+        """See EagleHead."""
+        if self.draft_ids is None:
+            return logits
+        full = logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf"))
+        return full.index_copy_(1, self.draft_ids, logits)
+
+
+@torch.inference_mode()
+def quicken(head: EagleHead, positions: int) -> EagleHead | LeanEagle:
+    """Pack a head's weights and give it the short forward, if that computes the same.
+
+    ``positions`` is the longest context to expect. The head is changed in place; if results part
+    by more than rounding it is returned itself.
+    """
+    probe = _probe(head)
+    wanted = _run(head, *probe)
+    prepack_modules(head)
+    lean = _lean(head, positions)
+    limit = 1e-3 if probe[0].dtype == torch.float32 else 0.1
+    if lean is None or not relative_error(_run(lean, *probe), wanted) < limit:
+        return head
+    return lean
+
+
+def _lean(head: EagleHead, positions: int) -> LeanEagle | None:
+    config = head.config
+    module: Any = head.midlayer if config.version == 3 else head.layers[0]
+    attention, mlp = module.self_attn, module.mlp
+    mlp_norm = as_rms_norm(module.post_attention_layernorm)
+    embed_norm, hidden_norm, norm = mlp_norm, None, None
+    if config.version == 3:
+        embed_norm = as_rms_norm(module.input_layernorm)
+        hidden_norm, norm = as_rms_norm(module.hidden_norm), as_rms_norm(head.norm)
+        if hidden_norm is None or norm is None:
+            return None
+    if mlp_norm is None or embed_norm is None:
+        return None
+    layer = LeanLayer(
+        input_norm=embed_norm,
+        qkv=merged_product([attention.q_proj, attention.k_proj, attention.v_proj]),
+        q_norm=None,
+        k_norm=None,
+        out=product_of(attention.o_proj),
+        mlp_norm=mlp_norm,
+        gate_up=merged_product([mlp.gate_proj, mlp.up_proj]),
+        down=product_of(mlp.down_proj),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scaling=config.head_dim**-0.5,
+    )
+    own_head = getattr(head, "lm_head", None)
+    product = head.logits if own_head is None else product_of(own_head)
+    ids = None
+    if config.draft_vocab_size < config.vocab_size:
+        ids = head.to_target_ids(torch.arange(config.draft_vocab_size, device=head.d2t.device))
+    rotary = _rotary(config, positions, mlp_norm.weight)
+    return LeanEagle(
+        config,
+        head.cache_shape,
+        product_of(head.fc),
+        hidden_norm,
+        layer,
+        norm if own_head is not None else None,
+        product,
+        rotary,
+        ids,
+    )
+
+
+def _rotary(config: EagleConfig, positions: int, like: torch.Tensor) -> Rotary:
+    """Cosines and signed sines (see lean.py), from a table where that is not too large."""
+    frequencies, factor = rotary_frequencies(config)
+    frequencies = frequencies.to(like.device)
+
+    def compute(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = rows[:, None].to(torch.float32) * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return both[0].to(like.dtype)[:, None], both[1].to(like.dtype)[:, None]
+
+    if positions * 2 * config.head_dim * like.element_size() > _TABLE_BYTES:
+        return compute
+    table = torch.cat(compute(torch.arange(positions, device=like.device)), 1)
+
+    def look_up(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = table.index_select(0, rows)
+        return found[:, :1], found[:, 1:]
+
+    return look_up
+
+
+_Probe = tuple[torch.Tensor, torch.Tensor]
+
+
+def _probe(head: EagleHead) -> _Probe:
+    """Random embeddings and features of a few rows."""
+    config = head.config
+    like = head.fc.weight
+    generator = torch.Generator().manual_seed(0)
+    width = config.target_hidden_size * len(config.feature_layers)
+    embeds = torch.randn(5, config.hidden_size, generator=generator)
+    features = torch.randn(5, width, generator=generator)
+    return embeds.to(like), features.to(like)
+
+
+def _run(head: EagleHead | LeanEagle, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scaling: float
+    ) -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    positions = torch.arange(len(embeds), device=embeds.device)
+    hidden: torch.Tensor = head(embeds, head.fuse(features), positions, attend)
+    return head.logits(hidden)

@@ -1,0 +1,230 @@
+"""Medusa: heads on the target's last hidden state draft several tokens at once, without a model.
+
+Cai et al. 2024 (arXiv 2401.10774). The target's own head chose the last committed token x from
+the hidden state of the row before it. From that same row head 0 predicts the token after x, head
+1 the one after that, and so on::
+
+    row of the last accepted node:   target's head -> x    head 0 -> 1st draft    head 1 -> 2nd ...
+
+All heads of all sequences run in one pass. They do not see one another's tokens, so every node of
+a level has the same candidates, and a sparse tree crosses them: node (r0, r1) is the r0-th
+candidate of head 0 followed by the r1-th of head 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.draws import draft, draw_of
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows, needs_paths
+from paceline.core.sequence import SequenceState
+from paceline.core.transfer import to_device
+from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.draft.heads.medusa_head import DraftingHeads, MedusaHeads
+from paceline.draft.trees.grow import Growing, StaticTree, grow
+from paceline.draft.trees.shape import Shape, best_shape
+from paceline.errors import ConfigError
+from paceline.model.target import CausalModel
+
+# For heads that nobody measured: how often a first candidate is right, roughly as in the paper.
+# Each further candidate takes 30 % of what the ones before it left.
+_FIRST = (0.6, 0.45, 0.35, 0.3, 0.25)
+
+
+def _typical(heads: int) -> list[list[float]]:
+    firsts = [_FIRST[min(head, len(_FIRST) - 1)] for head in range(heads)]
+    return [[first, *((1 - first) * 0.3 * 0.7**rank for rank in range(9))] for first in firsts]
+
+
+def shapes_of(
+    heads: int, nodes: int, tree: str, accuracy: Sequence[Sequence[float]]
+) -> tuple[Shape, ...]:
+    """The tree for every draft length from 0 to ``heads``.
+
+    ``tree`` is "auto" (the best for the node budget by ``accuracy``), "chain", or paths of ranks
+    such as "0/0.0/0.1/1": Medusa's choices. Raises ConfigError.
+    """
+    if nodes < 1:
+        raise ConfigError(f"medusa: nodes is {nodes}; it must be at least 1")
+    if tree == "auto":
+        known = accuracy or _typical(heads)
+        return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
+    if tree == "chain":
+        return tuple(Shape.branching((1,) * length) for length in range(heads + 1))
+    try:
+        paths = [tuple(int(rank) for rank in path.split(".")) for path in tree.split("/")]
+    except ValueError:
+        paths = [(-1,)]
+    shape = Shape.of_paths(paths)
+    if min(shape.ranks) < 0 or not shape.complete:
+        raise ConfigError(
+            f"medusa: tree={tree!r} is not auto, chain or paths such as 0/0.0/0.1/1, where the "
+            "ranks below a node are 0, 1, 2 ... without gaps"
+        )
+    if shape.depth > heads:
+        raise ConfigError(f"medusa: tree={tree!r} has {shape.depth} levels for {heads} heads")
+    return tuple(shape.cut(length) for length in range(heads + 1))
+
+
+class MedusaDrafter:
+    """Drafts with heads on the target's hidden states; ``shapes[n]`` is the tree of n levels.
+
+    Greedy and seeded trees are the heads' likeliest tokens (with the coupled noise for a seed);
+    otherwise siblings are drawn without replacement. A request with penalties gets a tree grown
+    level by level, as its distributions depend on the drafted tokens.
+    """
+
+    name = "medusa"
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: CausalModel,
+        shapes: Sequence[Shape],
+        generator: torch.Generator | None,
+    ) -> None:
+        self.features: tuple[int, ...] = (target.num_layers,)
+        self._heads = DraftingHeads(heads, target.head)
+        self._target = target
+        self._shapes = tuple(shapes)
+        self._generator = generator
+        # A step's last hidden states [batch, width], the row of each sequence that may draft, and
+        # its position.
+        self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
+        self._empty = TokenTree.empty(target.device)
+
+    def _shape(self, length: int) -> Shape:
+        return self._shapes[min(length, len(self._shapes) - 1)]
+
+    def max_nodes(self, length: int) -> int:
+        return len(self._shape(length))
+
+    def passes(self, length: int) -> int:
+        return 1 if length else 0
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        for item in plan.slices:
+            if item.seq.params.may_draft:
+                self._seen.setdefault(item.seq.seq_id)
+        ready = [item for item in plan.slices if self._drafts(item)]
+        if not ready:
+            return [self._empty] * len(plan.slices)
+        features = self._features(ready)
+        levels = max(self._shape(item.draft_length).depth for item in ready)
+        logits = self._heads(features, levels)
+        trees: dict[int, TokenTree] = {}
+        alike = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
+        if alike:
+            own = logits if len(alike) == len(ready) else logits[to_device(alike, logits.device)]
+            trees |= self._crossed([ready[i] for i in alike], own)
+        for i, item in enumerate(ready):
+            if item.seq.seq_id not in trees:
+                trees[item.seq.seq_id] = self._grown(item, logits[i])
+        return [trees.get(item.seq.seq_id, self._empty) for item in plan.slices]
+
+    def _drafts(self, item: Slice) -> bool:
+        """Whether there is a hidden state of the row before the last committed token.
+
+        There is none at the first step, behind a shared prefix, and after preemption.
+        """
+        if not item.decodes or not len(self._shape(item.draft_length)):
+            return False
+        seen = self._seen.get(item.seq.seq_id)
+        return seen is not None and seen[2] + 2 == len(item.seq.tokens)
+
+    def _features(self, items: Sequence[Slice]) -> torch.Tensor:
+        """The hidden state of each sequence, [B, width]."""
+        seen = [entry for item in items if (entry := self._seen[item.seq.seq_id]) is not None]
+        kept = seen[0][0]
+        if any(other is not kept for other, _, _ in seen):
+            return torch.stack([states[row] for states, row, _ in seen])
+        rows = [row for _, row, _ in seen]
+        if rows == list(range(len(kept))):
+            return kept
+        return kept.index_select(0, to_device(rows, kept.device))
+
+    def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
+        """Trees of all sequences from one draw of every level; logits [B, levels, vocab]."""
+        batch, levels, vocab = logits.shape
+        shapes = [self._shape(item.draft_length) for item in items]
+        width = 1 + max(max(shape.ranks) for shape in shapes)
+        seqs = tuple(item.seq for item in items for _ in range(levels))
+        rows = Rows(seqs, tuple(range(levels)) * batch)
+        drafted = draft(logits.view(-1, vocab), rows, min(width, vocab), self._generator)
+        tokens = drafted.tokens.view(batch, -1)
+        trees = {}
+        for i, (item, shape) in enumerate(zip(items, shapes, strict=True)):
+            picks, depths = _picks(shape, drafted.tokens.shape[1], tokens.device)
+            draw = draw_of(item.seq, shape.branches)
+            probs = None
+            if draw is not Draw.POINT:
+                assert drafted.q is not None
+                probs = drafted.q[i * levels : (i + 1) * levels].index_select(0, depths)
+            tree = TokenTree(tokens[i].index_select(0, picks), shape.parents, draw, probs)
+            trees[item.seq.seq_id] = tree
+        return trees
+
+    def _grown(self, item: Slice, logits: torch.Tensor) -> TokenTree:
+        """A tree level by level, each candidate's distribution knowing the tokens before it."""
+        tree = StaticTree(item, self._shape(item.draft_length), logits.device)
+
+        def following(trees: list[Growing]) -> torch.Tensor:
+            return logits[tree.path_of_rows().shape[1]].expand(len(tree.fresh), -1)
+
+        grow([tree], logits[:1], following, self._generator)
+        return tree.finish()[0]
+
+    # -- observing ---------------------------------------------------------------------------
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """Keep the hidden state of the row from which the last token of each commit was chosen.
+
+        Of sequences for which it was never asked to draft (those of other drafters) none is kept.
+        """
+        commits = [commit for commit in commits if commit.seq_id in self._seen]
+        if not commits:
+            return
+        hidden = out.features[self.features[0]]
+        rows = [
+            commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
+            for commit in commits
+        ]
+        kept = hidden.index_select(0, to_device(rows, hidden.device))
+        for row, commit in enumerate(commits):
+            last = commit.position + commit.scheduled + len(commit.path) - 1
+            self._seen[commit.seq_id] = (kept, row, last)
+
+    def rehearse(self, batch_size: int) -> None:
+        """All heads on one row of each sequence, and the choice of candidates."""
+        target, levels = self._target, len(self._shapes) - 1
+        features = torch.zeros(
+            batch_size, target.hidden_size, dtype=target.dtype, device=target.device
+        )
+        seq = SequenceState(-1, [0], 1, SamplingParams())
+        item = Slice(seq, 1, levels)
+        with torch.inference_mode():
+            self._crossed([item] * batch_size, self._heads(features, levels))
+
+    def held_bytes(self) -> int:
+        """Memory of all hidden states that are kept; those of one step lie in one tensor."""
+        storages = [entry[0].untyped_storage() for entry in self._seen.values() if entry]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def forget(self, seq_id: int) -> None:
+        self._seen.pop(seq_id, None)
+
+
+@lru_cache(maxsize=512)
+def _picks(shape: Shape, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n] each: where node i's token stands among ``[levels * width]``, and its level."""
+    levels = [depth - 1 for depth in depths_of(shape.parents)]
+    picks = [level * width + rank for level, rank in zip(levels, shape.ranks, strict=True)]
+    with torch.inference_mode(False):
+        return to_device(picks, device), to_device(levels, device)

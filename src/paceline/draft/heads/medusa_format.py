@@ -1,0 +1,259 @@
+"""Medusa checkpoints: the public layout, read from safetensors or pickle, written as safetensors.
+
+``medusa_lm_head.safetensors`` (or ``.pt``) holds ``{head}.{layer}.linear.{weight,bias}`` and
+``{head}.{layers}.weight``, as FasterDecoding/Medusa writes them. The names that vLLM uses
+(``blocks.{head}.layers.{layer}.*``, ``lm_heads.{head}.weight``) are read as well, and so are its
+options: heads that share the target's head (``original_lm_head``) and a reduced vocabulary
+(``truncated_vocab_size`` with a ``token_map``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.errors import ModelLoadError
+
+WEIGHTS = "medusa_lm_head.safetensors"
+FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_VOCABULARY = re.compile(r"(\d+)\.(\d+)\.weight")
+_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_VLLM_VOCABULARY = re.compile(r"lm_heads?\.(?:(\d+)\.)?weight")
+_ACCURACY = "paceline_accuracy"
+_TARGET_LAYERS = "paceline_target_layers"
+
+
+def load_medusa(name: str, hidden_size: int, vocab_size: int, target_layers: int) -> MedusaHeads:
+    """Heads for a target of this width, vocabulary and depth, on the CPU.
+
+    Raises ModelLoadError, in one line, if the files are missing or damaged, hold another
+    algorithm's weights, or belong to another target.
+    """
+    checkpoint = read_checkpoint(name, FILES, "Medusa heads")
+    heads, tensors = build_medusa(checkpoint, hidden_size, vocab_size, target_layers)
+    heads.load_state_dict(tensors)
+    return heads
+
+
+def build_medusa(
+    checkpoint: Checkpoint, hidden_size: int, vocab_size: int, target_layers: int
+) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
+    """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
+
+    Reads no values but those of ``token_map``: the others may be on the meta device, and then so
+    are the heads. Arguments and errors as of ``load_medusa``.
+    """
+    tensors = _public_names(checkpoint)
+    config = _config(checkpoint, tensors)
+    _check_target(checkpoint, config, hidden_size, vocab_size, target_layers)
+    with next(value for key, value in tensors.items() if key != "token_map").device:
+        heads = MedusaHeads(config).to(_dtype(tensors))
+    kept = {
+        key: value
+        for key, value in tensors.items()
+        if key == "token_map" or int(key.split(".")[0]) < config.heads
+    }
+    own = {key: value.shape for key, value in heads.state_dict().items()}
+    wrong = sorted(own.items() ^ {key: value.shape for key, value in kept.items()}.items())
+    if wrong:
+        raise ModelLoadError(
+            f"the Medusa heads {checkpoint.name} are incomplete or damaged: tensor {wrong[0][0]} "
+            "is missing, has another shape, or should not be there; download or copy the file again"
+        )
+    return heads, kept
+
+
+def save_medusa(heads: MedusaHeads, folder: Path, target_layers: int | None = None) -> None:
+    """Write the public layout; ``target_layers`` lets a target of another depth be refused."""
+    config = heads.config
+    values: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": config.base_model,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "medusa_num_heads": config.heads,
+        "medusa_num_layers": config.layers,
+        "medusa_fc_bias": config.bias,
+        "original_lm_head": config.shared_head,
+        "truncated_vocab_size": config.head_rows,
+    }
+    if config.accuracy:
+        values[_ACCURACY] = [[round(value, 4) for value in ranks] for ranks in config.accuracy]
+    if target_layers is not None:
+        values[_TARGET_LAYERS] = target_layers
+    write_checkpoint(folder, WEIGHTS, heads.state_dict(), values)
+
+
+# -- reading ---------------------------------------------------------------------------------
+
+
+def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors under the names of the public layout."""
+    result: dict[str, torch.Tensor] = {}
+    vocabulary: dict[int, torch.Tensor] = {}
+    for key, value in checkpoint.tensors.items():
+        short = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        if _BLOCK.fullmatch(short) or _VOCABULARY.fullmatch(short) or short == "token_map":
+            result[short] = value
+        elif found := _VLLM_BLOCK.fullmatch(short):
+            result[f"{found[1]}.{found[2]}.linear.{found[3]}"] = value
+        elif found := _VLLM_VOCABULARY.fullmatch(short):
+            vocabulary[int(found[1] or 0)] = value
+        else:
+            raise ModelLoadError(
+                f"{checkpoint.name} holds no Medusa heads but {_kind_of(checkpoint.tensors)} "
+                f"(tensor {key}); {_advice(checkpoint.tensors)}"
+            )
+    depth = 1 + max((int(key.split(".")[1]) for key in result if "linear" in key), default=-1)
+    for head, value in vocabulary.items():
+        result[f"{head}.{depth}.weight"] = value
+    if not any(_BLOCK.fullmatch(key) or _VOCABULARY.fullmatch(key) for key in result):
+        raise ModelLoadError(f"{checkpoint.name} holds no Medusa heads: the weights file is empty")
+    return result
+
+
+def _dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    return next(value.dtype for key, value in tensors.items() if key != "token_map")
+
+
+def _is_eagle(tensors: dict[str, torch.Tensor]) -> bool:
+    return any(key.startswith(("fc.", "midlayer.")) for key in tensors)
+
+
+def _kind_of(tensors: dict[str, torch.Tensor]) -> str:
+    if _is_eagle(tensors):
+        return "an EAGLE head"
+    if any("self_attn" in key or "attn" in key for key in tensors):
+        return "a language model"
+    return "weights of another kind"
+
+
+def _advice(tensors: dict[str, torch.Tensor]) -> str:
+    if _is_eagle(tensors):
+        return "use --draft eagle3:PATH or eagle:PATH for it"
+    return "give the folder that holds medusa_lm_head.safetensors"
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    """The first of these options that is a whole number above 0."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
+    """What the tensors are, held against what config.json says of them."""
+    name, said = checkpoint.name, checkpoint.config
+    found = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
+    layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
+    # Released configs often name fewer heads than the file has: the first ones are meant.
+    heads = _number(said, "medusa_num_heads", "num_heads") or found
+    told = _number(said, "medusa_num_layers", "num_hidden_layers")
+    if heads > found or (told is not None and told != layers):
+        raise ModelLoadError(
+            f"the config.json of {name} asks for {heads} heads of {told or layers} blocks, but the "
+            f"weights hold {found} of {layers}; the two files do not belong together"
+        )
+    shared = bool(said.get("original_lm_head")) or not any(
+        _VOCABULARY.fullmatch(key) for key in tensors
+    )
+    if shared:
+        for key in [key for key in tensors if _VOCABULARY.fullmatch(key)]:
+            del tensors[key]  # a copy of the target's head
+    sample = tensors.get("0.0.linear.weight", tensors.get("0.0.weight"))
+    if sample is None:
+        raise ModelLoadError(f"{name} holds no first Medusa head; download or copy the file again")
+    rows = None if shared else tensors[f"0.{layers}.weight"].shape[0]
+    vocab = _number(said, "vocab_size")
+    if rows is not None and _number(said, "truncated_vocab_size") in (None, vocab):
+        vocab = rows
+    if vocab is None:
+        raise ModelLoadError(
+            f"the config.json of {name} has no vocab_size, and the heads share the target's "
+            "vocabulary layer; write the target's number of logits there"
+        )
+    return MedusaConfig(
+        hidden_size=sample.shape[1],
+        vocab_size=vocab,
+        heads=heads,
+        layers=layers,
+        bias="0.0.linear.bias" in tensors,
+        shared_head=shared,
+        draft_vocab_size=_reduced(checkpoint, tensors, vocab, layers, rows),
+        base_model=said.get("base_model_name_or_path"),
+        accuracy=_accuracy(checkpoint, heads),
+    )
+
+
+def _reduced(
+    checkpoint: Checkpoint,
+    tensors: dict[str, torch.Tensor],
+    vocab: int,
+    layers: int,
+    rows: int | None,
+) -> int | None:
+    """Size of a reduced vocabulary; None if the heads know all tokens. Fits the tensors to it."""
+    size = _number(checkpoint.config, "truncated_vocab_size") or vocab
+    if size >= vocab:
+        tensors.pop("token_map", None)
+        return None
+    ids = tensors.get("token_map")
+    if ids is None:
+        raise ModelLoadError(
+            f"the Medusa heads {checkpoint.name} know {size} of {vocab} tokens, but the file has "
+            "no token_map that says which; it is incomplete"
+        )
+    ids = tensors["token_map"] = ids.to(torch.int64)
+    if ids.shape != (size,) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise ModelLoadError(
+            f"the token_map of {checkpoint.name} does not name {size} tokens below {vocab}; "
+            "the files do not belong together"
+        )
+    if rows is not None and rows > size:
+        for key in [key for key in tensors if _VOCABULARY.fullmatch(key)]:
+            tensors[key] = tensors[key][ids]
+    return size
+
+
+def _accuracy(checkpoint: Checkpoint, heads: int) -> tuple[tuple[float, ...], ...]:
+    said = checkpoint.config.get(_ACCURACY, [])
+    try:
+        table = tuple(tuple(float(value) for value in ranks) for ranks in said)
+    except (TypeError, ValueError):
+        table = ((-1.0,),)
+    if not all(0 <= value <= 1 for ranks in table for value in ranks):
+        raise ModelLoadError(
+            f"{_ACCURACY} in the config.json of {checkpoint.name} is not a list of shares per "
+            "head; remove it, or train the heads again"
+        )
+    return table[:heads]
+
+
+def _check_target(
+    checkpoint: Checkpoint,
+    config: MedusaConfig,
+    hidden_size: int,
+    vocab_size: int,
+    target_layers: int,
+) -> None:
+    depth = _number(checkpoint.config, _TARGET_LAYERS)
+    for what, own, wanted in (
+        ("hidden size", config.hidden_size, hidden_size),
+        ("vocabulary size", config.vocab_size, vocab_size),
+        ("number of layers", depth or target_layers, target_layers),
+    ):
+        if own != wanted:
+            trained = f" (trained on {config.base_model})" if config.base_model else ""
+            raise ModelLoadError(
+                f"the Medusa heads {checkpoint.name}{trained} are for a target with {what} {own}, "
+                f"but this one has {wanted}; use heads that were trained for this target"
+            )

@@ -1,0 +1,1 @@
+"""How trees of drafted tokens grow, their shapes, and tries."""

@@ -1,0 +1,339 @@
+"""Tree growth, in one place: static shapes, best-first by probability, optimal for a node budget.
+
+A tree grows level by level. Each pass of a drafter yields logits after the nodes it was given;
+``draft`` turns them into candidates; the tree takes some of them and says which to expand next::
+
+    logits -> candidates -> nodes, of which some are expanded -> logits -> ...
+
+Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
+shape.py finds the best one for a node budget. Best-first trees follow the drafter's own
+probabilities (EAGLE-2, Li et al. 2024, arXiv 2406.16858): every level expands the likeliest
+nodes, and in the end the likeliest of all candidates stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from paceline.core.batch import Slice
+from paceline.core.draws import draft, draw_of, likeliest
+from paceline.core.sampling import Rows, needs_paths
+from paceline.core.transfer import to_device
+from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.draft.trees.shape import Shape
+from paceline.model.paged.cache import Feed
+
+
+class Growing(Protocol):
+    """One tree while it grows.
+
+    ``expanded_parents``: the nodes given to the drafter so far, a tree of their own (they may be
+    fewer than the nodes). ``slots[i]``: index of node i among the expanded, -1 if it is not.
+    """
+
+    item: Slice
+    expanded_parents: tuple[int, ...]
+    fresh: torch.Tensor  # int64: tokens of the newest expanded nodes, the end of expanded_parents
+
+    @property
+    def width(self) -> int:
+        """Candidates wanted after each newest expanded node."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether candidates are drawn by ``draft``; otherwise they are the ``likeliest``."""
+        ...
+
+    def path_of_rows(self) -> torch.Tensor:
+        """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
+        ...
+
+    def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
+        """Take from the candidates ``[rows, >= width]`` after the newest expanded nodes.
+
+        ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
+        log-probabilities of the likeliest. False if the tree is complete.
+        """
+        ...
+
+    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+        """The tree, and ``slots``."""
+        ...
+
+
+def level_feed(tree: Growing, base: int) -> Feed:
+    """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
+    parents = tree.expanded_parents
+    return Feed(tree.item.seq.seq_id, base, (), parents, tree.fresh, len(parents) - len(tree.fresh))
+
+
+def _rows(tree: Growing) -> int:
+    return len(tree.fresh) if tree.expanded_parents else 1
+
+
+def _depth(tree: Growing) -> int:
+    return depths_of(tree.expanded_parents)[-1] if tree.expanded_parents else 0
+
+
+def grow(
+    trees: Sequence[Growing],
+    logits: torch.Tensor,
+    forward: Callable[[list[Growing]], torch.Tensor],
+    generator: torch.Generator | None,
+) -> None:
+    """Grow all trees together. ``logits`` ``[len(trees), vocab]`` follow the committed tokens.
+
+    ``forward`` runs the ``fresh`` nodes of some trees through the drafter and returns the logits
+    after each of them, ``[rows, vocab]``.
+    """
+    while trees:
+        counts = [_rows(tree) for tree in trees]
+        found = candidates(trees, counts, logits, generator)
+        trees = [tree for tree, part in zip(trees, found, strict=True) if tree.extend(*part)]
+        if trees:
+            logits = forward(list(trees))
+
+
+_Part = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def candidates(
+    trees: Sequence[Growing],
+    counts: Sequence[int],
+    logits: torch.Tensor,
+    generator: torch.Generator | None,
+) -> list[_Part]:
+    """Each tree's candidates and their weights, drawn for all trees at once."""
+    kinds = {tree.samples for tree in trees}
+    if len(kinds) > 1:
+        parts = torch.split(logits, list(counts))
+        result: dict[int, _Part] = {}
+        for kind in kinds:
+            chosen = [i for i, tree in enumerate(trees) if tree.samples is kind]
+            own = [trees[i] for i in chosen]
+            joined = torch.cat([parts[i] for i in chosen])
+            own_counts = [counts[i] for i in chosen]
+            found = candidates(own, own_counts, joined, generator)
+            result.update(zip(chosen, found, strict=True))
+        return [result[i] for i in range(len(trees))]
+    rows = _row_table(trees, counts)
+    width = max(tree.width for tree in trees)
+    if kinds == {True}:
+        drafted = draft(logits, rows, width, generator)
+        tokens, weights = drafted.tokens, drafted.q
+    else:
+        tokens, weights = likeliest(logits, rows, min(width, logits.shape[1]))
+    if len(trees) == 1:
+        return [(tokens, weights)]
+    places = torch.split(tokens, list(counts))
+    probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
+    return list(zip(places, probs, strict=True))
+
+
+def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
+    seqs = tuple(
+        tree.item.seq for tree, count in zip(trees, counts, strict=True) for _ in range(count)
+    )
+    depths = tuple(
+        depth
+        for tree, count in zip(trees, counts, strict=True)
+        for depth in (_depth(tree),) * count
+    )
+    paths = None
+    if any(depths) and needs_paths(seqs):
+        own = [tree.path_of_rows() for tree in trees]
+        deepest = max(depths)
+        pad = torch.nn.functional.pad
+        paths = torch.cat([pad(path, (0, deepest - path.shape[1])) for path in own])
+    return Rows(seqs, depths, paths)
+
+
+@lru_cache(maxsize=4096)
+def _paths(parents: tuple[int, ...], count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count, depth]: nodes from the root to each of the last ``count`` nodes."""
+    result: list[list[int]] = []
+    for node in range(len(parents) - count, len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        result.append(path)
+    return to_device(result, device)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of a static shape: where its nodes come from and which of them are expanded."""
+
+    rows: torch.Tensor  # int64 [nodes]: among the newest expanded nodes, the parent of each
+    picks: torch.Tensor  # int64 [nodes]: row * width + rank
+    expanded: torch.Tensor | None  # int64: nodes of the level that have children; None is all
+    expanded_parents: tuple[int, ...]  # of all levels up to this one
+    nodes: int
+
+
+@lru_cache(maxsize=512)
+def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
+    depths = depths_of(shape.parents)
+    inner = set(shape.parents)
+    place = {-1: -1}  # node -> index among the expanded
+    expanded_parents: tuple[int, ...] = ()
+    newest = [-1]
+    levels = []
+    for depth in range(1, shape.depth + 1):
+        nodes = [node for node, own in enumerate(depths) if own == depth]
+        rows = [newest.index(shape.parents[node]) for node in nodes]
+        picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
+        newest = [node for node in nodes if node in inner]
+        for node in newest:
+            place[node] = len(expanded_parents)
+            expanded_parents = (*expanded_parents, place[shape.parents[node]])
+        kept = [i for i, node in enumerate(nodes) if node in inner]
+        expanded = None if len(kept) == len(nodes) else to_device(kept, device)
+        levels.append(
+            _Level(
+                to_device(rows, device),
+                to_device(picks, device),
+                expanded,
+                expanded_parents,
+                len(nodes),
+            )
+        )
+    return tuple(levels)
+
+
+@lru_cache(maxsize=512)
+def _slots(shape: Shape) -> tuple[int, ...]:
+    inner = sorted(set(shape.parents) - {-1})
+    place = {node: index for index, node in enumerate(inner)}
+    return tuple(place.get(node, -1) for node in range(len(shape)))
+
+
+class StaticTree:
+    """Grows into a shape; sampled without replacement (or as a chain) where that is possible."""
+
+    samples = True
+
+    def __init__(self, item: Slice, shape: Shape, device: torch.device) -> None:
+        self.item = item
+        self.shape = shape
+        self.width = 1 + max(shape.ranks)
+        self.expanded_parents: tuple[int, ...] = ()
+        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
+        self._plan = _levels(shape, self.width, device)
+        self._draw = draw_of(item.seq, shape.branches)
+        assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
+        self._tokens: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
+        self._expanded: list[torch.Tensor] = []
+
+    def path_of_rows(self) -> torch.Tensor:
+        tokens = torch.cat(self._expanded)
+        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
+
+    def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
+        level = self._plan[len(self._tokens)]
+        if tokens.shape == (1, 1) and level.nodes == 1:
+            chosen = tokens[0]
+        else:
+            chosen = tokens[:, : self.width].reshape(-1).index_select(0, level.picks)
+        self._tokens.append(chosen)
+        if self._draw is not Draw.POINT:
+            assert weights is not None
+            own = level.nodes == len(weights) == 1
+            self._probs.append(weights if own else weights.index_select(0, level.rows))
+        if len(self._tokens) == len(self._plan):
+            return False
+        self.fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
+        self._expanded.append(self.fresh)
+        self.expanded_parents = level.expanded_parents
+        return True
+
+    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+        tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
+        probs = None
+        if self._draw is not Draw.POINT:
+            probs = torch.cat(self._probs) if len(self._probs) > 1 else self._probs[0]
+        return TokenTree(tokens, self.shape.parents, self._draw, probs), _slots(self.shape)
+
+
+class BestFirstTree:
+    """Expands the ``width`` likeliest nodes of each level; keeps the ``nodes`` likeliest of all.
+
+    A node's score is the drafter's log-probability of its whole path, so no node outranks its
+    parent. The nodes are point masses: they are chosen, not drawn (EAGLE-2, section 4). Which
+    nodes a level expands is known to the device first: one synchronisation a level and tree.
+    """
+
+    samples = False
+
+    def __init__(
+        self, item: Slice, depth: int, width: int, nodes: int, device: torch.device
+    ) -> None:
+        self.item = item
+        self.width = width
+        self.expanded_parents: tuple[int, ...] = ()
+        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
+        self._depth, self._nodes = depth, nodes
+        self._tokens: list[torch.Tensor] = []  # of all candidates, level by level
+        self._scores: list[torch.Tensor] = []
+        self._parents: list[int] = []  # of each candidate, among the expanded nodes
+        self._expanded: list[torch.Tensor] = []
+        self._candidate_of: list[int] = []  # the candidate that each expanded node is
+        self._newest_scores = torch.empty(0, device=device)
+
+    def path_of_rows(self) -> torch.Tensor:
+        tokens = torch.cat(self._expanded)
+        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
+
+    def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
+        assert weights is not None
+        rows, width = tokens.shape[0], min(self.width, tokens.shape[1])
+        scores = weights[:, :width]
+        if self._expanded:
+            scores = scores + self._newest_scores.unsqueeze(1)
+        flat, ids = scores.reshape(-1), tokens[:, :width].reshape(-1)
+        before = len(self._parents)
+        first = len(self.expanded_parents) - rows if self._expanded else -1
+        self._parents += [first + row for row in range(rows) for _ in range(width)]
+        self._tokens.append(ids)
+        self._scores.append(flat)
+        if len(self._tokens) == self._depth:
+            return False
+        best = flat.topk(min(self.width, len(flat)))
+        order = best.indices.sort().values
+        self._newest_scores = flat.index_select(0, order)
+        self.fresh = ids.index_select(0, order)
+        self._expanded.append(self.fresh)
+        chosen = [before + place for place in order.tolist()]
+        self.expanded_parents += tuple(self._parents[candidate] for candidate in chosen)
+        self._candidate_of += chosen
+        return True
+
+    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+        scores = torch.cat(self._scores)
+        best = scores.topk(min(self._nodes, len(scores)))
+        # Minus infinity is no candidate: there was nothing to propose, or not so much.
+        places = torch.where(best.values > -torch.inf, best.indices, -1).sort().values.tolist()
+        kept = [place for place in places if place >= 0]
+        node_of: dict[int, int] = {}
+        expanded_of = {candidate: index for index, candidate in enumerate(self._candidate_of)}
+        parents: list[int] = []
+        chosen: list[int] = []
+        for candidate in kept:
+            above = self._parents[candidate]
+            parent = node_of.get(self._candidate_of[above]) if above >= 0 else -1
+            if parent is None:
+                continue  # its parent tied with it and was left out
+            node_of[candidate] = len(chosen)
+            chosen.append(candidate)
+            parents.append(parent)
+        tokens = torch.cat(self._tokens)
+        tokens = tokens.index_select(0, to_device(chosen, tokens.device))
+        slots = tuple(expanded_of.get(candidate, -1) for candidate in chosen)
+        return TokenTree(tokens, tuple(parents)), slots

@@ -1,0 +1,106 @@
+"""One sequence in the tokens of another vocabulary, by way of its text, and drafts on the way back.
+
+Timor et al. 2025 (arXiv 2502.05202), "string-level exact match".
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Mapping, Sequence
+
+from paceline.draft.vocabulary.shared import TokenTexts
+
+# Between two words: every tokenizer begins a new token there, whatever follows.
+_BORDER = re.compile(r"(?<=\w) (?=\w)")
+_LEAD = 32  # characters before a text that are encoded with it, for the sake of its spacing
+_TAIL = 256  # longest text without a border between words that is encoded again and again
+
+
+class Retokeniser:
+    """What the target committed of one sequence, in the draft's tokens.
+
+    ``settled`` tokens never change; those of the last word do when it grows::
+
+        Once upon a time there was a ho|use
+        settled ..................|tail
+    """
+
+    def __init__(self, target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int]) -> None:
+        """``pairs``: target id -> draft id of the tokens that both have."""
+        self._target, self._draft, self._pairs = target, draft, pairs
+        self._back = {theirs: ours for ours, theirs in pairs.items()}
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.settled: list[int] = []
+        self._lead = ""
+        self._tail = ""
+        self._read = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the text so far ends within a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what has been appended to ``tokens`` since the last call."""
+        if not self._read:
+            self._begin(tokens)
+        for token in tokens[self._read :]:
+            if token in self._target.special:
+                self._tail += self._decoder.decode(b"", final=True)
+                self._settle(len(self._tail))
+                self.settled += self._special(token)
+                self._lead = ""
+            else:
+                self._tail += self._decoder.decode(self._target.strings.get(token, b""))
+        self._read = len(tokens)
+        borders = [match.start() for match in _BORDER.finditer(self._tail)]
+        self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
+
+    def _begin(self, tokens: Sequence[int]) -> None:
+        """A draft that is used to a beginning-of-text token gets one."""
+        opening: list[int] = self._draft.tokenizer.encode("")
+        bos = self._draft.tokenizer.bos_token_id
+        if opening[:1] == [bos] and self._pairs.get(tokens[0]) != bos:
+            self.settled.append(bos)
+
+    def _special(self, token: int) -> list[int]:
+        shared = self._pairs.get(token)
+        if shared is not None:
+            return [shared]
+        if token == self._target.tokenizer.bos_token_id:
+            return []  # a draft without such a token never saw one
+        return self._draft.encode(self._target.special[token])
+
+    def _settle(self, end: int) -> None:
+        text, self._tail = self._tail[:end], self._tail[end:]
+        if text:
+            self.settled += self._encode(text)
+            self._lead = (self._lead + text)[-_LEAD:]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._draft.after(self._lead, text)
+        return self._draft.encode(text) if ids is None else ids
+
+    def context(self) -> list[int]:
+        """All of it in the draft's tokens."""
+        return self.settled + (self._encode(self._tail) if self._tail else [])
+
+    def proposal(self, drafted: Sequence[int]) -> list[int]:
+        """The target's tokens of a drafted continuation; [] where the two do not meet.
+
+        The text is cut at the last whole character. A special token ends the proposal.
+        """
+        data = bytearray()
+        end: list[int] = []
+        for token in drafted:
+            if token in self._draft.special:
+                end = [self._back[token]] if token in self._back else []
+                break
+            data += self._draft.strings.get(token, b"")
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(data))
+        whole = text.partition("\ufffd")[0]
+        ids = self._target.after(self._lead + self._tail, whole)
+        if ids is None:
+            return []
+        return ids + end if len(whole.encode()) == len(data) else ids

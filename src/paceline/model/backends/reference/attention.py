@@ -1,0 +1,188 @@
+"""Attention of ragged batches over the paged cache.
+
+Once per forward the spans of a batch become *pieces*, each one call of scaled-dot-product
+attention; every layer then writes its new keys and values and runs the pieces:
+
+    decoding, blocks in one run    a strided view of the cache, no copy
+    decoding, scattered blocks     keys gathered block by block
+    several decoding sequences     gathered together, padded on the left, one call
+    several with long contexts     one call each, as above
+    prefill chunks                 one call each
+
+Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``,
+so grouped-query attention expands no keys. Measured on a CPU in bf16 (18 heads over 6, 300
+keys): 97 microseconds for one row, against 578 with ``enable_gqa`` and 626 with expanded keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from paceline.model.paged.pieces import AttentionPiece, AttentionStep
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    step: AttentionStep,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``.
+
+    ``query`` is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]``
+    after rotary embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2);
+    ``sinks`` ``[heads]`` are further logits in each softmax, with no value (GPT-OSS).
+    """
+    keys, values = step.cache.kv(layer)
+    _store(keys, key, step)
+    _store(values, value, step)
+    heads, total = query.shape[1], query.shape[2]
+    layout = step.pieces(layer, heads // keys.shape[1], query.dtype)
+    if len(layout.items) == 1 and layout.order is None:
+        return _attend(layout.items[0], query, keys, values, scaling, softcap, sinks, total)
+    outputs = [
+        _attend(piece, query, keys, values, scaling, softcap, sinks, total)
+        for piece in layout.items
+    ]
+    joined = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    return joined if layout.order is None else joined.index_select(1, layout.order)
+
+
+def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
+    if step.first_slot is None:
+        cache.index_copy_(0, step.slots, new[0].transpose(0, 1))
+    else:
+        _view(cache, step.first_slot, new.shape[2]).copy_(new)
+
+
+def _view(cache: Tensor, slot: int, length: int) -> Tensor:
+    """``[1, kv_heads, length, width]`` of consecutive slots; one operation, no copy."""
+    _, heads, width = cache.shape
+    row, head, one = cache.stride()
+    return cache.as_strided(
+        (1, heads, length, width), (0, head, row, one), cache.storage_offset() + slot * row
+    )
+
+
+def _rows_of(cache: Tensor, piece: AttentionPiece, part: str) -> Tensor:
+    """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values".
+
+    What is gathered holds until the next layer gathers, into the same memory: fresh memory costs a
+    third of the copy.
+    """
+    if piece.gather is None:
+        return _view(cache, piece.slot, piece.keys)
+    _, heads, width = cache.shape
+    run = piece.unit * heads * width
+    into = piece.scratch.get((part, run))
+    if into is None:
+        into = piece.scratch[part, run] = cache.new_empty(len(piece.gather), run)
+    torch.index_select(cache.view(-1, run), 0, piece.gather, out=into)
+    rows = into.view(piece.batch, -1, heads, width)
+    return rows[:, piece.skip : piece.skip + piece.keys].transpose(1, 2)
+
+
+def _attend(
+    piece: AttentionPiece,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    total: int,
+) -> Tensor:
+    """``[1, batch * rows, heads, v_width]``."""
+    batch, rows = piece.batch, piece.rows
+    if piece.pick is not None:
+        query = query.index_select(2, piece.pick)
+    elif batch * rows != total:
+        query = query.narrow(2, piece.start, batch * rows)
+    key, value = _rows_of(keys, piece, "keys"), _rows_of(values, piece, "values")
+    if softcap is not None or sinks is not None:
+        return _attend_explicitly(piece, query, key, value, scaling, softcap, sinks)
+    if not piece.folded:
+        return _attend_long(piece, query, key, value, scaling)
+    folded = _fold(query, batch, rows, key.shape[1])
+    if folded.shape[2] == 1 and folded.dtype == torch.bfloat16 and not folded.is_cuda:
+        # The CPU kernel takes a slow path for a lone bf16 row: twice the same row is faster.
+        pair = folded.expand(-1, -1, 2, -1)
+        out = scaled_dot_product_attention(pair, key, value, piece.mask, scale=scaling)
+        out = out[:, :, :1]
+    else:
+        out = scaled_dot_product_attention(folded, key, value, piece.mask, scale=scaling)
+    return _unfold(out, batch, rows, query.shape[1])
+
+
+def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
+    """``[1, heads, batch * rows, width]`` to ``[batch, kv_heads, group * rows, width]``."""
+    _, heads, _, width = query.shape
+    if batch == 1:
+        return query.reshape(1, kv_heads, heads // kv_heads * rows, width)
+    query = query[0].reshape(heads, batch, rows, width).transpose(0, 1)
+    return query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
+    """The inverse of _fold, rows before heads: ``[1, batch * rows, heads, width]``."""
+    width = out.shape[3]
+    if rows == 1:
+        return out.reshape(1, batch, heads, width)
+    return out.reshape(batch, heads, rows, width).transpose(1, 2).reshape(1, -1, heads, width)
+
+
+def _attend_long(
+    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and query.is_cuda and piece.mask is not None:
+        # No fused CUDA kernel takes grouped heads together with a mask.
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        group = 1
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        piece.mask,
+        is_causal=piece.causal,
+        scale=scaling,
+        enable_gqa=group > 1,
+    )
+    return out.transpose(1, 2)
+
+
+def _attend_explicitly(
+    piece: AttentionPiece,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The softmax written out in float32, for what the fused kernels cannot do."""
+    batch, rows, heads, kv_heads = piece.batch, piece.rows, query.shape[1], key.shape[1]
+    group = heads // kv_heads
+    folded = _fold(query, batch, rows, kv_heads)
+    scores = torch.matmul(folded, key.transpose(2, 3)).float().mul_(scaling)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if piece.causal:
+        above = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill_(above.repeat(group, 1), float("-inf"))
+    elif piece.mask is not None:
+        scores = scores.add_(piece.mask if piece.folded else piece.mask.repeat(group, 1))
+    if sinks is None:
+        distribution = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(kv_heads, group, 1).expand(kv_heads, group, rows)
+        sink = sink.reshape(1, kv_heads, group * rows, 1).expand(batch, -1, -1, -1)
+        distribution = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    out = torch.matmul(distribution.to(value.dtype), value)
+    return _unfold(out, batch, rows, heads)

@@ -1,0 +1,244 @@
+"""The paged key/value cache: block tables per sequence, commit and rollback, prefix sharing.
+
+A sequence's cache is addressed by logical index, ``slot = table[i // size] * size + i % size``::
+
+    | committed, cached | scheduled (pending) | tree nodes, one index each |
+    0 ............ context .......... context + pending ......................
+
+A commit keeps the accepted path: its nodes move down to the indices right behind the pending
+tokens (a chain's are there already) and everything beyond is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.batch import Batch, Span
+from paceline.core.transfer import to_device
+from paceline.model.paged.blocks import BlockPool, prefix_digest
+
+LayerShape = tuple[int, int, int]  # kv heads, key width, value width
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one sequence puts into a forward. See Span for the meaning of the indices."""
+
+    seq_id: int
+    context: int
+    pending: Sequence[int]
+    parents: tuple[int, ...] = ()
+    nodes: torch.Tensor | None = None  # int64 [len(parents) - first_new]: tokens of the new nodes
+    first_new: int = 0
+    wants_logits: bool = True  # of the last pending row and all node rows
+
+
+@dataclass
+class _Table:
+    blocks: list[int]
+    digests: list[bytes]  # of the full committed blocks, in order
+
+
+def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Cache memory of one token over all layers."""
+    return sum(heads * (k + v) for heads, k, v in shapes) * dtype.itemsize
+
+
+def blocks_within(memory: int, per_token: int, kept_each: int, kept: int, block_size: int) -> int:
+    """Blocks of a cache that, with the features that drafters keep, takes ``memory`` bytes.
+
+    ``per_token`` bytes are cached for a token, ``kept_each`` are those of its features, of which
+    at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the cache.
+    """
+    all_kept = memory // (block_size * (per_token + kept_each))
+    few_kept = (memory - kept * kept_each) // (block_size * per_token)
+    return max(all_kept, few_kept)
+
+
+def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Moves (see PagedCache.move) that bring the nodes of a path to ``base, base + 1, ...``."""
+    return [(seq_id, base + node, base + rank) for rank, node in enumerate(path) if node != rank]
+
+
+class PagedCache:
+    """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
+
+    With ``share`` full blocks are found again by their content, by any sequence that begins alike.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        share: bool = True,
+    ) -> None:
+        self.shares = share
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        slots = num_blocks * block_size
+
+        def empty(heads: int, width: int) -> torch.Tensor:
+            # Zeros, not empty: padded gathers read unwritten slots, and NaN * 0 is NaN.
+            return torch.zeros(slots, heads, width, dtype=dtype, device=device)
+
+        self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
+        self.pool = BlockPool(num_blocks)
+        self._tables: dict[int, _Table] = {}
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``."""
+        return self._layers[layer]
+
+    # -- sequences -------------------------------------------------------------------------
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._tables
+
+    def admit(self, seq_id: int, tokens: Sequence[int]) -> int:
+        """Start a sequence; returns how many leading tokens are cached already.
+
+        Only whole blocks are shared, and at least the last token is left to be computed, as its
+        logits are wanted.
+        """
+        assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
+        table = self._found(tokens)
+        for block in table.blocks:
+            self.pool.retain(block)
+        self._tables[seq_id] = table
+        return len(table.blocks) * self.block_size
+
+    def shared_blocks(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that ``admit`` would share with a sequence of these tokens."""
+        return self._found(tokens).blocks
+
+    def _found(self, tokens: Sequence[int]) -> _Table:
+        """The beginning of these tokens as far as it is cached."""
+        table = _Table([], [])
+        size = self.block_size
+        for start in range(0, len(tokens) - size, size) if self.shares else ():
+            parent = table.digests[-1] if table.digests else None
+            digest = prefix_digest(parent, tokens[start : start + size])
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            table.blocks.append(block)
+            table.digests.append(digest)
+        return table
+
+    def borrow(self, seq_id: int, owner: int, length: int) -> None:
+        """Start a sequence on another's first ``length`` indices, a whole number of blocks.
+
+        They are there to be read; what is reserved next is its own. For trials within a step:
+        unlike shared prefixes, borrowed blocks may be unregistered.
+        """
+        assert seq_id not in self._tables and length % self.block_size == 0
+        blocks = self._tables[owner].blocks[: length // self.block_size]
+        for block in blocks:
+            self.pool.retain(block)
+        self._tables[seq_id] = _Table(blocks, [])
+
+    def blocks_missing(self, seq_id: int, length: int) -> int:
+        """Blocks to be allocated before ``length`` logical indices can be written."""
+        have = len(self._tables[seq_id].blocks) if seq_id in self._tables else 0
+        return max(0, -(-length // self.block_size) - have)
+
+    def reserve(self, seq_id: int, length: int) -> None:
+        """Make ``length`` logical indices writable. Raises OutOfBlocksError, taking nothing."""
+        missing = self.blocks_missing(seq_id, length)
+        if missing:
+            blocks = self._tables[seq_id].blocks
+            blocks.extend(self.pool.allocate(missing, blocks[-1] if blocks else None))
+
+    def commit(self, seq_id: int, tokens: Sequence[int], length: int) -> None:
+        """Keep the first ``length`` indices, which hold ``tokens[:length]``; free the rest."""
+        table = self._tables[seq_id]
+        size = self.block_size
+        keep = -(-length // size)
+        for block in table.blocks[keep:]:
+            self.pool.release(block)
+        del table.blocks[keep:]
+        while self.shares and (len(table.digests) + 1) * size <= length:
+            index = len(table.digests)
+            parent = table.digests[-1] if table.digests else None
+            digest = prefix_digest(parent, tokens[index * size : (index + 1) * size])
+            table.digests.append(digest)
+            self.pool.register(table.blocks[index], digest)
+
+    def free(self, seq_id: int) -> None:
+        """Give back all blocks of a sequence; unknown ones are fine (never admitted)."""
+        table = self._tables.pop(seq_id, None)
+        if table is not None:
+            # Last block first: the end of a prefix is worth less than its beginning.
+            for block in reversed(table.blocks):
+                self.pool.release(block)
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy rows ``(seq_id, from index, to index)`` in all layers, reading before writing."""
+        if not moves:
+            return
+        source = to_device([self._slot(seq, src) for seq, src, _ in moves], self.device)
+        target = to_device([self._slot(seq, dst) for seq, _, dst in moves], self.device)
+        for keys, values in self._layers:
+            keys.index_copy_(0, target, keys.index_select(0, source))
+            values.index_copy_(0, target, values.index_select(0, source))
+
+    def _slot(self, seq_id: int, index: int) -> int:
+        size = self.block_size
+        return self._tables[seq_id].blocks[index // size] * size + index % size
+
+    # -- batching --------------------------------------------------------------------------
+
+    def batch_of(self, feeds: Sequence[Feed]) -> Batch:
+        """One ragged batch; the indices it writes must have been reserved."""
+        spans: list[Span] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        size = self.block_size
+        row = 0
+        for feed in feeds:
+            pending = len(feed.pending)
+            span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new)
+            spans.append(span)
+            positions.extend(span.positions)
+            blocks = self._tables[feed.seq_id].blocks
+            slots.extend(blocks[i // size] * size + i % size for i in span.indices)
+            if feed.wants_logits:
+                wanted.extend(range(row + max(0, pending - 1), row + span.rows))
+            row += span.rows
+        return Batch(
+            input_ids=self._input_ids(feeds),
+            positions=to_device(positions, self.device),
+            slots=to_device(slots, self.device),
+            spans=tuple(spans),
+            tables=tuple(self._tables[feed.seq_id].blocks for feed in feeds),
+            logit_rows=None if len(wanted) == row else to_device(wanted, self.device),
+        )
+
+    def _input_ids(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """Tokens of all rows; those of the nodes may be known to the device only."""
+        pending = to_device([token for feed in feeds for token in feed.pending], self.device)
+        if all(feed.nodes is None for feed in feeds):
+            return pending
+        pieces: list[torch.Tensor] = []
+        offset = 0
+        for feed in feeds:
+            if feed.pending:
+                pieces.append(pending[offset : offset + len(feed.pending)])
+                offset += len(feed.pending)
+            if feed.nodes is not None:
+                pieces.append(feed.nodes)
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def check(self) -> None:
+        """Assert that no block is lost, doubled or shared without being registered."""
+        self.pool.check([table.blocks for table in self._tables.values()])
+        for table in self._tables.values():
+            assert len(table.digests) <= len(table.blocks)

@@ -1,0 +1,1 @@
+"""Who drafts, and how far: prices, acceptance, risk, controller and hybrid."""

@@ -1,0 +1,1 @@
+"""What a caller asks and gets: requests, their text, grammars and completions."""

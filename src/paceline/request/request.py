@@ -1,0 +1,164 @@
+"""One completion in the making: collects commits, makes events and the final record."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from paceline.core.batch import Commit, TokenLogprob
+from paceline.core.sequence import SequenceState
+from paceline.engine.recovery import Failure
+from paceline.errors import EngineLostError
+from paceline.request.completion import Completion, CompletionStats, StreamEvent
+from paceline.request.text import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from paceline.engine.engine import Engine
+
+
+class Request:
+    """A sequence, where it belongs, and what was committed to it so far."""
+
+    def __init__(
+        self,
+        seq: SequenceState,
+        prompt: str | list[int],
+        number: int,
+        index: int,
+        tokenizer: PreTrainedTokenizerFast,
+        streams: bool,
+        lossy: bool = False,
+    ) -> None:
+        self.seq = seq
+        self.prompt = prompt
+        self.number = number
+        self.index = index
+        self.completion: Completion | None = None
+        self.events: deque[StreamEvent] = deque()
+        self._tokenizer = tokenizer
+        self._streams = streams
+        self._lossy = lossy
+        self._draft_mask: list[bool] = []
+        self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
+        # Text is decoded token by token only for those who need it while decoding.
+        params = seq.params
+        reads = streams or params.stop
+        self._text: TextStream | None = self._new_text() if reads else None
+        self._shown: list[str] = []  # the text in pieces, as it was given out
+        seq.text = self._text
+
+    def _new_text(self) -> TextStream:
+        """Empty, behind the prompt."""
+        seq, params = self.seq, self.seq.params
+        hidden = None if params.skip_special_tokens else seq.stop_ids
+        prompt = seq.tokens[: seq.prompt_length]
+        return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden, prompt)
+
+    def absorb(self, commit: Commit) -> None:
+        """Take in one commit of this sequence.
+
+        Raises nothing: if its text cannot be decoded it is complete afterwards, with an error.
+        """
+        if not commit.tokens and commit.finish_reason is None:
+            return
+        mask = [place < len(commit.path) for place in range(len(commit.tokens))]
+        self._draft_mask.extend(mask)
+        logprobs = None if commit.logprobs is None else list(commit.logprobs)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.extend(logprobs)
+        try:
+            if commit.error is not None:
+                text = self._end(commit.error)
+            else:
+                text = self._text.take() if self._text is not None else ""
+                if commit.finish_reason is not None:
+                    text += self._finish(commit.finish_reason)
+        except Exception as error:
+            text = self._end(f"the text could not be decoded: {Failure.of(error).message}")
+        if self._streams:
+            self._shown.append(text)
+            self.events.append(
+                StreamEvent(
+                    self.number,
+                    self.index,
+                    text,
+                    list(commit.tokens),
+                    mask,
+                    self.completion,
+                    logprobs,
+                )
+            )
+
+    def fail(self, message: str) -> None:
+        """End it with what it has and an error; nothing if it has ended."""
+        if self.completion is None:
+            seq_id = self.seq.seq_id
+            self.absorb(Commit(seq_id, (), finish_reason="error", error=message))
+
+    def _finish(self, reason: str) -> str:
+        """Build the completion; returns the text that had been held back."""
+        text = self._text
+        if text is None:
+            text = self._new_text()
+            for token in self.seq.tokens[self.seq.prompt_length :]:
+                text.push(token)
+        rest = text.finish()
+        # A stop string may be complete only at the very end.
+        self._complete(text.text, "stop" if text.stopped else reason)
+        return rest
+
+    def _end(self, error: str) -> str:
+        """The completion of a request that failed; returns the rest of its text.
+
+        Decoded anew, as the running text may have been what failed, or have gone ahead.
+        """
+        shown = "".join(self._shown)
+        try:
+            text = self._new_text()
+            for token in self.seq.tokens[self.seq.prompt_length :]:
+                text.push(token)
+            text.finish()
+            whole = text.text
+        except Exception:
+            whole = shown
+        if not whole.startswith(shown):
+            whole = shown
+        self._complete(whole, "error", error)
+        return whole[len(shown) :]
+
+    def _complete(self, text: str, reason: str, error: str | None = None) -> None:
+        seq = self.seq
+        self.completion = Completion(
+            prompt=self.prompt,
+            text=text,
+            token_ids=seq.tokens[seq.prompt_length :],
+            logprobs=self._logprobs,
+            finish_reason=reason,
+            index=self.index,
+            draft_mask=self._draft_mask,
+            stats=CompletionStats.of(seq, self._lossy),
+            lossy=self._lossy,
+            error=error,
+        )
+
+
+def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:
+    """One step, absorbed by those of ``requests`` (by sequence id) that it advanced.
+
+    Raises EngineLostError when the engine cannot go on; every request has then ended.
+    """
+    try:
+        commits = engine.step()
+    except EngineLostError as error:
+        for request in requests.values():
+            request.fail(str(error))
+        raise
+    advanced = [(requests[c.seq_id], c) for c in commits if c.seq_id in requests]
+    for request, commit in advanced:
+        request.absorb(commit)
+        if request.completion is not None and commit.finish_reason is None:
+            engine.abort(commit.seq_id)  # its text failed
+    return advanced

@@ -1,0 +1,116 @@
+"""The text of a completion while it grows: no cut characters, no leaked stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.request.detokenise import Detokeniser
+from paceline.request.stops import StopScan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TextStream:
+    """The text of one sequence. ``push`` tokens, ``take`` what may be shown, ``finish``.
+
+    All that was taken and what ``finish`` gives are together ``text``, and that is what a decode
+    of prompt and tokens has beyond a decode of the prompt, up to the first stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        hidden: frozenset[int] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """``hidden`` are the special tokens without text; None is all of them.
+
+        ``prompt`` stands before the text: whether its first word begins with a space, for
+        example, depends on there being something.
+        """
+        self._hidden = hidden
+        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=hidden is None)
+        self._scan = StopScan(stops)
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._done: list[str] = []  # taken
+        self._fresh: list[str] = []  # certain, not yet taken
+        # A run of bytes that is text so far: a stop string in it ends the sequence where it is,
+        # though the text would be another one if bytes followed that are no characters.
+        self._guess: list[str] = []
+        self._guess_scan = self._scan
+        self._void = 0  # characters of the guess in which a stop string came too early
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """What is certain so far; all of it after ``finish``."""
+        return "".join(self._done) + "".join(self._fresh)
+
+    def push(self, token: int) -> bool:
+        """Take one token; true once a stop string is complete (``text`` then ends before it)."""
+        if self.stopped:
+            return True
+        self._tokens += 1
+        if self._hidden is not None and token in self._hidden:
+            return False
+        certain = self._detokeniser.feed(token)
+        if certain or (self._guess and not self._detokeniser.waiting):
+            self._add(certain)
+        if self._detokeniser.guess and not self.stopped:
+            self._add_guess(self._detokeniser.guess)
+        return self.stopped
+
+    def _counts(self) -> bool:
+        """Whether a stop string may end the text yet."""
+        return self._tokens >= self._min_tokens
+
+    def _add(self, piece: str) -> None:
+        """Certain text; it may begin with what was guessed before."""
+        guessed = piece.startswith("".join(self._guess))
+        early = len(piece) if not self._counts() else self._void if guessed else 0
+        self._guess, self._void = [], 0
+        found = self._scan.feed(piece, early)
+        self._fresh.append(piece)
+        if found is not None:
+            self._stop(len(piece) - found)
+
+    def _add_guess(self, piece: str) -> None:
+        if not self._guess:
+            self._guess_scan = self._scan.fork()
+        self._guess.append(piece)
+        if not self._counts():
+            self._void += len(piece)
+        found = self._guess_scan.feed(piece, 0 if self._counts() else len(piece))
+        if found is not None:
+            self._fresh.extend(self._guess)
+            self._stop(len(piece) - found)
+
+    def _stop(self, surplus: int) -> None:
+        """The text ends ``surplus`` characters before the end of what is certain."""
+        fresh = "".join(self._fresh)
+        self._fresh = [fresh[: len(fresh) - surplus]]
+        self._guess = []
+        self.stopped = True
+
+    def take(self) -> str:
+        """New text that no later token can change, or turn into a stop string."""
+        fresh = "".join(self._fresh)
+        safe = len(fresh) if self.stopped else len(fresh) - self._scan.held
+        self._fresh = [fresh[safe:]]
+        self._done.append(fresh[:safe])
+        return fresh[:safe]
+
+    def finish(self) -> str:
+        """The rest, once no token will follow; bytes of an unfinished character become U+FFFD.
+
+        A stop string that is complete only now counts, too: see ``stopped``.
+        """
+        if not self.stopped:
+            self._add(self._detokeniser.flush())
+        self._scan = StopScan(())
+        return self.take()

@@ -1,0 +1,1 @@
+"""What measures and examines: bench, tune, certify, doctor, profiling and their reports."""

@@ -1,0 +1,250 @@
+"""Contestants: our engine with any drafter, and transformers' ways of decoding."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.core.sequence import SequenceState
+from paceline.errors import ConfigError
+from paceline.model.loading import load_module
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun, column_sums
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.llm import LLM
+
+
+class Paceline:
+    """Our engine, driven by ``clients`` that each send their next request when one is answered.
+
+    It takes the engine's steps itself, token ids in and out, so that it can tell steps that read
+    prompts from those that only decode. ``build`` gives the LLM; a drafter that learns from
+    earlier requests is built anew at every ``refresh``.
+    """
+
+    def __init__(self, method: Method, build: Callable[[], LLM], clients: int) -> None:
+        self.name = method.name
+        self.llm = build()
+        self._build = build if method.remembers else None
+        self._clients = clients
+        self._ids = itertools.count()
+
+    def refresh(self) -> None:
+        if self._build is not None:
+            self.llm = self._build()
+
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
+        """Raises CacheMemoryError if a request does not fit into the cache."""
+        engine = self.llm.engine
+        seqs = [self._request(ask) for ask in asks]
+        phases = _Phases(engine)
+        start = time.perf_counter()
+        try:
+            _closed_loop(engine, seqs, self._clients, phases)
+        finally:  # Ctrl-C leaves an engine that can go on
+            for seq in seqs:
+                engine.abort(seq.seq_id)
+        seconds, steps, slots = phases.close()
+        end = time.perf_counter()
+        counts = [seq.counts for seq in seqs]
+        return TimedRun(
+            answers=[_answer(seq) for seq in seqs],
+            seconds=end - start,
+            steps=sum(count.target_steps for count in counts),
+            drafted=sum(count.drafted for count in counts),
+            levels=sum(count.levels for count in counts),
+            accepted=sum(count.accepted for count in counts),
+            reached=column_sums([count.reached_at for count in counts]),
+            accepted_at=column_sums([count.accepted_at for count in counts]),
+            phases=seconds,
+            decoding_steps=steps,
+            decoding_slots=slots,
+        )
+
+    def _request(self, ask: Ask) -> SequenceState:
+        stops = frozenset(ask.params.stop_token_ids)
+        if not ask.params.ignore_eos:
+            stops |= self.llm.end_tokens
+        return SequenceState(next(self._ids), list(ask.prompt), len(ask.prompt), ask.params, stops)
+
+
+def _closed_loop(
+    engine: Engine, seqs: Sequence[SequenceState], clients: int, phases: _Phases
+) -> None:
+    waiting, running = deque(seqs), 0
+    while waiting or running:
+        while waiting and running < clients:
+            engine.add(waiting.popleft())
+            running += 1
+        commits = engine.step()
+        decodes = all(commit.scheduled == 1 for commit in commits)
+        phases.after_step(len(commits) if decodes else 0)
+        running -= sum(commit.finish_reason is not None for commit in commits)
+
+
+class _Phases:
+    """Adds up the phases of those steps that only decode.
+
+    The clock accounts for a step when the next one begins, so this looks one step back, and on a
+    GPU waits for nothing but the first and the last.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._clock = engine.clock
+        self._before = self._clock.totals()
+        self._sums = dict.fromkeys(self._before, 0.0)
+        self._decoding = 0  # sequences of the step before last, if it was one that only decodes
+        self._steps = 0
+        self._slots = 0
+
+    def after_step(self, decoding: int) -> None:
+        """``decoding``: the sequences of the step if it only decoded, else 0."""
+        self._settle(dict(self._clock.seconds))
+        self._decoding = decoding
+
+    def close(self) -> tuple[dict[str, float], int, int]:
+        """Seconds by phase of the steps that only decode, how many, and their sequences."""
+        self._settle(self._clock.totals())
+        return self._sums, self._steps, self._slots
+
+    def _settle(self, now: dict[str, float]) -> None:
+        if self._decoding:
+            self._steps += 1
+            self._slots += self._decoding
+            for phase, seconds in now.items():
+                self._sums[phase] += seconds - self._before[phase]
+        self._before, self._decoding = now, 0
+
+
+def _answer(seq: SequenceState) -> TimedAnswer:
+    arrivals = tuple((moment - seq.queued, count) for moment, count in seq.arrivals)
+    return TimedAnswer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
+
+
+class Transformers:
+    """transformers' ``generate``, one request at a time.
+
+    ``extra`` are the arguments of a speculative method. A delivery to its streamer counts as one
+    target step.
+    """
+
+    def __init__(
+        self, name: str, module: Any, end: frozenset[int], extra: dict[str, Any] | None = None
+    ) -> None:
+        self.name = name
+        self._module, self._end, self._extra = module, sorted(end), extra or {}
+
+    def refresh(self) -> None:
+        pass
+
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
+        """``seconds`` is from the first request to the end of the last."""
+        start = time.perf_counter()
+        answers = [self._answer(ask) for ask in asks]
+        seconds = time.perf_counter() - start
+        steps = sum(len(answer.arrivals) for answer in answers)
+        tokens = sum(len(answer.tokens) for answer in answers)
+        return TimedRun(answers, seconds, steps, accepted=tokens - steps)
+
+    @torch.inference_mode()
+    def _answer(self, ask: Ask) -> TimedAnswer:
+        params, config = ask.params, self._module.generation_config
+        # In the config and not by min_new_tokens: that would forbid the token and change the text.
+        config.eos_token_id = None if params.ignore_eos else self._end
+        config.pad_token_id = 0
+        if params.seed is not None:
+            torch.manual_seed(params.seed)
+        sampling: dict[str, Any] = {"do_sample": not params.greedy}
+        if not params.greedy:
+            sampling |= {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}
+        ids = torch.tensor([ask.prompt], device=self._module.device)
+        arrivals = _Arrivals()
+        out = self._module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_tokens,
+            use_cache=True,
+            streamer=arrivals,
+            **sampling,
+            **self._extra,
+        )
+        return TimedAnswer(tuple(out[0, ids.shape[1] :].tolist()), tuple(arrivals.found))
+
+
+class _Arrivals:
+    """A streamer for ``generate`` that notes when tokens come; the first delivery is the prompt."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int]] = []
+        self._start = time.perf_counter()
+        self._prompt_seen = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.found.append((time.perf_counter() - self._start, tokens.numel()))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class Starter:
+    """Makes contestants around one loaded target; modules of transformers are loaded once.
+
+    ``options`` go to ``LLM.beside``. Prompts are computed anew in every round, by all.
+    """
+
+    def __init__(self, llm: LLM, model: str, **options: Any) -> None:
+        self._llm, self._model = llm, model
+        self._options = {"seed": 0, "prefix_sharing": False, **options}
+        self._modules: dict[str, Any] = {}
+
+    def open(self, method: Method, clients: int) -> Contestant:
+        """Raises what loading a drafter or a module raises."""
+        if method.variant is not None:
+            assert clients == 1, "transformers answers one request at a time"
+            return self._open_theirs(method)
+        length = method.length if method.draft is not None else 0
+        assert length is not None, "ours always have one"
+
+        def build() -> LLM:
+            return self._llm.beside(
+                method.draft, draft_length=length, max_batch_size=clients, **self._options
+            )
+
+        return Paceline(method, build, clients)
+
+    def _open_theirs(self, method: Method) -> Transformers:
+        module, end = self._module(self._model), self._llm.end_tokens
+        extra: dict[str, Any] = {}
+        if method.variant == "lookup":
+            extra["prompt_lookup_num_tokens"] = method.length or 10
+        elif method.variant == "assisted":
+            assert method.draft is not None
+            assistant = self._module(method.draft)
+            if assistant.config.vocab_size != module.config.vocab_size:
+                raise ConfigError(
+                    f"{method.name}: {method.draft} has another vocabulary than {self._model}; "
+                    "name a draft with the target's, or leave this method out"
+                )
+            if method.length is not None:  # generate reads them from the assistant
+                config = assistant.generation_config
+                config.num_assistant_tokens = method.length
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.0
+            extra["assistant_model"] = assistant
+        return Transformers(method.name, module, end, extra)
+
+    def _module(self, name: str) -> Any:
+        """With scaled-dot-product attention, in the target's dtype, on its device."""
+        if name not in self._modules:
+            target = self._llm.target
+            self._modules[name] = load_module(name, target.dtype, target.device, "sdpa").eval()
+        return self._modules[name]

@@ -1,0 +1,188 @@
+"""Prompts to measure on: our own, shipped with the package, or the user's files.
+
+The layouts are those of the benchmarks of the field; a record is recognised by its fields, so a
+file may mix them. docs/prompts.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError, DataError
+from paceline.tools.bench.formats import read_records
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+_SHIPPED = Path(__file__).with_name("shipped")
+_FIELDS = ("turns", "messages", "question", "prompt", "text")
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """What a user would send: ``text``, as a chat turn or as text to go on from.
+
+    ``turns`` are all the user's turns of a record, of which ``text`` is the first: later ones need
+    the answers to those before. ``earlier`` is what was said before ``text``, as (role, content),
+    where the record has it.
+    """
+
+    name: str
+    category: str
+    text: str
+    chat: bool
+    turns: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, str], ...] = ()
+
+    def encode(self, llm: LLM) -> list[int]:
+        """Token ids as the target sees them; chats go through its template if it has one.
+
+        Raises PromptError if the template refuses the conversation.
+        """
+        messages = [*self.earlier, ("user", self.text)]
+        if self.chat and llm.tokenizer.chat_template is not None:
+            return llm.render_chat([{"role": role, "content": said} for role, said in messages])
+        text = "\n\n".join(said for _, said in messages)
+        return [int(token) for token in llm.tokenizer(text)["input_ids"]]
+
+
+def load_prompts(
+    source: str | Path | None = None,
+    categories: Sequence[str] = (),
+    per_category: int | None = None,
+) -> list[BenchPrompt]:
+    """Prompts of a file (or, with None, our own), of all or some categories.
+
+    Category by category, in the order of the file; names are unique. ``per_category`` takes so
+    many of each, evenly spread. Raises, in one line, DataError for an unreadable file, a record
+    without a prompt, an unknown category, or if nothing is left, ConfigError for a
+    ``per_category`` below 1.
+    """
+    if per_category is not None and per_category < 1:
+        raise ConfigError(f"per_category is {per_category}; use at least 1")
+    files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
+    prompts = _unique([prompt for file in files for prompt in _read(file)])
+    if not prompts:
+        raise DataError(f"{source or 'the shipped prompt set'} has no prompts; add at least one")
+    known = list(dict.fromkeys(prompt.category for prompt in prompts))
+    unknown = sorted(set(categories) - set(known))
+    if unknown:
+        raise DataError(
+            f"no category {', '.join(unknown)} in {source or 'the shipped prompt set'}; "
+            f"there are: {', '.join(known)}"
+        )
+    chosen: list[BenchPrompt] = []
+    for name in known:
+        if categories and name not in categories:
+            continue
+        own = [prompt for prompt in prompts if prompt.category == name]
+        count = len(own) if per_category is None else min(per_category, len(own))
+        chosen.extend(own[i * len(own) // count] for i in range(count))
+    return chosen
+
+
+def fit(
+    prompts: Sequence[BenchPrompt], llm: LLM, max_tokens: int
+) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
+    """The prompts that leave the target room for ``max_tokens``, with their ids, and the others.
+
+    Raises PromptError if the chat template refuses a conversation.
+    """
+    fitting: list[tuple[BenchPrompt, list[int]]] = []
+    left_out: list[BenchPrompt] = []
+    for prompt in prompts:
+        ids = prompt.encode(llm)
+        if ids and len(ids) + max_tokens <= llm.max_model_len:
+            fitting.append((prompt, ids))
+        else:
+            left_out.append(prompt)
+    return fitting, left_out
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+def _read(file: Path) -> list[BenchPrompt]:
+    stem = file.name.split(".")[0]
+    return [
+        _prompt(record, place, f"{stem}/{number}", stem)
+        for number, (place, record) in enumerate(read_records(file))
+    ]
+
+
+def _prompt(record: dict[str, Any], place: str, name: str, stem: str) -> BenchPrompt:
+    """One record of any layout. Raises DataError."""
+    field = next((key for key in _FIELDS if record.get(key) is not None), None)
+    if field is None:
+        raise DataError(f"{place}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
+    earlier: list[tuple[str, str]] = []
+    if field == "messages":
+        *earlier, (_, text) = _conversation(record[field], place)
+        turns: tuple[str, ...] = (text,)
+    else:
+        turns = _turns(record[field], field, place)
+    category, chat = _nature(record, field)
+    category = record.get("category", category)
+    if not isinstance(category, str) or not category:
+        raise DataError(f"{place}: the category is {category!r}; it must be a name")
+    style = record.get("format", "chat" if chat else "completion")
+    if style not in ("chat", "completion"):
+        raise DataError(f"{place}: the format is {style!r}; use chat or completion")
+    if not turns[0].strip():
+        raise DataError(f"{place}: the prompt is empty; give it text or remove the record")
+    given = next((record[key] for key in ("id", "question_id", "task_id") if key in record), name)
+    name = f"{stem}/{given}" if isinstance(given, int) else str(given)
+    return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
+
+
+def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
+    """Category, and whether it is a chat turn, of a record that does not say so itself."""
+    if field == "question":  # GSM8K
+        return "arithmetic", True
+    if "task_id" in record:  # HumanEval's names begin a function; MBPP's numbers are instructions
+        return "code", isinstance(record["task_id"], int)
+    if field in ("turns", "messages") or isinstance(record[field], list):
+        return "chat", True
+    return "text", False
+
+
+def _turns(value: object, field: str, place: str) -> tuple[str, ...]:
+    """A text, or a list of texts or of objects with ``content``."""
+    items = value if isinstance(value, list) else [value]
+    turns = [item.get("content") if isinstance(item, dict) else item for item in items]
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise DataError(f"{place}: {field} must be a text or a list of texts")
+    return tuple(map(str, turns))
+
+
+def _conversation(value: object, place: str) -> list[tuple[str, str]]:
+    """(role, content) up to the last user's message; the answer that a record has is dropped."""
+    messages: list[tuple[str, str]] = []
+    for item in value if isinstance(value, list) else []:
+        fields = item if isinstance(item, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"{place}: every message needs a role and a content of text")
+        messages.append((role, content))
+    while messages and messages[-1][0] == "assistant":
+        messages.pop()
+    if not messages or messages[-1][0] != "user":
+        raise DataError(f"{place}: the conversation has no message of a user to answer")
+    return messages
+
+
+def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
+    """Names that occur again get a number: results are kept by name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for prompt in prompts:
+        seen[prompt.name] += 1
+        again = seen[prompt.name]
+        named.append(prompt if again == 1 else replace(prompt, name=f"{prompt.name}#{again}"))
+    return named

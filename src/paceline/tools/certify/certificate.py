@@ -1,0 +1,213 @@
+"""What a certification found, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.tools.certify.chisquare import holm
+from paceline.tools.certify.exact import ExactCheck
+from paceline.tools.certify.findings import Problem
+from paceline.tools.certify.sampled import DistributionTest, Frequencies
+from paceline.tools.certify.texts import TaskDivergence, TextCheck
+
+POWER = 0.9
+MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
+
+
+@dataclass(frozen=True)
+class CertifySpending:
+    """What the time was spent on; of how much that is wanted.
+
+    ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
+    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked
+    at. ``lacks``: why that little certifies nothing; empty if it is enough.
+    """
+
+    seconds: float | None
+    spent: float
+    tokens: int
+    texts: int
+    texts_wanted: int
+    places: int
+    places_wanted: int
+    samples: int
+    samples_wanted: int
+    looks: int
+    missing: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
+        if self.places_wanted:
+            parts.append(f"{self.places} of {self.places_wanted} places")
+            parts.append(f"{self.samples} of {self.samples_wanted} samples")
+        runs = "" if self.looks == 1 else f" in {self.looks} runs"
+        return f"{self.spent:.0f} s{runs} bought {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class DistributionResult:
+    """A distribution test among its family.
+
+    ``adjusted``: p-value after Holm's correction. ``smallest_bias``: total variation over the
+    cells that the test finds with probability ``POWER``, at its share of the family's alpha.
+    """
+
+    test: DistributionTest
+    adjusted: float
+    smallest_bias: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The outcome. ``lossless`` only if enough was looked at and nothing is wrong.
+
+    ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
+    ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
+    Ctrl-C. ``bought``: how much was looked at.
+    """
+
+    target: str
+    draft: str
+    dtype: str
+    alpha: float
+    texts: tuple[TextCheck, ...]
+    distributions: tuple[DistributionResult, ...]
+    exact: tuple[ExactCheck, ...]
+    frequencies: tuple[Frequencies, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    interrupted: bool
+    bought: CertifySpending
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was looked at that was wanted."""
+        return not self.interrupted and not self.bought.missing
+
+    @property
+    def enough(self) -> bool:
+        """Whether what was looked at can certify anything."""
+        return not self.interrupted and not self.bought.lacks
+
+    @property
+    def lossless(self) -> bool:
+        return self.enough and not self.problems
+
+    @property
+    def ties(self) -> int:
+        return sum(len(check.ties) for check in self.texts)
+
+    @property
+    def smallest_bias(self) -> float:
+        """Total variation from the target's distribution that would have been found at every
+        prefix."""
+        tested = [r for r in self.distributions if r.test.draft_length > 0]
+        own = [r for r in tested if "distribution" in r.test.what]
+        return max((result.smallest_bias for result in own), default=1.0)
+
+    @property
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.problems:
+            first, more = self.problems[0], len(self.problems) - 1
+            others = f" (and {more} more)" if more else ""
+            return f"NOT LOSSLESS: {first.part}: {first.what}{others}"
+        if self.interrupted:
+            return "NOT CERTIFIED: interrupted; nothing was wrong until then"
+        if not self.enough:
+            lacks = "; ".join(self.bought.lacks)
+            return f"NOT ENOUGH: {lacks}. {self.bought.line}; nothing was wrong until then"
+        parts = []
+        if self.texts:
+            tokens = sum(check.tokens for check in self.texts)
+            ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
+            parts.append(f"{tokens} tokens equal to plain decoding's but for {ties}")
+        if self.distributions:
+            bias = f"{self.smallest_bias:.1%}"
+            parts.append(
+                f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
+            )
+        if self.exact:
+            worst = max(check.distance for check in self.exact)
+            parts.append(f"the rule is exact to {worst:.0e}")
+        return "CERTIFIED: " + "; ".join(parts)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON knows it; infinite gaps are null."""
+        return {
+            "lossless": self.lossless,
+            "verdict": self.verdict,
+            "complete": self.complete,
+            "interrupted": self.interrupted,
+            "enough": self.enough,
+            "budget": asdict(self.bought),
+            "target": self.target,
+            "draft": self.draft,
+            "dtype": self.dtype,
+            "alpha": self.alpha,
+            "power": POWER,
+            "smallest_bias": self.smallest_bias,
+            "problems": [asdict(problem) for problem in self.problems],
+            "texts": [_text_record(check) for check in self.texts],
+            "laws": [_distribution_record(result) for result in self.distributions],
+            "exact": [{**asdict(check), "passed": check.passed} for check in self.exact],
+            "notes": list(self.notes),
+        }
+
+
+def _text_record(check: TextCheck) -> dict[str, Any]:
+    return {
+        **asdict(check),
+        "ties": [_parting_record(item) for item in check.ties],
+        "bugs": [_parting_record(item) for item in check.bugs],
+    }
+
+
+def _parting_record(item: TaskDivergence) -> dict[str, Any]:
+    found = item.difference
+    return {
+        "task": item.task,
+        "at": found.at,
+        "plain": item.plain,
+        "speculative": item.speculative,
+        "plain_id": found.left,
+        "speculative_id": found.right,
+        "scores": found.scores,
+        "gap": found.gap if math.isfinite(found.gap) else None,
+        "rounding_step": found.step,
+        "rounding_spread": found.spread,
+        "on_edge": found.on_edge,
+    }
+
+
+def _distribution_record(result: DistributionResult) -> dict[str, Any]:
+    test = result.test
+    return {
+        "prefix": test.prefix,
+        "draft_length": test.draft_length,
+        "what": test.what,
+        "samples": test.samples,
+        "cells": test.cells,
+        "statistic": test.outcome.statistic,
+        "degrees_of_freedom": test.outcome.df,
+        "p_value": test.outcome.p_value,
+        "adjusted_p_value": result.adjusted,
+        "smallest_bias": result.smallest_bias,
+        "rounding": test.rounding,
+    }
+
+
+def results_of(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionResult, ...]:
+    """The tests as one family (Holm 1979), each with what it could have found."""
+    adjusted = holm([test.outcome.p_value for test in tests])
+    share = alpha / max(1, len(tests))
+    return tuple(
+        DistributionResult(test, value, test.outcome.smallest_bias(share, POWER))
+        for test, value in zip(tests, adjusted, strict=True)
+    )

@@ -1,0 +1,137 @@
+"""What the machine makes of a pair: dtype, device, and memory for weights and cache."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.build import most_kept
+from paceline.drafters import BLOCK_SIZE
+from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
+from paceline.model.paged.cache import blocks_within
+from paceline.tools.doctor.findings import Finding, finding
+from paceline.tools.doctor.kinds import ERROR
+
+_SHARE = 4  # by default the cache takes at most one part in so many of the free memory
+_LARGE = 1 << 30  # bytes of weights from which on a processor is slow
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """How a pair would be run. ``kv_cache_memory`` in bytes, None for the engine's choice."""
+
+    device: torch.device
+    dtype: torch.dtype | None  # None: as the checkpoint has it
+    max_batch_size: int = 8
+    kv_cache_memory: int | None = None
+
+    @classmethod
+    def of(
+        cls, dtype: str, device: str, max_batch_size: int, kv_cache_memory: int | None
+    ) -> DeviceSettings:
+        """Raises ConfigError on a device or dtype that there is not."""
+        place = resolve_device(device)
+        return cls(place, resolve_dtype(dtype, place), max_batch_size, kv_cache_memory)
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes that a pair takes: ``weights``, and of the cache for every token.
+
+    ``feature_bytes`` are those of a token's features, of which heads keep some.
+    """
+
+    weights: int
+    cache_bytes: int
+    positions: int  # of the target
+    feature_bytes: int = 0
+
+
+def check_dtype(setting: DeviceSettings, weights: int) -> list[Finding]:
+    """Whether a forward over a draft's rows costs about what one over a single row costs."""
+    if setting.device.type != "cpu":
+        name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
+        text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
+        emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        return [finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)]
+    bf16 = "with" if cpu_has_bf16() else "without"
+    text = f"{_name(setting.dtype)} on a processor ({platform.machine()}) {bf16} bf16 instructions"
+    if setting.dtype == torch.float32:
+        findings = [finding("verify-float32", "machine", text)]
+    elif setting.dtype == torch.float16:
+        findings = [finding("float16-on-cpu", "machine", text)]
+    elif not cpu_has_bf16():
+        findings = [finding("bfloat16-emulated", "machine", text)]
+    else:
+        findings = [finding("dtype-suits", "machine", text)]
+    if weights >= _LARGE:
+        seen = torch.cuda.device_count()
+        text = f"weights of {size(weights)} on the processor; PyTorch sees {seen} GPUs"
+        findings.append(finding("gpu-absent", "machine", text))
+    return findings
+
+
+def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> list[Finding]:
+    """Whether weights and cache fit into what is free now."""
+    free = free_memory(setting.device)
+    if load.weights > free:
+        text = f"weights of {size(load.weights)}, but {size(free)} of memory are free"
+        return [finding("memory-short", "machine", text)]
+    left = free - load.weights
+    budget = left // _SHARE if setting.kv_cache_memory is None else setting.kv_cache_memory
+    kept = most_kept(setting.max_batch_size)
+    blocks = blocks_within(budget, load.cache_bytes, load.feature_bytes, kept, BLOCK_SIZE)
+    tokens = blocks * BLOCK_SIZE
+    context, batch = load.positions, setting.max_batch_size
+    text = (
+        f"weights of {size(load.weights)}, {size(load.cache_bytes)} of cache a token, "
+        f"{size(free)} free: the cache holds {tokens:,} tokens"
+    )
+    if setting.kv_cache_memory is not None and setting.kv_cache_memory > left:
+        text = f"a cache of {size(setting.kv_cache_memory)}, but {size(left)} of memory remain"
+        return [finding("memory-short", "machine", text)]
+    if tokens < 2 * BLOCK_SIZE:
+        return [finding("cache-short", "machine", text, ERROR)]
+    if tokens < context:
+        return [finding("cache-short", "machine", f"{text}; one context is {context:,}")]
+    if tokens < batch * context:
+        whole = f"{text}; {batch} sequences of {context:,} would be {batch * context:,}"
+        return [finding("cache-partial", "machine", whole)]
+    enough = f"{text}, more than {batch} sequences of {context:,} need"
+    return [finding("memory-fits", "machine", enough)]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had now: of the GPU, or of main memory within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    free = int(kilobytes) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+
+
+def size(count: float) -> str:
+    """Bytes for people: 20.0 MiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, max(0, int(math.log2(max(1.0, count)) // 10)))
+    return f"{count / 1024**power:.{min(1, power)}f} {units[power]}"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""Whether two models mean the same by the same ids: vocabularies, special tokens, templates."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from paceline.draft.vocabulary.matching import match_vocabularies
+from paceline.errors import VocabularyMismatchError
+from paceline.model.vocabulary import differences
+from paceline.tools.doctor.findings import Finding, finding, parted
+from paceline.tools.doctor.kinds import NOTE
+from paceline.tools.doctor.models import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_ROLES = ("bos_token", "eos_token", "pad_token")
+
+
+def compare(target: Model, draft: Model, method: str = "auto") -> list[Finding]:
+    """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
+    ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer
+    if ours is None or theirs is None:
+        return []
+    logger = logging.getLogger("paceline.draft.vocabulary")
+    before = logger.level
+    logger.setLevel(logging.WARNING)  # what it would log is a finding here
+    try:
+        match = match_vocabularies(target, draft, ours, theirs, method)
+    except VocabularyMismatchError as error:
+        found, cure = parted(error)
+        return [finding("vocabulary-refused", "pair", found, cure=cure)]
+    finally:
+        logger.setLevel(before)
+    findings = []
+    if match is None:
+        count = len(ours.get_vocab())
+        text = f"all {count:,} ids mean the same tokens; draft tokens are used as they are"
+        findings.append(finding("vocabulary-same", "pair", text))
+        if target.vocab_size != draft.vocab_size:
+            rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
+            text = f"rows of logits differ: {rows}"
+            findings.append(finding("vocabulary-padded", "pair", text))
+    else:
+        way = {
+            "intersection": "the draft speaks in the tokens that both have",
+            "string": "drafts are re-tokenised as text",
+        }[match.method]
+        text = (
+            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; "
+            f"shared tokens cover {100 * match.share:.0f} % of text, so {way}"
+        )
+        findings.append(finding("vocabulary-differs", "pair", text))
+    if draft.tokenizer is not None:
+        findings += _segmentation(ours, theirs) if match is None else []
+        findings += _special(ours, theirs)
+        findings += _templates(ours, theirs)
+    return findings
+
+
+def _segmentation(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+    """The same ids, but text cut up in another way."""
+    mine, other = _pipeline(ours), _pipeline(theirs)
+    differing = [part for part in mine if mine[part] != other[part]]
+    if not differing:
+        return []
+    text = f"the tokenizers differ in {' and '.join(differing)}"
+    if "merges" in differing:
+        pairs = enumerate(zip(mine["merges"], other["merges"], strict=False))
+        first = next((place for place, (a, b) in pairs if a != b), None)
+        text += f" ({len(mine['merges'])} against {len(other['merges'])}"
+        text += ")" if first is None else f", the first other one at place {first})"
+    return [finding("segmentation-differs", "pair", text)]
+
+
+def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    merges = whole.get("model", {}).get("merges") or []
+    return {
+        # Written as "a b" or as ["a", "b"].
+        "merges": [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in merges],
+        "normalizer": whole.get("normalizer"),
+        "pre-tokenizer": whole.get("pre_tokenizer"),
+    }
+
+
+def _special(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+    differing = {
+        role: f"{role} {getattr(ours, role)!r} against {getattr(theirs, role)!r}"
+        for role in _ROLES
+        if getattr(ours, role) != getattr(theirs, role)
+    }
+    if not differing:
+        return []
+    # Nothing is padded here, but another padding token hints at another tuning.
+    severity = NOTE if list(differing) == ["pad_token"] else None
+    text = f"target against draft: {', '.join(differing.values())}"
+    return [finding("special-tokens-differ", "pair", text, severity)]
+
+
+def _templates(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+    mine, other = ours.chat_template, theirs.chat_template
+    if mine is None or mine == other:
+        return []
+    what = "none" if other is None else f"another one ({len(str(other))} characters)"
+    text = f"the target has a chat template of {len(str(mine))} characters, the draft {what}"
+    return [finding("chat-template-differs", "pair", text)]

@@ -1,0 +1,241 @@
+"""Steady steps under ``torch.profiler``: whose time it is, and a trace that Perfetto shows."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.errors import ConfigError
+from paceline.files import telling, write_aside
+from paceline.pace.costs import synchronise
+from paceline.tools.profiling import steady
+from paceline.tools.profiling.work import is_kernel
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+PREFIX = "paceline: "  # of the ranges in the trace
+SUFFIXES = (".json", ".json.gz")
+_CALLS = 1000
+
+
+@dataclass
+class Share:
+    """What one phase did under the profiler, sums over all steps. Seconds on the host.
+
+    ``wall``: the phase itself. ``calls``: operators that Python called, ``events``: with those
+    that they called in turn, ``seconds``: within them; the same three for products and attention
+    alone. ``launches`` of CUDA kernels and the seconds that the ``device`` worked on them.
+    """
+
+    wall: float = 0.0
+    calls: int = 0
+    events: int = 0
+    seconds: float = 0.0
+    kernel_calls: int = 0
+    kernel_events: int = 0
+    kernel_seconds: float = 0.0
+    launches: int = 0
+    device: float = 0.0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator under the profiler: calls, and seconds of its own, without what it called."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Steady steps under the profiler, which slows them: use the shares, not the seconds."""
+
+    stretch: steady.Stretch
+    shares: dict[str, Share]  # by phase
+    operators: tuple[Operator, ...]  # the dearest first
+    event_seconds: float  # what recording one event cost
+
+
+def check_path(path: str | Path) -> None:
+    """Refuse a trace that could not be written, before the work. Raises ConfigError."""
+    path = Path(path)
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
+    if path.is_dir():
+        raise ConfigError(f"trace {str(path)!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"trace {str(path)!r}: there is no folder {path.parent}; create it first")
+    new = not path.exists()
+    try:
+        path.open("ab").close()  # permissions alone do not tell: read-only mounts, /proc
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"trace {str(path)!r} cannot be written: {error.strerror}; choose another place"
+        ) from None
+
+
+def run(
+    llm: LLM, prompts: Sequence[list[int]], steps: int, trace: str | Path | None = None
+) -> Profiled:
+    """Decode as ``steady.run`` does, under the profiler; ``trace`` is where it is written.
+
+    Only the steady steps are profiled; step and phases are ranges in it. Raises ConfigError.
+    """
+    device = llm.target.device
+    recorder = profile(activities=_activities(device))
+    with _recording(recorder) as around:
+        stretch = steady.run(llm, prompts, steps, around)
+    if trace is not None:
+        _export(recorder, Path(trace))
+    events: list[Any] = list(recorder.events() or ())  # type: ignore[no-untyped-call]
+    cost = event_seconds(device)
+    return Profiled(stretch, shares(events), operators(events, device.type), cost)
+
+
+def _export(recorder: Any, path: Path) -> None:
+    """Write the trace, or leave what is there. Raises WriteError."""
+    with telling("the trace", path):
+        folder = tempfile.mkdtemp(prefix=".trace.", suffix=".partial", dir=path.parent)
+        raw = Path(folder, "trace.json")
+        try:
+            recorder.export_chrome_trace(str(raw))
+            _check_whole(raw)
+            with raw.open("rb") as source, write_aside(path, "the trace") as sink:
+                if path.suffix == ".gz":
+                    with gzip.GzipFile(fileobj=sink, mode="wb") as packed:
+                        shutil.copyfileobj(source, packed)
+                else:
+                    shutil.copyfileobj(source, sink)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_whole(file: Path) -> None:
+    """The profiler's library says nothing when the disk is full: the trace ends early, if any."""
+    with suppress(FileNotFoundError), file.open("rb") as stream:
+        stream.seek(-min(64, file.stat().st_size), os.SEEK_END)
+        if stream.read().rstrip().endswith(b"}"):
+            return
+    raise OSError(errno.ENOSPC, "the profiler wrote less than a whole trace, as on a full disk")
+
+
+@contextmanager
+def _recording(recorder: Any) -> Iterator[steady.Enter]:
+    """Start the profiler at the first step, so that prompts and warm-up are not in it."""
+    running = False
+
+    def around(phase: str) -> Any:
+        nonlocal running
+        if not running:
+            running = True
+            recorder.start()
+        return record_function(PREFIX + phase)
+
+    try:
+        yield around
+    finally:
+        if running:
+            recorder.stop()
+
+
+@torch.inference_mode()
+def event_seconds(device: torch.device) -> float:
+    """What recording one event costs: a small operator under the profiler, less without it."""
+    one = torch.zeros(1, device=device)
+
+    def calls() -> float:
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            one.neg_()
+        synchronise(device)
+        return time.perf_counter() - begin
+
+    calls()
+    plain = min(calls() for _ in range(3))
+    with profile(activities=_activities(device)):
+        recorded = min(calls() for _ in range(3))
+    return max(0.0, recorded - plain) / _CALLS
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [ProfilerActivity.CPU, *on_device]
+
+
+def shares(events: Iterable[Any]) -> dict[str, Share]:
+    """Sums by phase from profiler events; what is in a step, but in no phase of it, is "other"."""
+    found: dict[str, Share] = defaultdict(Share)
+    for event in events:
+        if _on_device(event):
+            continue
+        if event.name.startswith(PREFIX):
+            name, seconds = event.name.removeprefix(PREFIX), event.cpu_time_total / 1e6
+            found["other" if name == "step" else name].wall += seconds
+            if name != "step":
+                found["other"].wall -= seconds
+            continue
+        chain = _chain(event)
+        if chain is None:
+            continue
+        top, phase = chain
+        share = found[phase]
+        share.events += 1
+        share.launches += event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))
+        share.device += event.self_device_time_total / 1e6
+        kernel = is_kernel(top.name)
+        share.kernel_events += kernel
+        if top is event:
+            seconds = event.cpu_time_total / 1e6
+            share.calls += 1
+            share.seconds += seconds
+            share.kernel_calls += kernel
+            share.kernel_seconds += seconds if kernel else 0.0
+    return dict(found)
+
+
+def operators(events: Iterable[Any], device: str) -> tuple[Operator, ...]:
+    """All operators of the steps, the dearest first: by device time on CUDA, else the host's."""
+    found: dict[str, Operator] = {}
+    for event in events:
+        if event.name.startswith(PREFIX) or _on_device(event) or _chain(event) is None:
+            continue
+        on_device = event.self_device_time_total
+        seconds = (on_device if device == "cuda" else event.self_cpu_time_total) / 1e6
+        old = found.get(event.name, Operator(event.name, 0, 0.0))
+        found[event.name] = Operator(event.name, old.calls + 1, old.seconds + seconds)
+    return tuple(sorted(found.values(), key=lambda operator: -operator.seconds))
+
+
+def _on_device(event: Any) -> bool:
+    return bool(event.device_type.name != "CPU")
+
+
+def _chain(event: Any) -> tuple[Any, str] | None:
+    """The operator that Python called, of which this event is a part, and its phase.
+
+    None for what is not in a step: another thread, or the profiler's own.
+    """
+    top = event
+    while top.cpu_parent is not None and not top.cpu_parent.name.startswith(PREFIX):
+        top = top.cpu_parent
+    if top.cpu_parent is None:
+        return None
+    phase = top.cpu_parent.name.removeprefix(PREFIX)
+    return top, "other" if phase == "step" else phase

@@ -1,0 +1,400 @@
+"""The whole of tuning: measure once, search, confirm, and put the outcome into a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from paceline.budget import Budget
+from paceline.errors import DataError, PacelineError
+from paceline.model.identity import count_parameters
+from paceline.tools.bench.prompts import BenchPrompt, fit
+from paceline.tools.bench.runner import spread
+from paceline.tools.tune.candidates import DrafterCandidate, hybrid_of
+from paceline.tools.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
+from paceline.tools.tune.decode import Run, decode
+from paceline.tools.tune.measure import Sample, measure_method, measure_plain, target_costs
+from paceline.tools.tune.search import (
+    MeasuredMethod,
+    PredictedSetting,
+    TargetCosts,
+    batch_sizes,
+    best_batch,
+    break_even,
+    predict,
+    search,
+)
+from paceline.tools.tune.spending import (
+    CANDIDATE_SHARE,
+    LEAST_ROUNDS,
+    TARGET_SHARE,
+    TuneSpending,
+    affordable,
+    fitting_sample,
+)
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+LARGEST_BATCH = 32  # to which break-even is sought
+CALM = 1.5  # unrest beyond which figures are worth little
+_DEFAULT_LENGTH = 8  # of the adaptive length
+_ALONE = 4  # prompts decoded one at a time
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What the user tunes for. ``source`` names the prompts."""
+
+    concurrency: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 48
+    rounds: int = 4
+    source: str = "shipped prompts"
+
+
+@dataclass
+class TuningOutcome:
+    """All that was found out so far; Ctrl-C leaves what there is."""
+
+    options: TuneOptions
+    model: str
+    parameters: int
+    prompt_count: int = 0
+    target: TargetCosts | None = None
+    plain: MeasuredMethod | None = None
+    methods: list[MeasuredMethod] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
+    unrest: float = 1.0  # slow plain steps by the fastest: the machine's other work
+    copied: float = 0.0  # share of plain decoding's text that stood in the text before it
+    at_other: tuple[float, float] | None = None  # another temperature, acceptance there
+    results: list[Confirmation] = field(default_factory=list)
+    chosen: Confirmation | None = None  # only once it is confirmed
+    not_tried: list[str] = field(default_factory=list)  # candidates that had no time
+    rounds: int = 0  # of the confirmation that are wanted, and the prompts of each
+    size: int = 0
+    spent: float = 0.0  # seconds, in all runs
+    bought: TuneSpending | None = None
+
+    @classmethod
+    def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
+        """Of the target that ``llm`` has loaded."""
+        return cls(options, llm.target.name, count_parameters(llm.target))
+
+    @property
+    def settings(self) -> list[PredictedSetting]:
+        """The best setting of every method at the requested concurrency, the fastest first."""
+        if self.target is None:
+            return []
+        return search(self.methods, self.target, self.options.concurrency)
+
+    @property
+    def plain_rate(self) -> float:
+        """Predicted tokens per second of plain decoding at the requested concurrency."""
+        assert self.target is not None and self.plain is not None
+        return predict(self.plain, self.target, 0, self.options.concurrency).rate
+
+    def break_even_of(self, method: MeasuredMethod) -> int:
+        assert self.target is not None and self.plain is not None
+        return break_even(method, self.plain, self.target, self.largest_batch)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(LARGEST_BATCH, self.options.concurrency)
+
+    def method_of(self, spec: str) -> MeasuredMethod | None:
+        return next((method for method in self.methods if method.spec == spec), None)
+
+
+OnProgress = Callable[[str], None]
+
+
+def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
+    """About how often ``tune`` reports progress."""
+    return 10 + len(candidates) + 6 * options.rounds
+
+
+def tune(
+    llm: LLM,
+    candidates: Sequence[DrafterCandidate],
+    prompts: Sequence[BenchPrompt],
+    outcome: TuningOutcome,
+    advance: OnProgress,
+    budget: Budget | None = None,
+) -> None:
+    """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
+
+    An outcome that has something in it is added to. Raises DataError if no prompt leaves room for
+    the answers, and what a given candidate raises when it loads; one that was only at hand is left
+    out instead.
+    """
+    budget, options, before = budget or Budget(), outcome.options, outcome.spent
+    encoded = _encoded(llm, prompts, outcome)
+    sample = _sample(encoded, options)
+    advance("loading drafters")
+    for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
+        _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
+    ordered = spread(candidates, lambda candidate: candidate.family)
+    try:
+        sample = _measure_target(llm, sample, len(ordered), outcome, advance, budget)
+        _measure_candidates(llm, ordered, sample, outcome, advance, budget)
+        _confirm(llm, encoded, sample, outcome, advance, budget)
+        if outcome.at_other is None and budget.fits("candidate"):
+            advance("measuring another temperature")
+            _other_temperature(llm, sample, outcome)
+    finally:
+        outcome.spent = before + budget.spent
+        outcome.bought = _bought(outcome, ordered, budget)
+
+
+def _encoded(llm: LLM, prompts: Sequence[BenchPrompt], outcome: TuningOutcome) -> list[list[int]]:
+    """The prompts that leave room for the answers."""
+    options = outcome.options
+    ids, left_out = fit(_mixed(prompts), llm, options.max_tokens)
+    if not ids:
+        raise DataError(
+            f"no prompt leaves room for {options.max_tokens} tokens in the {llm.max_model_len} "
+            f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+        )
+    outcome.prompt_count = len(ids)
+    outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
+    outcome.left_out = list(dict.fromkeys(outcome.left_out))
+    return [tokens for _, tokens in ids]
+
+
+def _measure_target(
+    llm: LLM,
+    sample: Sample,
+    candidates: int,
+    outcome: TuningOutcome,
+    advance: OnProgress,
+    budget: Budget,
+) -> Sample:
+    """The target's costs and plain decoding, once; returns what drafters are measured on."""
+    options = outcome.options
+    advance("measuring the target")
+    largest = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
+    if outcome.target is None:
+        sizes = batch_sizes(options.concurrency, LARGEST_BATCH)
+        share = budget.part(TARGET_SHARE)
+        outcome.target = target_costs(largest, sizes, share, advance)
+    sample = fitting_sample(sample, outcome.target, budget, candidates)
+    if outcome.plain is None:
+        advance("measuring plain decoding")
+        outcome.plain, runs = measure_plain(largest, outcome.target, sample)
+        outcome.unrest = unrest_of(runs[0])
+        outcome.copied = _copied_share(sample, runs)
+    largest.close()
+    return sample
+
+
+def _measure_candidates(
+    llm: LLM,
+    candidates: Sequence[DrafterCandidate],
+    sample: Sample,
+    outcome: TuningOutcome,
+    advance: OnProgress,
+    budget: Budget,
+) -> None:
+    """Each whole or not at all, until their share of the time is spent."""
+    known = {method.spec for method in outcome.methods} | {what for what, _ in outcome.left_out}
+    outcome.not_tried = []
+    share = budget.part(CANDIDATE_SHARE)
+    for candidate in candidates:
+        if candidate.spec in known or candidate.label in known:
+            continue
+        if not share.fits("candidate"):
+            outcome.not_tried.append(candidate.label)
+            continue
+        advance(f"measuring {candidate.label}")
+        with budget.piece("candidate"):
+            _measure(llm, candidate, sample, outcome)
+
+
+def _confirm(
+    llm: LLM,
+    prompts: list[list[int]],
+    sample: Sample,
+    outcome: TuningOutcome,
+    advance: OnProgress,
+    budget: Budget,
+) -> None:
+    """Rounds of the best settings; those of other contestants than before begin anew."""
+    assert outcome.target is not None
+    options, results = outcome.options, outcome.results
+    contestants, size = choose(outcome), outcome.size
+    if not results or [r.contestant for r in results] != contestants[: len(results)]:
+        results.clear()
+        outcome.rounds = options.rounds
+        contestants, size = affordable(
+            contestants,
+            outcome.target,
+            options.concurrency,
+            options.max_tokens,
+            options.rounds,
+            budget,
+        )
+    elif len(results[0].ratios) >= outcome.rounds:
+        outcome.rounds += options.rounds  # all that were wanted are there: as many again
+    contestants = [result.contestant for result in results] or contestants
+    outcome.size = size
+    rounds = Rounds.of(prompts, outcome.rounds, sample.params(), options.concurrency, size)
+    confirm(llm, contestants, rounds, results, advance, budget)
+    done = len(results[0].ratios) if results else 0
+    enough = done >= min(LEAST_ROUNDS, outcome.rounds)
+    outcome.chosen = winner(results) if enough else None
+
+
+def _bought(
+    outcome: TuningOutcome, candidates: Sequence[DrafterCandidate], budget: Budget
+) -> TuneSpending:
+    done = len(outcome.results[0].ratios) if outcome.results else 0
+    return TuneSpending(
+        seconds=budget.seconds,
+        spent=outcome.spent,
+        candidates=len(candidates) - len(outcome.not_tried),
+        candidates_wanted=len(candidates),
+        rounds=done,
+        rounds_wanted=outcome.rounds or outcome.options.rounds,
+        prompts_a_round=outcome.size,
+        not_tried=tuple(outcome.not_tried),
+    )
+
+
+def unrest_of(run: Run) -> float:
+    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
+    seconds = sorted(step.target for step in run.steps)
+    if len(seconds) < 10:
+        return 1.0
+    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
+
+
+def _mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """One of each category in turn, so that any part of them has all."""
+    return spread(prompts, lambda prompt: prompt.category)
+
+
+def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
+    """Those decoded alone are others than those decoded together, if there are enough."""
+    wide = min(max(8, options.concurrency), LARGEST_BATCH)
+    together = [prompts[place % len(prompts)] for place in range(2 * wide)]
+    alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
+    return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
+
+
+def _measure(llm: LLM, candidate: DrafterCandidate, sample: Sample, outcome: TuningOutcome) -> None:
+    assert outcome.target is not None and outcome.plain is not None
+    try:
+        own = _beside(llm, candidate.spec, sample)
+    except PacelineError as error:
+        if candidate.given:
+            raise
+        outcome.left_out.append((candidate.label, str(error)))
+        return
+    method = measure_method(own, candidate, outcome.target, outcome.plain, sample)
+    own.close()
+    if not any(method.reached):
+        outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
+        return
+    outcome.methods.append(method)
+
+
+def _beside(llm: LLM, spec: str, sample: Sample) -> LLM:
+    return llm.beside(
+        spec, max_batch_size=sample.batches[1], draft_length=0, prefix_sharing=False, seed=0
+    )
+
+
+def _other_temperature(llm: LLM, sample: Sample, outcome: TuningOutcome) -> None:
+    """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
+    best = next(iter(outcome.settings), None)
+    if best is None:
+        return
+    other = 0.0 if outcome.options.temperature else 1.0
+    changed = replace(sample, temperature=other)
+    own = _beside(llm, best.method.spec, sample)
+    longest = best.method.longest
+    run = decode(own, changed.together, changed.batches[1], changed.params(longest), longest)
+    own.close()
+    tried = sum(run.levels.reached)
+    if tried:
+        outcome.at_other = (other, sum(run.levels.accepted) / tried)
+
+
+def _copied_share(sample: Sample, runs: Sequence[Run]) -> float:
+    """Share of the generated tokens that end a run of four that stood in the text before."""
+    copied = total = 0
+    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
+        for prompt, output in zip(prompts, run.outputs, strict=True):
+            hits = copied_tokens(prompt, output)
+            copied, total = copied + hits, total + len(output)
+    return copied / total if total else 0.0
+
+
+def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
+    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
+    text = [*prompt, *output]
+    seen: set[tuple[int, ...]] = set()
+    copied = 0
+    for end in range(width, len(text) + 1):
+        run = tuple(text[end - width : end])
+        copied += end > len(prompt) and run in seen
+        seen.add(run)
+    return copied
+
+
+def choose(outcome: TuningOutcome) -> list[Finalist]:
+    """Plain decoding; the best two families, each at its best length and adapting; a hybrid.
+
+    The hybrid is of the best drafter that looks text up and the best that runs a model, if both
+    are predicted to gain anything.
+    """
+    assert outcome.target is not None
+    options = outcome.options
+    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, options.concurrency)]
+    best: dict[str, PredictedSetting] = {}
+    for setting in outcome.settings:
+        best.setdefault(setting.method.family, setting)
+    for setting in list(best.values())[:2]:
+        contestants += _both_lengths(setting, outcome)
+    gaining = [s for s in best.values() if s.rate > outcome.plain_rate]
+    lookup = next((s for s in gaining if s.method.lookup), None)
+    model = next((s for s in gaining if not s.method.lookup), None)
+    if lookup and model:
+        both = hybrid_of(lookup.method, model.method)
+        better = max(lookup, model, key=lambda setting: setting.rate)
+        contestants.append(
+            Finalist(
+                both.label,
+                both.spec,
+                both.family,
+                "auto",
+                max(_DEFAULT_LENGTH, model.length),
+                options.concurrency,
+                better.rate / outcome.plain_rate,
+                (lookup.method, model.method),
+            )
+        )
+    return contestants
+
+
+def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:
+    assert outcome.target is not None
+    method = setting.method
+    found = best_batch(method, outcome.target, outcome.options.concurrency)
+    predicted = found.rate / outcome.plain_rate
+    longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
+    return [
+        Finalist(
+            method.label,
+            method.spec,
+            method.family,
+            length,
+            longest,
+            found.batch,
+            predicted,
+            (method,),
+        )
+        for length in (found.length, "auto")
+    ]
