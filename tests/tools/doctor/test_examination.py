@@ -216,7 +216,7 @@ def test_findings_as_records() -> None:
 
 
 def test_the_page_has_every_finding() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     wanted = []
     for code, kind in KINDS.items():
