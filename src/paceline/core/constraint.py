@@ -17,7 +17,7 @@ from paceline.core.transfer import to_device
 
 
 class Constraint(Protocol):
-    """Follows one sequence's committed tokens; see grammar.py for the one we have."""
+    """Follows one sequence's committed tokens; see request/grammar.py for the one."""
 
     @property
     def finished(self) -> bool:

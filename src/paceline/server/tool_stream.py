@@ -98,7 +98,7 @@ class _JsonEnd:
 class ForcedCall:
     """An answer whose grammar makes it a call: name first, then the arguments as they come."""
 
-    # The layout is the grammar's (grammar.py): JSON on one line.
+    # The layout is the grammar's (request/grammar.py): JSON on one line.
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
     def __init__(self) -> None:
