@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,35 @@ def test_imports_go_downwards(path: Path) -> None:
         assert layer(other) <= layer(part), f"{name(path)} imports {module} from above"
         outer = {other.split("/")[0], part.split("/")[0]}
         assert outer not in STRANGERS, f"{name(path)} imports its neighbour {module}"
+
+
+def when_run(node: ast.AST) -> Iterator[ast.ImportFrom]:
+    """Imports of a tree, those within functions too, but not those for type checkers alone."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.ImportFrom):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from when_run(child)
+
+
+def test_no_modules_below_the_tools_import_each_other_in_a_circle() -> None:
+    """An import inside a function hides a circle; it does not open it."""
+    known = {
+        ".".join(("paceline", *path.relative_to(SOURCE).with_suffix("").parts)): path
+        for path in MODULES
+        if part_of(path) != "__init__" and layer(part_of(path)) < layer("tools/report")
+    }
+    graph = {
+        module: {
+            found
+            for node in when_run(ast.parse(path.read_text(encoding="utf-8")))
+            for found in (node.module, *(f"{node.module}.{own.name}" for own in node.names))
+            if found in known
+        }
+        for module, path in known.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError with the modules of the circle
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from paceline.defaults import EMBEDDED
 if TYPE_CHECKING:
     from paceline import LLM
 
-_ROOM = 2048  # tokens that a model must see to be asked the real questions
+_LEAST_CONTEXT = 2048  # tokens that a model must see to be asked the real questions
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ REAL_SCENES = (
 
 def scenes_for(model: str, llm: LLM) -> tuple[Scene, ...]:
     """Questions that the model can take; those of a chat only where it has a chat template."""
-    real = model != EMBEDDED and llm.max_model_len >= _ROOM
+    real = model != EMBEDDED and llm.max_model_len >= _LEAST_CONTEXT
     chats = llm.tokenizer.chat_template is not None
     if real and chats:
         return REAL_SCENES

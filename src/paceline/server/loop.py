@@ -103,7 +103,7 @@ class EngineLoop:
     def reserve(self, ticket: int, count: int) -> None:
         """A place for so many sequences, while they are prepared. Raises BusyError, GoneError."""
         with self._wake:
-            self._check_room(count)
+            self._check_capacity(count)
             self._reserved[ticket] = count
 
     def withdraw(self, ticket: int) -> None:
@@ -128,7 +128,7 @@ class EngineLoop:
             if ticket in self._reserved or any(job.ticket == ticket for job in jobs):
                 self._cancelled.add(ticket)
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         if self._closed or self._stopping:
             raise GoneError
         scheduler = self.llm.engine.scheduler
