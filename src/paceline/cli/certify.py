@@ -49,7 +49,7 @@ class CertifiedSampling(DistributionOptions):
         """Raises ConfigError on a value out of range."""
         from paceline import SamplingParams
 
-        return SamplingParams(**self.distribution())
+        return SamplingParams(**self.shaping())
 
 
 @dataclass(frozen=True)

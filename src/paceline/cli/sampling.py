@@ -54,7 +54,7 @@ class DistributionOptions:
         ),
     ] = field(default_factory=list)
 
-    def distribution(self) -> dict[str, Any]:
+    def shaping(self) -> dict[str, Any]:
         """As SamplingParams takes it."""
         return {
             "temperature": self.temperature,
@@ -130,7 +130,7 @@ class SamplingOptions(DistributionOptions):
         from paceline import SamplingParams
 
         return SamplingParams(
-            **self.distribution(),
+            **self.shaping(),
             seed=self.seed,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,

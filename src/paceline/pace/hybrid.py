@@ -5,8 +5,8 @@ and are judged by what they found: its size, and how sure they are of it. The ot
 before they run, by how their earlier drafts fared::
 
     costless members propose --.
-                           +--> tokens expected / seconds --> the best, or no draft
-    the others' estimates -'
+                               +--> tokens expected / seconds --> the best, or no draft
+    the others' estimates -----'
 
 Losslessness: which member drafts depends on the text so far, on earlier steps, and on proposals
 that were chosen without chance (POINT). A tree that was sampled is never looked at before it is

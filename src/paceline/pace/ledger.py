@@ -87,7 +87,7 @@ class Ledger:
     def own(self, seq_id: int, remaining: int, plain: float) -> float:
         """Seconds by which a step may be longer than what a sequence is sure to gain by it.
 
-        A request with ``remaining`` for so many tokens may lose a share of the time that plain
+        A request with so many ``remaining`` tokens may lose a share of the time that plain
         decoding would take for them, and what drafts have won for it.
         """
         known = self._each.get(seq_id)

@@ -95,18 +95,18 @@ class Recorder:
     def _count(self, trees: Sequence[TokenTree]) -> None:
         width = max(tree.q.shape[1] for tree in trees if tree.q is not None)
         pad = torch.nn.functional.pad
-        distributions = torch.cat(
+        probs = torch.cat(
             [pad(t.q, (0, width - t.q.shape[1])) for t in trees if t.q is not None]
         ).to("cpu", torch.float64)
         tokens = torch.cat([tree.tokens for tree in trees]).cpu()
-        _remove_earlier_siblings(distributions, tokens, trees)
-        mass = distributions.sum(-1)
-        own = distributions.gather(1, tokens[:, None])
+        _remove_earlier_siblings(probs, tokens, trees)
+        mass = probs.sum(-1)
+        own = probs.gather(1, tokens[:, None])
         # A distribution that has run out of tokens says nothing about the next sibling.
         counts = mass > 0
         self.impossible += int((counts & (own[:, 0] <= 0)).sum())
-        above = (distributions * (distributions > own)).sum(-1)
-        equal = (distributions * (distributions == own)).sum(-1)
+        above = (probs * (probs > own)).sum(-1)
+        equal = (probs * (probs == own)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         places = ((above + noise * equal) / mass)[counts & (own[:, 0] > 0)]
         found = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
@@ -131,7 +131,7 @@ class Recorder:
 
 
 def _remove_earlier_siblings(
-    distributions: torch.Tensor, tokens: torch.Tensor, trees: Sequence[TokenTree]
+    probs: torch.Tensor, tokens: torch.Tensor, trees: Sequence[TokenTree]
 ) -> None:
     """What a sibling is drawn from no longer holds those drawn before it."""
     rows: list[int] = []
@@ -143,7 +143,7 @@ def _remove_earlier_siblings(
             earlier.append(first + before)
         first += len(tree)
     if rows:
-        distributions[torch.tensor(rows), tokens[torch.tensor(earlier)]] = 0.0
+        probs[torch.tensor(rows), tokens[torch.tensor(earlier)]] = 0.0
 
 
 @lru_cache(maxsize=1024)

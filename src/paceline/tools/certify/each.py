@@ -29,21 +29,21 @@ class Scale:
     token."""
 
     ends: torch.Tensor
-    distribution: torch.Tensor
+    probs: torch.Tensor
     rank: torch.Tensor
     order: torch.Tensor
 
     @classmethod
-    def of(cls, distribution: torch.Tensor) -> Scale:
-        distribution = distribution.double()
-        order = distribution.argsort(descending=True, stable=True)
+    def of(cls, probs: torch.Tensor) -> Scale:
+        probs = probs.double()
+        order = probs.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
-        return cls(distribution[order].cumsum(-1), distribution, rank, order)
+        return cls(probs[order].cumsum(-1), probs, rank, order)
 
     def places(self, tokens: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """float64 [n] in [0, 1] for tokens [n]; a token without a chance is at the end."""
-        own = self.distribution[tokens]
+        own = self.probs[tokens]
         return self.ends[self.rank[tokens]] - own + noise * own
 
     def masses(self, other: torch.Tensor, bins: int) -> torch.Tensor:
@@ -108,8 +108,8 @@ def _position(
     counts = torch.zeros(_BINS, dtype=torch.int64)
     masses = torch.zeros(_BINS, dtype=torch.float64)
     distributions = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
-    for head, distribution, moved in distributions:
-        scale, tokens = Scale.of(distribution), torch.tensor(following[head])
+    for head, probs, moved in distributions:
+        scale, tokens = Scale.of(probs), torch.tensor(following[head])
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=generator)
         places = (scale.places(tokens, noise) * _BINS).long().clamp(0, _BINS - 1)
         counts += torch.bincount(places, minlength=_BINS)

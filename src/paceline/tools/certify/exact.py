@@ -112,36 +112,29 @@ def make_case(
     depth = max(tree.depths)
     strings = _strings(len(tokens), depth)
     full = target_of([tuple(tokens[i] for i in string) for string in strings])
-    target = {
-        s: _conditioned(distribution[list(tokens)])
-        for s, distribution in zip(strings, full, strict=True)
-    }
+    target = {s: _conditioned(probs[list(tokens)]) for s, probs in zip(strings, full, strict=True)}
     if tree.draw is Draw.POINT:
         own = tuple(place[token] for token in tree.tokens.tolist())
         return Case(tree.parents, tree.draw, target, {}, own)
-    width = max(max(tokens) + 1, max(len(distribution) for distribution in distributions.values()))
+    width = max(max(tokens) + 1, max(len(probs) for probs in distributions.values()))
     draft: Distributions = {}
     for string in strings:
-        distribution = distributions.get(tuple(tokens[i] for i in string))
-        if distribution is None:
+        probs = distributions.get(tuple(tokens[i] for i in string))
+        if probs is None:
             continue
-        own_distribution = torch.nn.functional.pad(distribution, (0, width - len(distribution)))[
-            list(tokens)
-        ]
+        own_probs = torch.nn.functional.pad(probs, (0, width - len(probs)))[list(tokens)]
         if not string and depth > 1:  # what has no known distribution after it is not drafted
             known = torch.tensor([(token,) in distributions for token in tokens])
-            own_distribution = own_distribution * known
-        draft[string] = _conditioned(own_distribution)
+            own_probs = own_probs * known
+        draft[string] = _conditioned(own_probs)
     return Case(tree.parents, tree.draw, target, draft)
 
 
-def _conditioned(distribution: torch.Tensor) -> torch.Tensor:
+def _conditioned(probs: torch.Tensor) -> torch.Tensor:
     """float64, summing to one; uniform where none of the tokens has a chance."""
-    distribution = distribution.double()
-    total = float(distribution.sum())
-    return (
-        distribution / total if total > 0 else torch.full_like(distribution, 1 / len(distribution))
-    )
+    probs = probs.double()
+    total = float(probs.sum())
+    return probs / total if total > 0 else torch.full_like(probs, 1 / len(probs))
 
 
 def _strings(width: int, depth: int) -> list[String]:
@@ -173,16 +166,16 @@ def drafts(case: Case) -> Iterator[tuple[tuple[int, ...], float]]:
             yield tokens, weight
             return
         parent = case.parents[node]
-        distribution = case.draft[_path(case.parents, tokens, parent)].clone()
+        probs = case.draft[_path(case.parents, tokens, parent)].clone()
         used = [tokens[i] for i in range(node) if case.parents[i] == parent]
-        distribution[used] = 0.0
-        mass = float(distribution.sum())
+        probs[used] = 0.0
+        mass = float(probs.sum())
         if mass <= 0:  # run out: any token will do, as nobody could have drawn it
             unused = next(t for t in range(case.width) if t not in used)
             yield from grown((*tokens, unused), weight)
             return
-        for token in (distribution > 0).nonzero().flatten().tolist():
-            yield from grown((*tokens, token), weight * float(distribution[token]) / mass)
+        for token in (probs > 0).nonzero().flatten().tolist():
+            yield from grown((*tokens, token), weight * float(probs[token]) / mass)
 
     yield from grown((), 1.0)
 
