@@ -98,7 +98,7 @@ def test_a_process_that_ends_is_one_line() -> None:
 
         ours = SimpleNamespace(fileno=pipe.fileno, recv_bytes=gone)
         first = _First(torch.zeros(2, 2), [(ours, process)])  # type: ignore[list-item]
-        with pytest.raises(PacelineError, match=r"process 2 of 2 .* exit code -9.*--processes"):
+        with pytest.raises(PacelineError, match=r"process 2 of 2 .*exit code -9.*--processes"):
             first.add_up([weight], 0.0)
 
 
