@@ -112,7 +112,7 @@ class _First(_Member):
     def _hear(self) -> None:
         """Raises PacelineError when a process has ended: it would be waited for without end."""
         for pipe, process in self._others:
-            while pipe not in connection.wait([pipe, process.sentinel]):
+            if pipe not in connection.wait([pipe, process.sentinel]):
                 process.join()
                 raise _lost(process)
             try:
