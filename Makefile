@@ -42,7 +42,7 @@ demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real mode
 	@$(BIN)/paceline demo --pull $(ARGS)
 
 test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 # A virtual environment of its own, with the oldest versions that pyproject.toml allows.
 OLDEST := .venv-oldest
@@ -54,7 +54,7 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 test-oldest: $(OLDEST)/.installed  ## the same with the oldest versions allowed, in .venv-oldest
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \

@@ -17,7 +17,7 @@ from paceline.cli.main import app
 from paceline.cli.train_heads import Eagle3Options, EagleOptions, HeadOptions, parse_layers
 from paceline.cli.training import TextOptions
 from paceline.train.eagle import EagleTrainConfig
-from paceline.train.heads import HeadConfig
+from paceline.train.head_config import HeadConfig
 from tiny_models import SENTENCES, TinyPair
 
 SIZES = [

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cli.train_medusa import MedusaOptions
-from paceline.train.heads import HeadConfig
+from paceline.train.head_config import HeadConfig
 from paceline.train.medusa import MedusaTrainConfig
 from tiny_models import SENTENCES, TinyPair
 

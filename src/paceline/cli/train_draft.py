@@ -129,10 +129,12 @@ def draft(run: DraftOptions, text: TextOptions, running: RunningOptions) -> None
     from paceline.train.acceptance import AcceptanceCounts, total
     from paceline.train.draft import DraftTrainer
     from paceline.train.draft_card import write_draft_card
+    from paceline.train.parallel import together
 
     with showing(console):
         trainer = DraftTrainer(run.config(text), running.out, running.device, running.compiled)
-        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+        with together(trainer, running.processes, running.threads):
+            folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
         with stage("writing the model card"):
             card = write_draft_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
     if not running.as_json:

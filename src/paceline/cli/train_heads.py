@@ -118,6 +118,14 @@ class RunningOptions:
         int | None,
         typer.Option(min=1, help="Processor threads; 1 beside other work.", show_default=False),
     ] = None
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="On a processor: so many train together, --threads each. One a core is fastest; "
+            "each holds the target.",
+        ),
+    ] = 1
     eval_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 100
     save_seconds: Annotated[float, typer.Option(min=0, help="Between checkpoints.")] = 300.0
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False
@@ -208,10 +216,12 @@ def run_heads(
     set_threads(running.threads)
     from paceline.train.acceptance import AcceptanceCounts, total
     from paceline.train.head_card import write_head_card
+    from paceline.train.parallel import together
 
     with showing(console):
         trainer = new_trainer()
-        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+        with together(trainer, running.processes, running.threads):
+            folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
         with stage("writing the model card"):
             command = shlex.join(["paceline", *sys.argv[1:]])
             card = write_head_card(trainer, what, spec, command)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
-from paceline.train.heads import HeadConfig, HeadTrainer
+from paceline.train.head_config import HeadConfig
+from paceline.train.heads import HeadTrainer
 from paceline.train.observed import Observed
 from paceline.train.unrolled import Places, UnrolledAttention, soft_cross_entropy
 

@@ -25,44 +25,18 @@ from paceline.train.acceptance import AcceptanceCounts, match_matrix, total, wal
 from paceline.train.data import Source
 from paceline.train.documents import Documents, Windows
 from paceline.train.feature_cache import FeatureCache
+from paceline.train.head_config import HeadConfig
 from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import learning_rate_scale
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
+from paceline.train.parallel import Alone
 from paceline.train.saved_run import previous, read_state, write_state
 from paceline.train.token_streams import TokenStreams
 from paceline.train.unrolled import mixed_probs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """What determines a run, for all kinds of heads. Sizes in tokens, rates per step."""
-
-    target: str
-    data: tuple[str, ...]  # FILE or FILE=WEIGHT
-    valid: tuple[str, ...] = ()
-    exclude_licenses: tuple[str, ...] = ("CC-BY-SA",)
-    seq_len: int = 1024  # longest piece of a document
-    long_every: int = 10  # every n-th batch joins documents to max_positions; 0 is never
-    max_positions: int = 1024  # or as long as the target allows
-    batch_tokens: int = 4096
-    micro_tokens: int = 2048
-    steps: int = 1000
-    warmup: int = 50
-    lr: float = 0.005
-    adam_lr: float = 0.003
-    weight_decay: float = 0.05
-    argmax_weight: float = 0.3  # share of the loss against the target's likeliest token
-    seed: int = 0
-    draft_length: int = 4  # held-out acceptance is measured for drafts of this length
-    held_out: int = 8  # openings of each validation file
-    held_out_tokens: int = 96
-    cache_features: bool = False  # keep what the target says about each piece on disk
-    loss_on: str = "assistant"  # tokens to be learnt: an assistant's, or all
-    dtype: str = "bfloat16"  # of target and head; the optimizer's own weights are float32
 
 
 class Optimizer(Protocol):
@@ -98,8 +72,8 @@ class HeadTrainer(ABC):
     def __init__(
         self, config: HeadConfig, out: Path, device: str = "auto", compiled: bool = False
     ) -> None:
-        self.config = config
-        self.out = out
+        self.config, self.out, self.compiled = config, out, compiled
+        self.team = Alone()  # with others: see train/parallel.py
         self.device = resolve_device(device)
         if not 0 <= config.argmax_weight <= 1:
             raise ConfigError("argmax_weight is a share: use a number from 0 to 1")
@@ -308,26 +282,37 @@ class HeadTrainer(ABC):
 
         return mixed_probs(len(flat), logits_of, self.config.argmax_weight), row_of
 
-    def _batch(self, step: int) -> list[Windows]:
-        """The windows of a step, in parts that one forward takes."""
-        config = self.config
-        numbers = self.documents.batch(step, config.batch_tokens)
-        long = config.long_every > 0 and step % config.long_every == config.long_every - 1
-        if long:
-            return self.documents.joined(numbers, self.long_rows)
-        return self.documents.windows(numbers, config.micro_tokens)
+    def learnt(self) -> list[nn.Parameter]:
+        """What the processes of a team add up the gradients of."""
+        return list(self.head.parameters())
+
+    @property
+    def alone(self) -> str:
+        """Why only one process can train it; empty if several can."""
+        return ""
+
+    def _batch(self, step: int) -> list[list[Windows]]:
+        """The windows of a step by process, in parts that one forward takes."""
+        config, documents = self.config, self.documents
+        numbers = documents.batch(step, config.batch_tokens)
+        if config.long_every > 0 and step % config.long_every == config.long_every - 1:
+            joined = documents.joined(numbers, self.long_rows)
+            return self.team.share(joined, lambda windows: windows.ids.numel())
+        shares = self.team.share(numbers, documents.tokens)
+        return [documents.windows(own, config.micro_tokens) for own in shares]
 
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss."""
-        parts = self._batch(self.step)
-        drafts = sum(part.drafts for part in parts)
+        shares = self._batch(self.step)
+        drafts = sum(part.drafts for parts in shares for part in parts)
         loss_sum = 0.0
-        for part in parts:
+        for part in shares[self.team.rank]:
             numbered = min(part.numbers) >= 0
             seen = self._cache.look(part) if self._cache and numbered else self.look_at(part)
             loss = self.loss(seen) * (part.drafts / drafts)
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
+        loss_sum = self.team.add_up(self.learnt(), loss_sum)
         self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return loss_sum

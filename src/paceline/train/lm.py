@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
@@ -21,12 +22,8 @@ from paceline.train.chat import own_text
 from paceline.train.data import Mixture, Source, Stream, read_records
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
-from paceline.train.saved_run import (
-    previous,
-    read_state,
-    save_model,
-    write_state,
-)
+from paceline.train.parallel import Alone
+from paceline.train.saved_run import previous, read_state, save_model, write_state
 from paceline.train.token_streams import TokenStreams
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 
@@ -116,8 +113,8 @@ class LMTrainer:
     ) -> None:
         if not 0 <= config.text_weight + config.argmax_weight <= 1:
             raise ConfigError("text_weight and argmax_weight must be shares that sum to at most 1")
-        self.config = config
-        self.out = out
+        self.config, self.out, self.compiled = config, out, compiled
+        self.team, self.alone = Alone(), ""
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
         self.valid_sources = [Source.parse(spec) for spec in config.valid]
@@ -312,6 +309,10 @@ class LMTrainer:
         ids, learn = self.mixture.windows(step, rows, seq_len)
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(learn).to(self.device)
 
+    def learnt(self) -> list[nn.Parameter]:
+        """What the processes of a team add up the gradients of."""
+        return list(self.model.parameters())
+
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss over the tokens to be learnt."""
         windows, learn = self._batch(self.step)
@@ -320,12 +321,14 @@ class LMTrainer:
         shares /= shares.sum().clamp(min=1)
         size = max(1, self.config.micro_tokens // seq_len)
         total = 0.0
-        for start in range(0, len(windows), size):
+        starts = range(0, len(windows), size)
+        for start in self.team.share(starts, lambda start: 1)[self.team.rank]:
             part = windows[start : start + size]
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
             loss = self._loss(inputs, targets, shares[start : start + size].reshape(-1))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        total = self.team.add_up(self.learnt(), total)
         scale = learning_rate_scale(self.step, self.config.steps, self.config.warmup)
         self.optimizer.step(scale)
         self.step += 1

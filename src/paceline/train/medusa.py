@@ -23,7 +23,8 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.train.acceptance import AcceptanceCounts, total, walk
-from paceline.train.heads import HeadConfig, HeadTrainer, Observed, Optimizer
+from paceline.train.head_config import HeadConfig
+from paceline.train.heads import HeadTrainer, Observed, Optimizer
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
 from paceline.train.unrolled import Places, soft_cross_entropy
@@ -105,6 +106,10 @@ class MedusaTrainer(HeadTrainer):
                 "Medusa-2 changes the target, so its features cannot be kept on disk; "
                 "leave --cache-features out"
             )
+
+    @property
+    def alone(self) -> str:
+        return "Medusa-2 trains the target, too, in one process only" if self.config.joint else ""
 
     @property
     def measured_drafts(self) -> str:

@@ -1,0 +1,254 @@
+"""Several processes train one head or draft together: each learns a share of every batch.
+
+Most operations of a small head are too short for several threads to share, so on a processor one
+process a core is faster than one process with as many threads. Gradients are summed before
+every step in the order of the processes: weights, checkpoints and results are those of a single
+process, up to rounding.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.stages import say, stage
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
+
+_T = TypeVar("_T")
+_READY, _GO = b"ready", b"go"
+
+
+class Alone:
+    """One process: all of a batch is its own."""
+
+    rank = 0
+    size = 1
+
+    def share(self, items: Sequence[_T], tokens: Callable[[_T], int]) -> list[list[_T]]:
+        """The items of a batch by process, so that each has about as many tokens."""
+        shares: list[list[_T]] = [[] for _ in range(self.size)]
+        weights = [0] * self.size
+        for item in sorted(items, key=tokens, reverse=True):
+            least = weights.index(min(weights))
+            shares[least].append(item)
+            weights[least] += tokens(item)
+        return shares
+
+    def add_up(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
+        """Sum gradients and loss over all processes, in place; returns the loss."""
+        return loss
+
+
+class _Member(Alone):
+    """One of several processes; ``table`` float32 ``[size, parameters + 1]`` is shared memory."""
+
+    def __init__(self, rank: int, table: torch.Tensor) -> None:
+        self.rank, self.size = rank, len(table)
+        self._table = table
+
+    def add_up(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
+        row, places = self._table[self.rank], _places(parameters)
+        for parameter, place in zip(parameters, places, strict=True):
+            if parameter.grad is None:  # a process without a share of this batch
+                row[place] = 0
+            else:
+                row[place] = parameter.grad.flatten().float()
+        row[-1] = loss
+        self._meet()
+        total = self._table[0]
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.grad = total[place].view_as(parameter).to(parameter.dtype, copy=True)
+        loss = float(total[-1])
+        self._part()
+        return loss
+
+    def _meet(self) -> None:
+        """Wait until the first row of the table holds the sum of all."""
+        raise NotImplementedError
+
+    def _part(self) -> None:
+        """Wait until all have read it."""
+        raise NotImplementedError
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> list[slice]:
+    """Where each parameter's gradient stands in a row."""
+    ends = accumulate((p.numel() for p in parameters), initial=0)
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+class _First(_Member):
+    """The process that reports, measures and writes."""
+
+    def __init__(self, table: torch.Tensor, others: Sequence[tuple[Connection, BaseProcess]]):
+        super().__init__(0, table)
+        self._others = others
+
+    def _meet(self) -> None:
+        self._hear()
+        for row in self._table[1:]:
+            self._table[0].add_(row)
+        self._tell()
+
+    def _part(self) -> None:
+        self._hear()
+        self._tell()
+
+    def _hear(self) -> None:
+        """Raises PacelineError when a process has ended: it would be waited for without end."""
+        for pipe, process in self._others:
+            if pipe not in connection.wait([pipe, process.sentinel]):
+                process.join()
+                raise _lost(process)
+            try:
+                pipe.recv_bytes()
+            except EOFError:
+                process.join()
+                raise _lost(process) from None
+
+    def _tell(self) -> None:
+        for pipe, process in self._others:
+            try:
+                pipe.send_bytes(_GO)
+            except OSError:
+                process.join()
+                raise _lost(process) from None
+
+
+def _lost(process: BaseProcess) -> PacelineError:
+    return PacelineError(
+        f"{process.name} of the training ended (exit code {process.exitcode}; -9 often means out "
+        "of memory); run the same command again to go on from the last checkpoint, or with fewer "
+        "--processes"
+    )
+
+
+class _Further(_Member):
+    """A process that only learns its share; it ends when the first one does."""
+
+    def __init__(self, rank: int, table: torch.Tensor, pipe: Connection) -> None:
+        super().__init__(rank, table)
+        self._pipe = pipe
+
+    def _meet(self) -> None:
+        self._pipe.send_bytes(_READY)
+        self._pipe.recv_bytes()
+
+    _part = _meet
+
+
+class Trainer(Protocol):
+    """What can be trained together, and how it is built once more."""
+
+    config: Any
+    out: Path
+    device: torch.device
+    compiled: bool
+    team: Alone
+    step: int
+
+    def learnt(self) -> list[nn.Parameter]: ...
+
+    @property
+    def alone(self) -> str: ...  # why only one process can train it; else empty
+
+    def train_step(self) -> float: ...
+
+
+def check_processes(processes: int, device: torch.device) -> None:
+    """Raises ConfigError."""
+    if processes < 1:
+        raise ConfigError(f"--processes is {processes}; use 1 or more")
+    if processes > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"--processes {processes} is for processors and the device is {device}; leave it out"
+        )
+
+
+@contextmanager
+def together(trainer: Trainer, processes: int, threads: int | None = None) -> Iterator[None]:
+    """Train with so many processes of ``threads`` threads each (None: the cores dealt out).
+
+    ``trainer`` is the first of them; the others are built as it was, and end with the block.
+    Raises ConfigError for a device or a run that cannot be shared, PacelineError when a process
+    ends early.
+    """
+    check_processes(processes, trainer.device)
+    if processes == 1:
+        yield
+        return
+    if trainer.alone:
+        raise ConfigError(f"--processes {processes}: {trainer.alone}")
+    before = torch.get_num_threads()
+    threads = threads or max(1, before // processes)
+    context = multiprocessing.get_context("spawn")
+    numbers = sum(p.numel() for p in trainer.learnt())
+    table = torch.zeros(processes, numbers + 1).share_memory_()  # type: ignore[no-untyped-call]
+    kind: Callable[..., Trainer] = type(trainer)
+    build = partial(kind, trainer.config, trainer.out, str(trainer.device), trainer.compiled)
+    others: list[tuple[Connection, BaseProcess]] = []
+    try:
+        for rank in range(1, processes):
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(
+                target=_learn,
+                args=(build, rank, table, theirs, threads),
+                name=f"process {rank + 1} of {processes}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            others.append((ours, process))
+        torch.set_num_threads(threads)
+        first = _First(table, others)
+        with stage(f"starting {processes} processes"):
+            first._hear()
+        trainer.team = first
+        say(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
+        yield
+    finally:
+        trainer.team = Alone()
+        torch.set_num_threads(before)
+        for pipe, process in others:
+            pipe.close()
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _learn(
+    build: Callable[[], Trainer],
+    rank: int,
+    table: torch.Tensor,
+    pipe: Connection,
+    threads: int,
+) -> None:
+    """What a further process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one ends us, where weights are whole
+    torch.set_num_threads(threads)
+    try:
+        trainer = build()
+        trainer.team = _Further(rank, table, pipe)
+        pipe.send_bytes(_READY)
+        while trainer.step < trainer.config.steps:
+            trainer.train_step()
+    except (EOFError, OSError, KeyboardInterrupt):  # the first one has ended
+        return
+    except PacelineError as error:
+        sys.exit(f"error: process {rank + 1}: {error}")
