@@ -7,6 +7,7 @@ nothing. Stages nest: the innermost is what is happening.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -72,6 +73,14 @@ def say(line: str) -> None:
     listener = _listener.get()
     if listener is not None:
         listener.say(line)
+
+
+def warn(line: str) -> None:
+    """As say; without a listener, as from Python, it goes to the log "paceline"."""
+    if is_heard():
+        say(line)
+    else:
+        logging.getLogger("paceline").warning(line)
 
 
 def is_heard() -> bool:

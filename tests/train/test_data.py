@@ -102,6 +102,13 @@ def test_bad_lines_are_named_and_left_out(tmp_path: Path, line: str) -> None:
     assert "bad.jsonl: 1 line left out, 2 used (line 2: " in said
 
 
+def test_python_users_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), "{"])
+    encode(path, TOKENIZER)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "1 line left out, 1 used" in record.message
+
+
 def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ["{"] * 9 + [json.dumps(RECORDS[0])])
     with heard() as told:

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.core.params import is_unicode
 from paceline.errors import ConfigError, DataError
-from paceline.stages import Stage, say, stage
+from paceline.stages import Stage, stage, warn
 from paceline.train.chat import ChatWriter, conversation_of, has_our_roles, in_our_format
 from paceline.train.chat import turns_of as turns_of
 from paceline.train.records import FORMS, Refusals, RefusedError, numbered_records
@@ -125,7 +125,7 @@ def encode_stream(
         )
     refused.tell(documents)
     if packer.writer.searched:
-        say(
+        warn(
             f"{path}: the chat template rewrites earlier turns; {packer.writer.searched:,} answers "
             "were found by their words"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from paceline.errors import DataError
-from paceline.stages import say
+from paceline.stages import warn
 
 # What a record may hold, in the order in which it is looked for.
 FORMS = ("ids", "messages", "conversations", "turns", "text")
@@ -73,7 +73,7 @@ class Refusals:
         """Say what was left out beside ``used`` records, if anything was."""
         if self.count:
             lines = "line" if self.count == 1 else "lines"
-            say(f"{self.path}: {self.count:,} {lines} left out, {used:,} used ({self.named})")
+            warn(f"{self.path}: {self.count:,} {lines} left out, {used:,} used ({self.named})")
 
 
 def numbered_records(
