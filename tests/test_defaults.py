@@ -90,7 +90,8 @@ def test_drafts_without_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_with_them(heads: None) -> None:
-    assert default_draft(REAL) == "eagle3:paceline/smollm2-eagle3"
+    assert default_draft(REAL) == "hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
+    assert default_drafts(REAL)[1:] == ("ngram", "eagle3:paceline/smollm2-eagle3")
     assert ModelOptions(model=REAL).resolved_draft == default_draft(REAL)
     assert ServeConfig(model=REAL).drafts == default_drafts(REAL)
     assert {"smollm2-draft", "smollm2-eagle3", "smollm2-medusa"} <= {

@@ -129,7 +129,7 @@ STAGES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "reserve": lambda llm: (llm.engine.cache, "reserve"),
     "lengths": lambda llm: (llm.engine.controller, "lengths"),
     "propose": lambda llm: (llm.engine.drafter, "propose"),
-    "pack": lambda llm: (llm.engine.cache, "pack"),
+    "batch": lambda llm: (llm.engine.cache, "batch_of"),
     "forward": lambda llm: (llm.engine, "target"),
     "verify": lambda llm: (llm.engine, "verifier"),
     "move": lambda llm: (llm.engine.cache, "move"),
@@ -153,7 +153,7 @@ def test_a_failure_that_does_not_come_back_is_a_line_in_the_log(
         check(request, own, expected)
 
 
-@pytest.mark.parametrize("stage", ["forward", "verify", "pack"])
+@pytest.mark.parametrize("stage", ["forward", "verify", "batch"])
 def test_what_fails_for_one_request_ends_that_one(
     llm: LLM, alone: list[Completion], stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,7 +164,7 @@ def test_what_fails_for_one_request_ends_that_one(
         seq = victim[0].seq if victim else None
         if seq is None or seq.generated < 4:
             return False
-        named = first.spans if stage == "forward" else first if stage == "pack" else rest[0]
+        named = first.spans if stage == "forward" else first if stage == "batch" else rest[0]
         ids = [getattr(entry, "seq_id", None) or entry.seq.seq_id for entry in named]
         return seq.seq_id in ids
 

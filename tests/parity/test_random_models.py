@@ -181,7 +181,9 @@ def test_members_of_a_hybrid_may_take_any_turns(
     def any_pick(self: Hybrid, plan: Plan, found: list[dict[int, TokenTree]]) -> list[object]:
         picks: list[object] = []
         for item, proposals in zip(plan.slices, found, strict=True):
-            members = [i for i, free in enumerate(self._free) if not free or i in proposals]
+            members = [
+                i for i, costless in enumerate(self._costless) if not costless or i in proposals
+            ]
             picks.append(None)
             if item.decodes and item.draft_length and chance.random() < 0.9:
                 member = chance.choice(members)

@@ -217,7 +217,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     cache = trainer._cache
     assert cache is not None
-    for windows in trainer._batch(0):
+    for windows in trainer._batch(0)[0]:
         first, again = cache.look(windows), cache.look(windows)
         streamed = trainer.look_at(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
@@ -241,7 +241,7 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 ) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    assert [any(-1 in part.numbers for part in trainer._batch(step)) for step in range(6)] == [
+    assert [any(-1 in part.numbers for part in trainer._batch(step)[0]) for step in range(6)] == [
         False,
         False,
         True,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.parallel import Alone, _First, check_processes, together
+from paceline.train.parallel import Team, _First, check_processes, together
 from tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]
@@ -27,7 +27,7 @@ SHORT = [*SIZES, "--micro-tokens=64", "--warmup=1", "--dtype=float32", "--steps=
 
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 5))
 def test_a_batch_is_dealt_out_whole_and_evenly(tokens: list[int], size: int) -> None:
-    team = Alone()
+    team = Team()
     team.size = size
     shares = team.share(range(len(tokens)), tokens.__getitem__)
     assert sorted(item for share in shares for item in share) == list(range(len(tokens)))

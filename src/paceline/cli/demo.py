@@ -21,7 +21,7 @@ from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
 from paceline.cli.progress import showing
 from paceline.cli.scenes import Scene, scenes_for
 from paceline.cli.values import parse_bytes
-from paceline.defaults import REAL, VARIABLE, at_hand
+from paceline.defaults import REAL, VARIABLE, default_draft
 from paceline.errors import PacelineError
 from paceline.stages import stage
 
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
     from paceline.difference import Difference
     from paceline.draft.suffix import SuffixDrafter
-
-
-# Look-ups beside the head: a request that comes again is drafted from its first answer.
-_REAL_DRAFTS = (
-    "hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3",
-    "hybrid:suffix+ngram",
-)
 
 
 @dataclass(frozen=True)
@@ -315,7 +308,7 @@ def _pull_first(context: typer.Context, wanted: bool) -> None:
 def _setting(engine: ModelOptions) -> ModelOptions:
     """With the draft of the demo where none was named."""
     if engine.draft is None and engine.profile is None and engine.model == REAL:
-        return replace(engine, draft=at_hand(_REAL_DRAFTS)[0])
+        return replace(engine, draft=default_draft(REAL))
     return engine
 
 

@@ -30,7 +30,7 @@ from paceline.train.heldout import WrittenText, written_texts
 from paceline.train.lm import learning_rate_scale
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
-from paceline.train.parallel import Alone
+from paceline.train.parallel import Team
 from paceline.train.saved_run import previous, read_state, write_state
 from paceline.train.token_streams import TokenStreams
 from paceline.train.unrolled import mixed_probs
@@ -73,7 +73,7 @@ class HeadTrainer(ABC):
         self, config: HeadConfig, out: Path, device: str = "auto", compiled: bool = False
     ) -> None:
         self.config, self.out, self.compiled = config, out, compiled
-        self.team = Alone()  # with others: see train/parallel.py
+        self.team = Team()  # with others: see train/parallel.py
         self.device = resolve_device(device)
         if not 0 <= config.argmax_weight <= 1:
             raise ConfigError("argmax_weight is a share: use a number from 0 to 1")

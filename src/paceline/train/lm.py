@@ -22,7 +22,7 @@ from paceline.train.chat import own_text
 from paceline.train.data import Mixture, Source, Stream, read_records
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
-from paceline.train.parallel import Alone
+from paceline.train.parallel import Team
 from paceline.train.saved_run import previous, read_state, save_model, write_state
 from paceline.train.token_streams import TokenStreams
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
@@ -114,7 +114,7 @@ class LMTrainer:
         if not 0 <= config.text_weight + config.argmax_weight <= 1:
             raise ConfigError("text_weight and argmax_weight must be shares that sum to at most 1")
         self.config, self.out, self.compiled = config, out, compiled
-        self.team, self.alone = Alone(), ""
+        self.team, self.alone = Team(), ""
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
         self.valid_sources = [Source.parse(spec) for spec in config.valid]

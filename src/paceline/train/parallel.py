@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 _READY, _GO = b"ready", b"go"
 
 
-class Alone:
+class Team:
     """One process: all of a batch is its own."""
 
     rank = 0
@@ -54,7 +54,7 @@ class Alone:
         return loss
 
 
-class _Member(Alone):
+class _Member(Team):
     """One of several processes; ``table`` float32 ``[size, parameters + 1]`` is shared memory."""
 
     def __init__(self, rank: int, table: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class Trainer(Protocol):
     out: Path
     device: torch.device
     compiled: bool
-    team: Alone
+    team: Team
     step: int
 
     def learnt(self) -> list[nn.Parameter]: ...
@@ -222,7 +222,7 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
         say(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
         yield
     finally:
-        trainer.team = Alone()
+        trainer.team = Team()
         torch.set_num_threads(before)
         for pipe, process in others:
             pipe.close()
