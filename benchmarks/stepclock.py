@@ -15,7 +15,7 @@ PARTS = {
     "scheduler": ("plan",),
     "controller": ("observe", "lengths"),
     "drafter": ("propose", "observe"),
-    "cache": ("pack", "move", "commit"),
+    "cache": ("batch_of", "move", "commit"),
 }
 
 
