@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +55,7 @@ class Team:
         return loss
 
 
-class _Member(Team):
+class _Member(Team, ABC):
     """One of several processes; ``table`` float32 ``[size, parameters + 1]`` is shared memory."""
 
     def __init__(self, rank: int, table: torch.Tensor) -> None:
@@ -77,13 +78,13 @@ class _Member(Team):
         self._part()
         return loss
 
+    @abstractmethod
     def _meet(self) -> None:
         """Wait until the first row of the table holds the sum of all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _part(self) -> None:
         """Wait until all have read it."""
-        raise NotImplementedError
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[slice]:
