@@ -1,7 +1,7 @@
 """What the training of every kind of head has in common: a frozen target that is looked at.
 
 The target's hidden states and logits are computed batch by batch and used at once; they are
-stored only on request (``cache_windows``). Batches depend only on (seed, step), so an interrupted
+stored only on request (``cache_features``). Batches depend only on (seed, step), so an interrupted
 run continues exactly.
 """
 

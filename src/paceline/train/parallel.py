@@ -118,7 +118,7 @@ class _First(_Member):
                 raise _lost(process)
             try:
                 pipe.recv_bytes()
-            except EOFError:
+            except (EOFError, OSError):  # closed, or reset by a kill
                 process.join()
                 raise _lost(process) from None
 

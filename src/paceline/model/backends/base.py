@@ -1,13 +1,10 @@
-"""What a backend gives: a forward over the paged cache; target.py adapts it to the engine."""
+"""What the layers of every backend are given: the step's attention over the paged cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-
-from paceline.core.batch import Batch, ModelOutput
 
 
 class Attend(Protocol):
@@ -24,12 +21,4 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """``query [1, heads, T, d]``, ``key`` and ``value`` ``[1, kv_heads, T, d]``, after rotary
         embedding, to ``[1, T, heads, d]``."""
-        ...
-
-
-class Forward(Protocol):
-    """One forward of a whole model, which stands for that of its transformers module."""
-
-    def __call__(self, batch: Batch, attend: Attend, features: Sequence[int] = ()) -> ModelOutput:
-        """As ``CausalModel.__call__``, with the step's attention given."""
         ...
