@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server import chat, completions, page, tokens
+from paceline.server import chat, completions, messages, page, responses, tokens
 from paceline.server.bodies import BodyLimit, Front
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.requestlog import RequestLog
@@ -47,6 +47,8 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
+    app.include_router(responses.router(service))
+    app.include_router(messages.router(service))
     app.include_router(_models(service))
     app.include_router(tokens.router(service))
     app.include_router(_state(service))
