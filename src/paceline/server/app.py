@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,15 +19,19 @@ from paceline.errors import PacelineError
 from paceline.server import chat, completions, messages, page, responses, tokens
 from paceline.server.bodies import BodyLimit, Front
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
-from paceline.server.requestlog import RequestLog
+from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import HostGuard, KeyGuard, Security
 from paceline.server.service import Service
 
 
-def create_app(service: Service, security: Security | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    security: Security | None = None,
+    ended: Callable[[Exchange], None] | None = None,
+) -> FastAPI:
     """The whole API around a service; its engine runs while the application does.
 
-    ``security`` without keys lets anybody in.
+    ``security`` without keys lets anybody in. ``ended`` hears of every request's end.
     """
 
     @asynccontextmanager
@@ -59,6 +63,7 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_error)
     _protect(app, security or Security())
+    app.add_middleware(RequestLog, ended=ended)
     return app
 
 
@@ -78,7 +83,6 @@ def _protect(app: FastAPI, security: Security) -> None:
         )
     if security.local:
         app.add_middleware(HostGuard)
-    app.add_middleware(RequestLog)
 
 
 def _models(service: Service) -> APIRouter:

@@ -203,6 +203,23 @@ class ServeConfig:
         30.0, "server", "seconds", "On SIGTERM, running requests may take so long.", low=0
     )
 
+    metrics_alias: str | None = _key(
+        None,
+        "server",
+        "text",
+        "Metrics also under the names of another server, for its dashboards.",
+        choices=("vllm",),
+        shown="none",
+    )
+    otlp_endpoint: str | None = _key(
+        None,
+        "server",
+        "text",
+        "Where OpenTelemetry traces and metrics go, as in http://127.0.0.1:4318; needs "
+        "paceline[otlp].",
+        shown="nowhere",
+    )
+
     single_process: bool = _key(
         False, "server", "switch", "HTTP and the engine in one process: slower, easier to debug."
     )
@@ -260,6 +277,11 @@ class ServeConfig:
     def name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model
+
+    @property
+    def alias_of(self) -> str | None:
+        """The model that metrics speak of under another server's names, if they do."""
+        return None if self.metrics_alias is None else self.name
 
 
 def keys() -> Iterator[tuple[Field[Any], Key]]:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from paceline.errors import CacheMemoryError, GrammarError, PacelineError
+from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 from paceline.server.failures import (
     BusyError,
     ClientGoneError,
@@ -62,6 +62,10 @@ class APIError(PacelineError):
         self.status, self.kind, self.param, self.code = status, kind, param, code
 
 
+# How the line of a ConfigError begins that is about one field.
+_NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
+
+
 def as_api_error(error: Exception) -> APIError:
     """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
     message = str(error)
@@ -89,7 +93,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, GrammarError):
         return APIError(message, 400, param="response_format", code="invalid_schema")
     if isinstance(error, PacelineError):
-        return APIError(message, 400)
+        named = _NAMED.match(message) if isinstance(error, ConfigError) else None
+        return APIError(message, 400, param=named and named[1])
     if isinstance(error, RecursionError):
         return APIError("the body is nested too deeply; flatten it", 400, code="invalid_value")
     return APIError("an unexpected error occurred; see the server's log", 500, "server_error")
@@ -121,10 +126,12 @@ _ANTHROPIC = {
 def anthropic_body(error: APIError) -> dict[str, Any]:
     """The same for clients of ``/v1/messages``."""
     known = "invalid_request_error" if error.status < 500 else "api_error"
-    kind = _ANTHROPIC.get(error.status, known)
+    kind, message = _ANTHROPIC.get(error.status, known), str(error)
+    if error.code == "context_length_exceeded":  # as its clients know it
+        message = f"prompt is too long: {message}"
     return {
         "type": "error",
-        "error": {"type": kind, "message": str(error)},
+        "error": {"type": kind, "message": message},
         "request_id": request_id(),
     }
 

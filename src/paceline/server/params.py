@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
-from paceline.errors import ConfigError
 from paceline.server.errors import APIError
 from paceline.server.protocol import Generation, Speculation, StructuredOutputs
 
@@ -27,34 +26,31 @@ def sampling_params(
     ``visible``: special tokens are part of the text, as calls are marked by them. As OpenAI and
     vLLM have it, seed -1 is no seed, and top_p 0 the likeliest token alone.
 
-    Raises APIError.
+    Raises APIError and ConfigError.
     """
     speculation = request.speculation or Speculation()
-    try:
-        return SamplingParams(
-            temperature=request.temperature,
-            top_k=request.top_k if request.top_p else 1,
-            top_p=request.top_p or 1.0,
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias=_biases(request.logit_bias or {}),
-            seed=None if request.seed in (None, -1) else request.seed % 2**63,
-            max_tokens=max_tokens,
-            min_tokens=request.min_tokens,
-            stop=tuple(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            logprobs=logprobs,
-            n=request.n,
-            drafter=_drafter(speculation.method, drafters),
-            draft_length=speculation.draft_length,
-            skip_special_tokens=request.skip_special_tokens and not visible,
-            grammar=grammar or _grammar(request),
-        )
-    except ConfigError as error:
-        raise about(error, type(request)) from None
+    return SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k if request.top_p else 1,
+        top_p=request.top_p or 1.0,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=_biases(request.logit_bias or {}),
+        seed=None if request.seed in (None, -1) else request.seed % 2**63,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        n=request.n,
+        drafter=_drafter(speculation.method, drafters),
+        draft_length=speculation.draft_length,
+        skip_special_tokens=request.skip_special_tokens and not visible,
+        grammar=grammar or _grammar(request),
+    )
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
@@ -82,12 +78,6 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
             param="speculation.method",
         )
     return method
-
-
-def about(error: ConfigError, kind: type[Generation]) -> APIError:
-    """The error as one of the field that its line begins with."""
-    first = re.split(r"\W", str(error), maxsplit=1)[0]
-    return APIError(str(error), param=first if first in kind.model_fields else None)
 
 
 def _grammar(request: Generation) -> Grammar | None:

@@ -40,6 +40,7 @@ class Stats(WireRecord):
     target_steps: int
     cached_tokens: int = 0
     time_to_first_token: float = 0.0
+    seconds: float = 0.0  # to the last token, from its arrival as the first
 
 
 class CompletionRecord(WireRecord):
@@ -116,6 +117,7 @@ def completion_of(done: completion.Completion) -> CompletionRecord:
             stats.target_steps,
             stats.cached_tokens,
             stats.time_to_first_token,
+            stats.arrivals[-1][0] if stats.arrivals else 0.0,
         ),
         done.lossy,
     )
