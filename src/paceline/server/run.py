@@ -25,8 +25,8 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient, Limits
 from paceline.server.records import Facts
-from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.requestlog import Exchange
+from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.service import Service
 
 if TYPE_CHECKING:
