@@ -26,7 +26,7 @@ _BLOCK = 128  # columns whose updates of the columns behind are made at once
 
 @dataclass(frozen=True)
 class Grid:
-    """Codes stand for scale * code + offset; ``scales``, ``offsets`` (or None) ``[out, groups]``."""
+    """Codes stand for scale * code + offset; ``scales``, ``offsets`` or None ``[out, groups]``."""
 
     bits: int
     scales: torch.Tensor
