@@ -57,6 +57,7 @@ class ChatAnswer(OpenAIAnswer):
                 }
             )
         answer = {**self._frame("chatcmpl", "chat.completion"), "choices": choices}
+        answer |= self._prompt_scores(completions[0].prompt_logprobs)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._dialogue.prompt
         return {**answer, **self._totals(completions)}
@@ -103,7 +104,10 @@ class ChatAnswer(OpenAIAnswer):
             self._begun.add(place)
             choices.insert(0, self._choice(place, {"role": "assistant", "content": ""}))
         frame = self._frame("chatcmpl", "chat.completion.chunk")
-        return [self._chunk(frame, choice) for choice in choices]
+        chunks = [self._chunk(frame, choice) for choice in choices]
+        if event.prompt_logprobs is not None and chunks and place == 0:
+            chunks[0] |= self._prompt_scores(event.prompt_logprobs)
+        return chunks
 
     def _choice(self, place: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
