@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from made_tokenizers import KINDS, tokens_of
+from made_tokenizers import KINDS, decode, tokens_of
 from paceline.core.batch import TokenLogprob
 from paceline.request.text import TextStream
 from paceline.server.choices import LogprobColumns, Origins, token_record
