@@ -141,8 +141,4 @@ def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> Cha
     try:
         return ChatRequest.model_validate({**common, **given})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = first["loc"]
-        if place[:1] == ("messages",):
-            place = (conversation,)
-        raise invalid(first, place) from None
+        raise invalid(error.errors(), renamed={"messages": conversation}) from None
