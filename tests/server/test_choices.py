@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_tokenizers import KINDS, decode, tokens_of
 from paceline.core.batch import TokenLogprob
 from paceline.request.text import TextStream
-from paceline.server.choices import LogprobColumns, Origins, token_record
+from paceline.server.api.choices import LogprobColumns, Origins, token_record
 
 LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
 

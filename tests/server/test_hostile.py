@@ -10,11 +10,11 @@ import pytest
 
 from asking import ask
 from paceline import LLM
-from paceline.server import protocol
+from paceline.server.api import protocol
+from paceline.server.api.messages_api import MessagesRequest
+from paceline.server.api.responses_api import ResponsesRequest
 from paceline.server.client import Limits
 from paceline.server.local import local_service
-from paceline.server.messages_api import MessagesRequest
-from paceline.server.responses_api import ResponsesRequest
 from running_server import MODEL, Running, serve
 
 LONG = "9" * 5000  # more digits than Python reads

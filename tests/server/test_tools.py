@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from asking import ask
 from paceline import LLM, SamplingParams
-from paceline.server.chat_format import render
-from paceline.server.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.tool_calls import forced_grammar
-from paceline.server.tool_stream import PossibleCall, message_of
+from paceline.server.api.chat_format import render
+from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.api.tool_calls import forced_grammar
+from paceline.server.api.tool_stream import PossibleCall, message_of
 from running_server import MODEL, Running
 
 

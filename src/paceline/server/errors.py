@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from paceline.core.params import is_unicode, shown
 from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 from paceline.server.failures import (
     BusyError,
@@ -60,6 +61,14 @@ class APIError(PacelineError):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
+    if not is_unicode(text):
+        raise APIError(
+            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
+        )
 
 
 # How the line of a ConfigError begins that is about one field.

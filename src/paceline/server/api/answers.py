@@ -6,14 +6,14 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.server.choices import (
+from paceline.server.api.choices import (
     Origins,
     agreement,
     prompt_entry,
     speculation_stats,
     usage,
 )
-from paceline.server.protocol import Generation, Speculation
+from paceline.server.api.protocol import Generation, Speculation
 from paceline.server.sse import Answer, Chunk
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.server.content import Content
+from paceline.server.api.content import Content
 from paceline.server.fields import Body
 
 MAX_CHOICES = 16  # n

@@ -10,11 +10,11 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.server.chat_format import render_request
-from paceline.server.params import PREDICTED_LENGTH, sampling_params
-from paceline.server.protocol import ChatRequest
-from paceline.server.tool_calls import forced_grammar
-from paceline.server.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
+from paceline.server.api.chat_format import render_request
+from paceline.server.api.params import PREDICTED_LENGTH, sampling_params
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_calls import forced_grammar
+from paceline.server.api.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
 
 if TYPE_CHECKING:
     from paceline.server.client import Ticket

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
+from paceline.server.api.protocol import Generation, Speculation, StructuredOutputs
 from paceline.server.errors import APIError
-from paceline.server.protocol import Generation, Speculation, StructuredOutputs
 
 PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer
 _MOST_DIGITS = 12  # of a token id

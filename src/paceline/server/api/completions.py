@@ -12,13 +12,13 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.answers import OpenAIAnswer
-from paceline.server.choices import LogprobColumns, seen
+from paceline.server.api.answers import OpenAIAnswer
+from paceline.server.api.choices import LogprobColumns, seen
+from paceline.server.api.infill import infill
+from paceline.server.api.params import sampling_params
+from paceline.server.api.protocol import MAX_PROMPTS, CompletionRequest
 from paceline.server.client import Ticket
 from paceline.server.errors import APIError
-from paceline.server.infill import infill
-from paceline.server.params import sampling_params
-from paceline.server.protocol import MAX_PROMPTS, CompletionRequest
 from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with

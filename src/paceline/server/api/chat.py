@@ -9,14 +9,14 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.answers import OpenAIAnswer
-from paceline.server.choices import seen, token_record
-from paceline.server.dialogue import Dialogue
-from paceline.server.protocol import ChatRequest
+from paceline.server.api.answers import OpenAIAnswer
+from paceline.server.api.choices import seen, token_record
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_stream import AnswerStream, Delta, message_of
 from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
-from paceline.server.tool_stream import AnswerStream, Delta, message_of
 
 
 def router(service: Service) -> APIRouter:
