@@ -89,8 +89,8 @@ NULLS = (
 
 def test_explicit_nulls(server: Running) -> None:
     nulls = dict.fromkeys(NULLS)
-    assert chat(server, **nulls, temperature=0).status == 200
-    assert complete(server, **nulls, temperature=0).status == 200
+    assert chat(server, **nulls).status == 200
+    assert complete(server, **nulls).status == 200
     tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
     assert chat(server, tools=[tool]).status == 200
     counted = chat(server, stream=True, stream_options={"include_usage": None})
@@ -269,10 +269,11 @@ def test_structured_json(server: Running) -> None:
         {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
         {"guided_json": schema},
-        {"structured_outputs": {"json_object": True}},
     ):
         text = complete(server, **fields, max_tokens=30).json["choices"][0]["text"]
-        assert isinstance(json.loads(text), dict) or "json_object" in str(fields)
+        assert set(json.loads(text)) == {"a"}
+    anything = complete(server, structured_outputs={"json_object": True})
+    assert anything.json["choices"][0]["text"].startswith("{")
     refused = complete(server, guided_json=schema, guided_regex="a")
     assert refused.status == 400 and refused.error["param"] == "structured_outputs"
     assert complete(server, guided_json="{").status == 400
@@ -372,7 +373,7 @@ def test_echo_scores_the_prompt(server: Running, target: Any, given: str) -> Non
     assert all(len(column) == len(ids) + 1 for column in columns.values())
     for entry, likeliest in zip(expected, columns["top_logprobs"][1:-1], strict=True):
         assert list(likeliest.values()) == pytest.approx([entry.top[0][1]], abs=1e-3)
-    assert "".join(columns["tokens"]) == choice["text"]
+    assert "".join(columns["tokens"][1:]) == choice["text"]  # the first begins every text
     (chunk, *_) = complete(server, **fields, max_tokens=1, stream=True).chunks
     assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(found, abs=1e-3)
 
@@ -427,7 +428,8 @@ def test_predictions(server: Running, stream: bool) -> None:
     right, usage = asked(prediction={"type": "content", "content": text})
     details = usage["completion_tokens_details"]
     assert right == text
-    assert details["accepted_prediction_tokens"] > 25 > details["rejected_prediction_tokens"]
+    assert details["accepted_prediction_tokens"] > 0.75 * usage["completion_tokens"]
+    assert details["accepted_prediction_tokens"] > details["rejected_prediction_tokens"]
     parts = [{"type": "text", "text": "Nothing of "}, {"type": "text", "text": "the kind."}]
     wrong, usage = asked(prediction={"type": "content", "content": parts})
     assert wrong == text
