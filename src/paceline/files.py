@@ -28,6 +28,16 @@ _RUST = re.compile(r"\(os error (\d+)\)")
 _numbers = count()
 
 
+def cache_folder() -> Path:
+    """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
+    own = os.environ.get("PACELINE_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    return base / "paceline"
+
+
 @contextmanager
 def write_aside(
     path: str | Path, what: str, durable: bool = True, previous: Path | None = None
