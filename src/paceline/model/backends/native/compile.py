@@ -34,14 +34,19 @@ _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
 
 # What is compiled: object, source, options.
-_COMMON = (("api", "api.cpp", ()), ("forward", "forward.cpp", ()), ("portable", "kernels.cpp", ()))
+_COMMON = (
+    ("api", "api.cpp", ()),
+    ("forward", "forward.cpp", ()),
+    ("portable", "kernels.cpp", ()),
+    ("quantised_portable", "quantised.cpp", ()),
+)
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
+_AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _X86 = (
-    (
-        "avx512",
-        "kernels.cpp",
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512"),
-    ),
-    ("avx2", "kernels.cpp", ("-mavx2", "-mfma", "-DPACELINE_AVX2")),
+    ("avx512", "kernels.cpp", _AVX512),
+    ("avx2", "kernels.cpp", _AVX2),
+    ("quantised_vnni", "quantised.cpp", (*_AVX512, "-mavx512vnni", "-mf16c")),
+    ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
+from paceline.model.backends.native.packing import same_form
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.reference.recognise import is_llama_shaped
 from paceline.model.paged.cache import LayerShape
@@ -73,6 +74,10 @@ def describe(hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern])
     gemma = kind in _GEMMA
     if not gemma and not is_llama_shaped(hf):
         return f"{kind} is no decoder of a known shape"
+    for layer in hf.model.layers:
+        for parent, names in ((layer.self_attn, PROJECTIONS), (layer.mlp, GATED)):
+            if not same_form([getattr(parent, name) for name in names]):
+                return "matrices of one input differ in precision"
     dtypes = {parameter.dtype for parameter in hf.parameters()}
     if dtypes != {hf.dtype}:
         return "weights of several dtypes"
@@ -93,7 +98,9 @@ def _described(
     if activation is None:
         return f"the activation {type(mlp.act_fn).__name__} is not known"
     kinds = getattr(base.rotary_emb, "layer_types", None)
-    of_layer = [getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))]
+    of_layer = [
+        getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))
+    ]
     rope_kinds = tuple(dict.fromkeys(of_layer))
     rope = base.rotary_emb.rope_type
     if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
@@ -107,7 +114,9 @@ def _described(
         activation=activation,
         scaling=float(attention.scaling),
         embedding_scale=1.0 if scale is None else float(scale.to(hf.dtype)),
-        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0) if gemma else 0.0,
+        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+        if gemma
+        else 0.0,
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
         norms=known,
         final_norm=final,

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.model.quantised.weights import QuantisedLinear
+
 Product = Callable[[torch.Tensor], torch.Tensor]  # [..., in] -> [..., out]
 
 # Rows for which oneDNN chooses the layout. Measured from 1 to 512: the layout is the same.
@@ -30,11 +32,18 @@ def can_prepack(weight: torch.Tensor) -> bool:
     """
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.dim() != 2:
         return False
+    if not is_plain(weight):
+        return False
     if platform.machine() not in ("x86_64", "AMD64") or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether these are numbers, not a tensor of a library that multiplies in its own way."""
+    return type(weight.detach()) is torch.Tensor
 
 
 def _product(prepacked: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -125,7 +134,7 @@ def cat_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
 
 def mergeable(linears: Sequence[object]) -> TypeGuard[Sequence[nn.Linear]]:
     """Whether these are plain ``nn.Linear`` that take the same input width and kind of bias."""
-    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    plain = [linear for linear in linears if type(linear) is nn.Linear and is_plain(linear.weight)]
     return len(plain) == len(linears) and (
         len({(p.in_features, p.weight.dtype, p.weight.device, p.bias is None) for p in plain}) == 1
     )
@@ -135,6 +144,8 @@ def product_of(linear: nn.Module) -> Product:
     """The product that a (prepacked or plain) linear module computes, without module overhead."""
     if isinstance(linear, PrepackedLinear):
         return linear.product
+    if isinstance(linear, QuantisedLinear):
+        return linear.forward
     assert type(linear) is nn.Linear, f"{type(linear).__name__} is no linear product"
     weight, bias = linear.weight.detach(), linear.bias
     return lambda x: F.linear(x, weight, bias)
@@ -149,6 +160,9 @@ def merged_product(linears: Sequence[nn.Module]) -> Product:
     if isinstance(first, MergedPart):
         assert all(isinstance(p, MergedPart) and p.merged is first.merged for p in linears)
         return first.merged.product
+    if any(isinstance(linear, QuantisedLinear) for linear in linears):
+        parts = [product_of(linear) for linear in linears]
+        return lambda x: torch.cat([part(x) for part in parts], -1)
     plain = [linear for linear in linears if type(linear) is nn.Linear]
     assert len(plain) == len(linears)
     weight, bias = cat_linears(plain)

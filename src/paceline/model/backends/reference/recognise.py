@@ -15,7 +15,13 @@ from torch import nn
 
 from paceline.model.backends.reference.lean import LeanLayer, LeanModel, Residual, Rotary
 from paceline.model.backends.reference.norms import as_rms_norm
-from paceline.model.backends.reference.products import PrepackedLinear, merged_product, product_of
+from paceline.model.backends.reference.products import (
+    PrepackedLinear,
+    is_plain,
+    merged_product,
+    product_of,
+)
+from paceline.model.quantised.weights import QuantisedLinear
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -39,7 +45,7 @@ def _has_shape(hf: Any) -> bool:
         return False
     if _children(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
-    if type(base.embed_tokens) is not nn.Embedding or type(hf.lm_head) is not nn.Linear:
+    if type(base.embed_tokens) is not nn.Embedding or not _is_product(hf.lm_head):
         return False
     for layer in base.layers:
         if _children(layer) != _LAYER or _children(layer.mlp) != _MLP:
@@ -49,9 +55,15 @@ def _has_shape(hf: Any) -> bool:
             return False
         linears = [getattr(layer.self_attn, name) for name in sorted(_PROJECTIONS)]
         linears += [getattr(layer.mlp, name) for name in sorted(_MLP - {"act_fn"})]
-        if any(type(linear) is not nn.Linear for linear in linears):
+        if not all(_is_product(linear) for linear in linears):
             return False
     return len(base.layers) > 0
+
+
+def _is_product(module: Any) -> bool:
+    """Whether it is a linear product and nothing else, with plain or with quantised weights."""
+    plain = type(module) is nn.Linear and is_plain(module.weight)
+    return plain or type(module) is QuantisedLinear
 
 
 def _lean_layer(layer: Any) -> LeanLayer | None:
@@ -109,6 +121,10 @@ def _signature(layer: Any) -> tuple[object, ...]:
 def _layer_agrees(layer: Any, rotary_emb: Any) -> bool:
     """Whether the lean layer computes what the module does, in float32 and to rounding."""
     twin = copy.deepcopy(layer).float()
+    for parent in (twin.self_attn, twin.mlp):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantisedLinear):
+                setattr(parent, name, child.plain())
     # The copy has its own config, so this does not touch the model's attention.
     twin.self_attn.config = copy.deepcopy(layer.self_attn.config)
     twin.self_attn.config._attn_implementation = "eager"
