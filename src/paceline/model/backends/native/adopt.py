@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, Protocol
 
 import torch
@@ -53,14 +54,21 @@ def adopt(model: Adoptable) -> bool:
     batch = _probe_batch(model)
     wanted = _logits(model, batch)
     model.native = NativeModel(model.hf, found)
-    apart = relative_error(_logits(model, batch), wanted)
+    apart = _difference(_logits(model, batch), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
-    if apart < (1e-3 if model.dtype == torch.float32 else 0.1):
+    if apart < (1e-3 if model.dtype == torch.float32 else 0.25):
         return True
     model.native = None
     unpack_modules(model.hf)
     warn(f"{model.name} runs on the reference backend: the kernels' logits are {apart:.0%} off")
     return False
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The median row's. Of SmolLM2's in bf16 the reference's are 2 to 72 % from those in float32
+    with the same weights, most 4 %; the kernels', which round less often, 1 to 6 %."""
+    rows = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
+    return statistics.median(rows)
 
 
 def _logits(model: Adoptable, batch: Batch) -> torch.Tensor:
