@@ -67,8 +67,8 @@ class CausalModel:
         device: str | torch.device = "auto",
         quick: bool = True,
         check_values: bool = False,
-        backend: str = "auto",
         quantize: str | None = None,
+        backend: str = "auto",
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 

@@ -98,7 +98,9 @@ def test_a_quantised_model_runs_on_the_kernels(
     texts = [list(range(10, 150)), [7, 7, 9] * 20]
     nats = []
     for backend in ("native", "reference"):
-        model = CausalModel.load(str(plain_folder), dtype, "cpu", True, False, backend, precision)
+        model = CausalModel.load(
+            str(plain_folder), dtype, "cpu", quantize=precision, backend=backend
+        )
         assert model.backend == backend
         nats.append(perplexity(model, texts).nats)
     assert nats[0] == pytest.approx(nats[1], rel=1e-5 if dtype == "float32" else 1e-3)

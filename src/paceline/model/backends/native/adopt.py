@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +55,7 @@ def adopt(model: Adoptable) -> bool:
     batch = _probe_batch(model)
     wanted = _logits(model, batch)
     model.native = NativeModel(model.hf, found)
-    apart = relative_error(_logits(model, batch), wanted)
+    apart = _difference(_logits(model, batch), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
     if apart < _limit(model):
         return True
@@ -69,7 +70,14 @@ def _limit(model: Adoptable) -> float:
     activations, in every layer."""
     exact = model.dtype == torch.float32
     quantised = any(isinstance(m, PackedLinear) and m.packed.form for m in model.hf.modules())
-    return (1e-2 if exact else 0.4) if quantised else (1e-3 if exact else 0.1)
+    return (1e-2 if exact else 0.4) if quantised else (1e-3 if exact else 0.25)
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The median row's. Of SmolLM2's in bf16 the reference's are 2 to 72 % from those in float32
+    with the same weights, most 4 %; the kernels', which round less often, 1 to 6 %."""
+    rows = [relative_error(a, b) for a, b in zip(got, wanted, strict=True)]
+    return statistics.median(rows)
 
 
 def _logits(model: Adoptable, batch: Batch) -> torch.Tensor:

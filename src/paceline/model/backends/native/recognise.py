@@ -17,6 +17,7 @@ from torch import nn
 from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.native.packing import same_form
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
+from paceline.model.backends.reference.products import is_plain
 from paceline.model.backends.reference.recognise import is_llama_shaped
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
@@ -78,6 +79,8 @@ def describe(hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern])
         for parent, names in ((layer.self_attn, PROJECTIONS), (layer.mlp, GATED)):
             if not same_form([getattr(parent, name) for name in names]):
                 return "matrices of one input differ in precision"
+    if not all(_is_plain(layer) for layer in (*hf.model.layers, hf.lm_head)):
+        return "weights that are no plain numbers"
     dtypes = {parameter.dtype for parameter in hf.parameters()}
     if dtypes != {hf.dtype}:
         return "weights of several dtypes"
@@ -124,6 +127,14 @@ def _described(
         ropes=tuple(rope_kinds.index(kind) for kind in of_layer),
         rope_kinds=rope_kinds,
     )
+
+
+def _is_plain(layer: Any) -> bool:
+    if isinstance(layer, nn.Linear):
+        return type(layer) is nn.Linear and is_plain(layer.weight)
+    linears = [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+    linears += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
+    return all(isinstance(linear, nn.Linear) and _is_plain(linear) for linear in linears)
 
 
 def _norms(layer: Any, gemma: bool) -> Norms | None:
