@@ -73,6 +73,7 @@ class LLM:
         seed: int | None = None,
         lossy: bool = False,
         profile: str | Path | None = None,
+        backend: str = "auto",
     ) -> None:
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
@@ -86,7 +87,7 @@ class LLM:
             **settings,
         )
         with stage(f"loading {model}"):
-            target = CausalModel.load(model, dtype=dtype, device=device)
+            target = CausalModel.load(model, dtype=dtype, device=device, backend=backend)
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:

@@ -56,6 +56,7 @@ class CausalModel:
         self._attention_modules: list[torch.nn.Module] = []
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.vocab_size = self._probe()
         self._verify()
 
@@ -92,6 +93,7 @@ class CausalModel:
         if quantize is not None:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
+        model.asked = backend
         if not quick or (backend == "native" and adopt(model)):
             return model
         return quicken(model)

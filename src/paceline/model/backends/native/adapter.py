@@ -33,7 +33,10 @@ class CachePointers:
             kind = ctypes.c_void_p * self._num_layers
             layers = [cache.kv(layer) for layer in range(self._num_layers)]
             assert all(part.is_contiguous() for layer in layers for part in layer)
-            found = kind(*(k.data_ptr() for k, _ in layers)), kind(*(v.data_ptr() for _, v in layers))
+            found = (
+                kind(*(k.data_ptr() for k, _ in layers)),
+                kind(*(v.data_ptr() for _, v in layers)),
+            )
             self._known[cache] = found
         return found
 
@@ -48,7 +51,13 @@ class BatchArrays:
         for i, (span, table) in enumerate(zip(batch.spans, batch.tables, strict=True)):
             nodes = len(span.parents)
             spans[i] = CSpan(
-                span.start, span.context, span.pending, nodes, span.first_new, len(tables), len(parents)
+                span.start,
+                span.context,
+                span.pending,
+                nodes,
+                span.first_new,
+                len(tables),
+                len(parents),
             )
             tables.extend(table)
             parents.extend(span.parents)

@@ -50,9 +50,7 @@ class Packed:
             count = linear.out_features
             code = DTYPES[dtype]
             begin = 0 if gated else at
-            library().pl_pack(
-                code, place, weight.data_ptr(), count, inputs, begin, data.data_ptr()
-            )
+            library().pl_pack(code, place, weight.data_ptr(), count, inputs, begin, data.data_ptr())
             if bias is not None and linear.bias is not None:
                 bias[_lanes(place, begin, count)] = linear.bias.detach().float()
             at += count
@@ -129,7 +127,9 @@ def pack_children(parent: nn.Module, names: Sequence[str], gated: bool = False) 
     linears = [getattr(parent, name) for name in names]
     packed = Packed.of(linears, gated)
     first = 0
-    for name, linear, place in zip(names, linears, (GATE, UP) if gated else (PLAIN,) * 3, strict=False):
+    for name, linear, place in zip(
+        names, linears, (GATE, UP) if gated else (PLAIN,) * 3, strict=False
+    ):
         setattr(parent, name, PackedLinear(linear, packed, place, 0 if gated else first))
         first += linear.out_features
     return packed

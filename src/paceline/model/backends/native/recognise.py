@@ -96,7 +96,9 @@ def _described(
     if activation is None:
         return f"the activation {type(mlp.act_fn).__name__} is not known"
     kinds = getattr(base.rotary_emb, "layer_types", None)
-    of_layer = [getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))]
+    of_layer = [
+        getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))
+    ]
     rope_kinds = tuple(dict.fromkeys(of_layer))
     rope = base.rotary_emb.rope_type
     if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
@@ -110,7 +112,9 @@ def _described(
         activation=activation,
         scaling=float(attention.scaling),
         embedding_scale=1.0 if scale is None else float(scale.to(hf.dtype)),
-        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0) if gemma else 0.0,
+        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+        if gemma
+        else 0.0,
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
         norms=known,
         final_norm=final,

@@ -70,7 +70,7 @@ void Forward::run(const Kernels& kernels, const pl_batch& batch) {
   hidden_.shape(b_.rows, m_.ffn);
   product_.shape(b_.rows, hidden);
   last_.shape(b_.logit_rows, hidden);
-  scratch_.shape(threads, std::max(attention_scratch(m_), PRODUCT_SCRATCH));
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, std::max({hidden, inner, m_.ffn}))));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
   if (split) partial_.shape(blocks_ * b_.rows * m_.heads, m_.head_dim + 2);
