@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from every_drafter import SPECS
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.paged.cache import bytes_per_token
@@ -24,17 +25,13 @@ REQUESTS = {
     "seeded": SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True),
     "top-p": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
 }
-DRAFTS = {
-    "model": ("paceline/tiny-draft", 4),
+# Longer drafts, and the length that adapts itself.
+MORE = {
     "model, adaptive": ("paceline/tiny-draft", "auto"),
-    "tree": ("tree:paceline/tiny-draft,branching=3x2x1", 3),
-    "best-first": ("eagle3:paceline/tiny-eagle3", 5),
-    "medusa": ("medusa:paceline/tiny-medusa", 4),
-    "ngram": ("ngram", 6),
-    "suffix": ("suffix", 8),
-    "early exit": ("early_exit:layers=8", 3),
-    "hybrid": ("hybrid:suffix+eagle3:paceline/tiny-eagle3", "auto"),
+    "hybrid, adaptive": ("hybrid:suffix+eagle3:paceline/tiny-eagle3", "auto"),
+    "ngram, long": ("ngram", 16),
 }
+DRAFTS: dict[str, tuple[str, int | str]] = {name: (spec, 4) for name, spec in SPECS.items()} | MORE
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
