@@ -7,55 +7,45 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-
-import typer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
 from paceline.model.store import cache_folder
+from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
     from paceline.tools.bench.prompts import BenchPrompt
 
-_BUDGET = "Budget"
 _LAYOUT = 2
 MeasuredData = TypeVar("MeasuredData")
 
 
-SECONDS = typer.Option(
-    min=0,
-    help="Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
-    "takes.",
-    rich_help_panel=_BUDGET,
-)
+_budget = under("Budget")
 
 
 @dataclass(frozen=True)
 class BudgetOptions:
     """How long a measuring command may take, and whether it goes on from its last run."""
 
-    seconds: Annotated[float, SECONDS] = 180.0
-    go_on: Annotated[
-        bool,
-        typer.Option(
-            "--continue",
-            help="Add to what the last run with these options measured.",
-            rich_help_panel=_BUDGET,
-        ),
-    ] = False
-    state: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where measurements are kept for --continue.",
-            rich_help_panel=_BUDGET,
-            show_default="in the cache folder, by command and model",
-        ),
-    ] = None
+    seconds: float = _budget(
+        180.0,
+        "Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
+        "takes.",
+        low=0,
+    )
+    go_on: bool = _budget(
+        False, "Add to what the last run with these options measured.", flags=("--continue",)
+    )
+    state: str | None = _budget(
+        None,
+        "Where measurements are kept for --continue.",
+        metavar="FILE",
+        shown="in the cache folder, by command and model",
+    )
 
     def begin(self) -> Budget:
         return Budget(self.seconds or None)
@@ -212,7 +202,9 @@ def options_of(**groups: Any) -> dict[str, Any]:
     """Options by the names that users know, from dataclasses and single values."""
     found: dict[str, Any] = {}
     for name, value in groups.items():
-        fields = vars(value) if hasattr(value, "__dataclass_fields__") else {name: value}
-        for field, own in fields.items():
-            found[f"--{field.replace('_', '-')}"] = own
+        if is_dataclass(value) and not isinstance(value, type):
+            own = entries(type(value), "command")
+            found |= {entry.flag: getattr(value, entry.name) for entry in own}
+        else:
+            found[flag(name)] = value
     return found

@@ -20,7 +20,6 @@ from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
 from paceline.cli.progress import showing
 from paceline.cli.scenes import Scene, scenes_for
-from paceline.cli.values import parse_bytes
 from paceline.defaults import REAL, VARIABLE, default_draft
 from paceline.errors import PacelineError
 from paceline.stages import stage
@@ -312,13 +311,6 @@ def _setting(engine: ModelOptions) -> ModelOptions:
     return engine
 
 
-def _plain(engine: ModelOptions, speculative: LLM) -> LLM:
-    """Plain decoding over the same weights."""
-    batch = speculative.engine.scheduler.config.max_batch_size
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
-    return speculative.beside(None, max_batch_size=batch, kv_cache_memory=memory)
-
-
 @expand
 def demo(
     engine: ModelOptions,
@@ -345,7 +337,7 @@ def demo(
     console = Console(quiet=as_json)
     with showing(), stage("loading the models"):
         speculative = engine.open(draft)
-        plain = _plain(engine, speculative)
+        plain = engine.plain_beside(speculative)
     console.print(_legend())
     scenes = scenes_for(engine.model, speculative)
     if not as_json:

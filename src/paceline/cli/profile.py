@@ -16,7 +16,6 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import ModelOptions, debugging, expand
 from paceline.cli.progress import progress_bar, showing
-from paceline.cli.values import parse_bytes
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -104,9 +103,7 @@ def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]
         )
     if draft is None:
         return [("plain", loaded)]
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
-    plain = loaded.beside(None, max_batch_size=batch, kv_cache_memory=memory)
-    return [("plain", plain), (draft, loaded)]
+    return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
 
 
 def _setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +17,9 @@ from paceline.cli.measuring import (
     finish,
     partial_results,
 )
-from paceline.cli.options import chosen_model, expand, quiet_libraries, set_threads
+from paceline.cli.options import TargetName, expand, load_llm
 from paceline.cli.progress import showing, spending
-from paceline.cli.values import parse_bytes
-from paceline.defaults import IN_WORDS
-from paceline.stages import stage
+from paceline.settings import LoadSettings, under
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -29,76 +27,21 @@ if TYPE_CHECKING:
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.tune.plan import TuneOptions, TuningOutcome
 
-_TARGET = "Model"
+_model = under("Model")
 _PER_CATEGORY = 8
 
 
 @dataclass(frozen=True)
-class TargetOptions:
+class TargetOptions(LoadSettings, TargetName):
     """The target and the drafters to try."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Model folder, GGUF file, hub name or built-in name.",
-            rich_help_panel=_TARGET,
-            show_default=IN_WORDS,
-        ),
-    ] = ""
-    draft: Annotated[
-        list[str],
-        typer.Option(
-            help="A drafter to try, as for generate; repeatable. Draft models and EAGLE heads are "
-            "tried as chains and trees. Drafters that need no training are tried besides.",
-            rich_help_panel=_TARGET,
-            show_default="what is at hand",
-        ),
-    ] = field(default_factory=list)
-    only: Annotated[
-        bool,
-        typer.Option("--only", help="Try nothing but the drafters given.", rich_help_panel=_TARGET),
-    ] = False
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_TARGET),
-    ] = "auto"
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_TARGET)
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processor threads.", rich_help_panel=_TARGET, show_default="torch's choice"
-        ),
-    ] = None
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for keys and values, as in 512M or 2G.",
-            rich_help_panel=_TARGET,
-            show_default="auto",
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", chosen_model(self.model))
-
-    def open(self) -> LLM:
-        """The target alone."""
-        memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        with stage("starting"):
-            quiet_libraries()
-            set_threads(self.threads)
-            from paceline import LLM
-
-            return LLM(
-                self.model,
-                draft="none",
-                dtype=self.dtype,
-                device=self.device,
-                max_batch_size=1,
-                kv_cache_memory=memory,
-            )
+    draft: tuple[str, ...] = _model(
+        (),
+        "A drafter to try, as for generate; repeatable. Draft models and EAGLE heads are tried "
+        "as chains and trees. Drafters that need no training are tried besides.",
+        shown="what is at hand",
+    )
+    only: bool = _model(False, "Try nothing but the drafters given.")
 
 
 @expand
@@ -160,7 +103,7 @@ def _tuned(
     from paceline.tools.tune.plan import tune as run
 
     candidates = at_hand(target.model, target.draft, target.only)
-    llm = target.open()
+    llm = load_llm(target, target.model, "none", max_batch_size=1)
     saved.check_model(llm.target, timed=True)
     outcome = saved.found(TuningOutcome) or TuningOutcome.start(options, llm)
     with (
