@@ -9,7 +9,7 @@ of the engine. Nothing here loads torch, so that ``--help`` is fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -198,11 +198,6 @@ def entries(table: type, place: str) -> Iterator[TableEntry]:
         own = key.kind or _KINDS.get(kind, "list")
         optional = NoneType in get_args(hint)
         yield TableEntry(item.name, kind, optional, item.default, replace(key, kind=own))
-
-
-def default_of(item: Field[Any]) -> Any:
-    assert item.default is not MISSING
-    return item.default
 
 
 # -- the engine ------------------------------------------------------------------------------------

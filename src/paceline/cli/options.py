@@ -68,7 +68,7 @@ def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Paramete
         kind = list[get_args(entry.type)[0]]  # type: ignore[misc]
     kind = kind | None if entry.optional or left_open else kind
     shown: Any = False if key.shown == "" else key.shown or True
-    limits: dict[str, Any] = {"min": key.low, "max": key.high}
+    limits: dict[str, Any] = {} if kind is str else {"min": key.low, "max": key.high}
     flags = key.flags
     if left_open:
         shown, limits = key.shown or str(default).lower().removesuffix(".0"), {}

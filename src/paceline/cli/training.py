@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.interrupts import deferred_interrupts
 from paceline.stages import say, stage
 
 if TYPE_CHECKING:
     from paceline.train.acceptance import AcceptanceCounts
     from paceline.train.trainer import Progress, Trainer
+
+
+class Interrupts:
+    """Ctrl-C between steps, where weights and optimizer agree; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.pending:
+            raise KeyboardInterrupt("interrupted; the last saved checkpoint stands")
+        self.pending = True
+        print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupts]:
+    """Note Ctrl-C instead of raising; the block asks ``pending`` when it can stop."""
+    interrupts = Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

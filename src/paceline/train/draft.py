@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from paceline.model.vocabulary import differences
 from paceline.train.acceptance import AcceptanceCounts, walk
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Stream
-from paceline.train.heldout import WrittenText
+from paceline.train.heldout import WrittenText, context_of
 from paceline.train.lm import LMTrainer
 from paceline.train.trainer import DraftingTrainer, run_name
 
@@ -33,12 +33,6 @@ LOSSES = {
     "tv": "total variation",
     "mixed": "KL divergence and total variation",
 }
-
-
-def _context(model: Any) -> int:
-    """Longest text that a model takes."""
-    shape = model.config.get_text_config(decoder=True)
-    return int(getattr(shape, "max_position_embeddings", None) or sys.maxsize)
 
 
 class DraftTrainer(DraftingTrainer, LMTrainer):
@@ -65,11 +59,12 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
                 f"--hidden-size {config.hidden_size} must be an even multiple of --heads "
                 f"{config.heads}, and that a multiple of --kv-heads {config.kv_heads}"
             )
+        self.tv_weight = {"kl": 0.0, "tv": 1.0, "mixed": config.tv_weight}[config.loss]
         super().check()
 
     def prepare(self) -> None:
         super().prepare()
-        limits = [_context(self.model), _context(self.teacher)]
+        limits = [context_of(model, sys.maxsize) for model in (self.model, self.teacher)]
         self.long_len = max(self.config.seq_len, min(self.long_len, *limits))
 
     @property
@@ -95,19 +90,6 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
             with suppress(DataError):  # mere prompts: acceptance is measured on them, no loss
                 found[source.name] = self._stream(source)
         return found
-
-    def _distilled(
-        self,
-        logits: torch.Tensor,
-        teacher: torch.Tensor,
-        targets: torch.Tensor,
-        shares: torch.Tensor,
-        tv_weight: float = 0.0,
-    ) -> torch.Tensor:
-        width = min(logits.shape[1], teacher.shape[1])  # either may be padded
-        tv_weight = {"kl": 0.0, "tv": 1.0, "mixed": self.config.tv_weight}[self.config.loss]
-        logits, teacher = logits[:, :width], teacher[:, :width]
-        return super()._distilled(logits, teacher, targets, shares, tv_weight)
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.observed import Observed
-from paceline.train.unrolled import Places, UnrolledAttention, soft_cross_entropy
+from paceline.train.unrolled import Places, UnrolledAttention, falling, loss_ahead
 
 
 class EagleTrainer(HeadTrainer):
@@ -118,22 +118,17 @@ class EagleTrainer(HeadTrainer):
         positions = torch.arange(width, device=seen.ids.device).repeat(windows)
         hidden = head(embeds, head.fuse(features), positions, attend)[places.flat]
         result: torch.Tensor = hidden.new_zeros((), dtype=torch.float32)
-        weights = [config.step_decay**j for j in range(config.ttt_steps)]
-        for j, weight in enumerate(weights):
+        for j, weight in enumerate(falling(config.step_decay, config.ttt_steps)):
             if j:
                 hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
-            wanted = places.inside(2 + j) & learn[places.ahead(2 + j)]
-            shares: torch.Tensor = wanted.float() / len(wanted)
-            ahead = places.ahead(1 + j)  # where the target says what token t + 2 + j is
-            step = soft_cross_entropy(head.logits(hidden), probs, row_of[ahead], shares)
+            step = loss_ahead(places, j, learn, head.logits(hidden), probs, row_of)
             if config.version == 1:
-                distance = F.smooth_l1_loss(
-                    hidden.float(), features[ahead].float(), reduction="none"
-                ).mean(-1)
+                feature = features[places.ahead(1 + j)].float()
+                distance = F.smooth_l1_loss(hidden.float(), feature, reduction="none").mean(-1)
                 step = config.token_weight * step + config.feature_weight * (
                     (distance * places.inside(1 + j)).mean()
                 )
-            result = result + weight / sum(weights) * step
+            result = result + weight * step
         return result
 
     def _learnable(self, seen: Observed) -> torch.Tensor:

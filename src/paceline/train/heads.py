@@ -24,7 +24,7 @@ from paceline.train.acceptance import AcceptanceCounts, match_matrix, walk
 from paceline.train.configs import HeadConfig
 from paceline.train.documents import Documents, Windows
 from paceline.train.feature_cache import FeatureCache
-from paceline.train.heldout import WrittenText
+from paceline.train.heldout import WrittenText, context_of
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.token_streams import TokenStreams
@@ -133,6 +133,12 @@ class HeadTrainer(DraftingTrainer):
         return int(self.shape.num_hidden_layers)
 
     @property
+    def target_name(self) -> str:
+        """The target without the folders that it lies in."""
+        target = self.config.target
+        return Path(target).name if Path(target).exists() else target
+
+    @property
     def vocab_size(self) -> int:
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
@@ -140,7 +146,7 @@ class HeadTrainer(DraftingTrainer):
     def _window_rows(self) -> tuple[int, int]:
         """Tokens of the longest piece of a document, and of joined ones."""
         config = self.config
-        context = int(getattr(self.shape, "max_position_embeddings", config.max_positions))
+        context = context_of(self.target, config.max_positions)
         short = min(config.seq_len, context)
         return short, max(short, min(config.max_positions, context))
 
@@ -257,11 +263,9 @@ class HeadTrainer(DraftingTrainer):
         return folder
 
     def about(self) -> str:
-        target = self.config.target
-        name = Path(target).name if Path(target).exists() else target
         parameters = sum(parameter.numel() for parameter in self.learnt())
         return (
-            f"{self.what} for `{name}` ({self.num_layers} layers, width "
+            f"{self.what} for `{self.target_name}` ({self.num_layers} layers, width "
             f"{self.shape.hidden_size}, vocabulary {self.vocab_size:,}): {parameters:,} parameters "
             f"in {self.config.dtype}, trained by Paceline on that target's hidden states and "
             "probabilities. It drafts for this target only: "

@@ -39,6 +39,7 @@ class LMTrainer(Trainer):
     """Trains a model; it lies in ``out/model`` in the end."""
 
     config: LMConfig
+    tv_weight = 0.0  # share of total variation in the distillation
 
     def check(self) -> None:
         if not 0 <= self.config.text_weight + self.config.argmax_weight <= 1:
@@ -181,27 +182,16 @@ class LMTrainer(Trainer):
             return text_loss(logits, targets, shares)
         with torch.no_grad():
             teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        return self._distilled(logits, teacher, targets, shares)
-
-    def _distilled(
-        self,
-        logits: torch.Tensor,
-        teacher: torch.Tensor,
-        targets: torch.Tensor,
-        shares: torch.Tensor,
-        tv_weight: float = 0.0,
-    ) -> torch.Tensor:
-        config = self.config
-        shares, logits, teacher, targets = rows_that_count(shares, logits, teacher, targets)
-        return distillation_loss(
-            logits, teacher, targets, config.text_weight, config.argmax_weight, tv_weight, shares
+        width = min(logits.shape[1], teacher.shape[1])  # either may be padded
+        shares, logits, teacher, targets = rows_that_count(
+            shares, logits[:, :width], teacher[:, :width], targets
         )
+        weights = self.config.text_weight, self.config.argmax_weight, self.tv_weight
+        return distillation_loss(logits, teacher, targets, *weights, shares)
 
     def losses(self) -> Iterator[torch.Tensor]:
-        config, seq_len = (
-            self.config,
-            self.long_len if self.is_long(self.step) else self.config.seq_len,
-        )
+        config = self.config
+        seq_len = self.long_len if self.is_long(self.step) else config.seq_len
         rows = max(1, config.batch_tokens // seq_len)
         ids, learn = self.mixture.windows(self.step, rows, seq_len)
         windows = torch.from_numpy(ids).to(self.device)

@@ -28,7 +28,7 @@ from paceline.train.heads import HeadTrainer, Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
 from paceline.train.trainer import Optimizer
-from paceline.train.unrolled import Places, soft_cross_entropy
+from paceline.train.unrolled import Places, falling, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
@@ -115,9 +115,7 @@ class MedusaTrainer(HeadTrainer):
                 heads=config.heads,
                 layers=config.layers,
                 shared_head=config.shared_head,
-                base_model=Path(config.target).name
-                if Path(config.target).exists()
-                else config.target,
+                base_model=self.target_name,
             )
         )
         with torch.no_grad():  # the heads begin as copies of the target's own
@@ -152,14 +150,10 @@ class MedusaTrainer(HeadTrainer):
         with torch.no_grad():
             probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[places.flat]
-        weights = [config.head_decay**k for k in range(config.heads)]
         result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(weights):
+        for k, weight in enumerate(falling(config.head_decay, config.heads)):
             logits = self.head.logits(k, features, self.lm_head)
-            wanted = places.inside(2 + k) & learn[places.ahead(2 + k)]
-            shares = wanted.float() / len(wanted)
-            step = soft_cross_entropy(logits, probs, row_of[places.ahead(1 + k)], shares)
-            result = result + weight / sum(weights) * step
+            result = result + weight * loss_ahead(places, k, learn, logits, probs, row_of)
         if not features.requires_grad:
             return result
         assert seen.logits is not None
