@@ -11,11 +11,13 @@ import pytest
 import typer
 
 from paceline import LLM
+from paceline.build import EngineOptions
 from paceline.cli.main import app
 from paceline.server.config import ServeConfig, keys
 from paceline.settings import EngineSettings, LoadSettings, entries
 from paceline.train import configs
 from paceline.train.configs import TrainConfig
+from paceline.tuned import EngineChoice
 from paceline.verify.verifier import RULES
 
 COMMANDS: Any = typer.main.get_command(app)
@@ -75,6 +77,14 @@ def test_a_server_takes_the_engine_s_settings() -> None:
     assert {entry.name for entry in entries(EngineSettings, "server")} <= set(known)
     assert all(options("serve")[name].help.startswith(e.key.help) for name, e in known.items())
     assert not ServeConfig().lossy and "lossy" not in known, "a server is lossless"
+
+
+def test_a_profile_fills_settings_of_the_engine() -> None:
+    known = {item.name for item in fields(EngineSettings)}
+    assert {item.name for item in fields(EngineChoice)} <= known
+    open_ones = {"draft_length", "max_draft_length", *(i.name for i in fields(EngineChoice))}
+    assert all(getattr(EngineSettings(), name) is None for name in open_ones)
+    assert all(getattr(EngineOptions(), name) is not None for name in open_ones)
 
 
 def test_the_rules_are_the_verifier_s() -> None:

@@ -222,9 +222,9 @@ class TunedProfile:
 
         ``follows``: whether that draft is used. ``lossy`` acceptance has a rule of its own.
         """
-        found: dict[str, Any] = {"max_batch_size": self.engine.max_batch_size}
-        if not lossy:
-            found["rule"] = self.engine.rule
+        found = asdict(self.engine)
+        if lossy:
+            del found["rule"]
         if follows:
             found["draft_length"] = self.draft.length
             found["max_draft_length"] = self.draft.max_length

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.continuing import BudgetOptions, SavedRun, digest_of, options_of
+from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     PromptOptions,
@@ -143,10 +143,10 @@ def bench(
     suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
-    given = options_of(
-        engine=replace(engine, draft=engine.resolved_draft), wanted=wanted, options=options
+    pair = replace(engine, draft=engine.resolved_draft)
+    saved = time.run_of(
+        "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
-    saved = time.run_of("bench", engine.model, {**given, **digest_of(plan.prompts)})
     with showing():
         interrupted, result = _measured(engine, options, plan, budget, saved)
     if result is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.continuing import BudgetOptions, SavedRun, digest_of, options_of
+from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     PromptOptions,
@@ -108,13 +108,15 @@ def certify(
     output.check()
     params, effort = sampling.params(), options.effort()
     chosen = _prompts(prompts, effort.texts)
-    given = options_of(
+    saved = time.run_of(
+        "certify",
+        engine.model,
+        chosen,
         engine=replace(engine, draft=engine.resolved_draft),
         prompts=prompts,
         sampling=sampling,
         options=options,
     )
-    saved = time.run_of("certify", engine.model, {**given, **digest_of(chosen)})
     with showing():
         certifier = _certifier(engine, chosen, params, effort, budget, saved)
         with (

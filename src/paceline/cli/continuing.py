@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,13 +50,17 @@ class BudgetOptions:
     def begin(self) -> Budget:
         return Budget(self.seconds or None)
 
-    def run_of(self, command: str, model: str, options: Mapping[str, Any]) -> SavedRun:
+    def run_of(
+        self, command: str, model: str, asked: Sequence[BenchPrompt], **groups: Any
+    ) -> SavedRun:
         """What the last run left, if it is to be gone on from. Raises ConfigError.
 
-        ``options``: those that make another measurement, by their names.
+        ``groups``: the options, tables of them and single ones, that make another measurement;
+        so do other prompts, ``asked``.
         """
         path = _default_path(command, model) if self.state is None else Path(self.state)
-        saved = SavedRun(command, path, dict(options), required=self.state is not None)
+        options = options_of(**groups) | _digest_of(asked)
+        saved = SavedRun(command, path, options, required=self.state is not None)
         if self.go_on:
             saved.read()
         return saved
@@ -192,8 +196,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
-    """For ``run_of``: the file may have another content by now."""
+def _digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
+    """The file may have another content by now."""
     content = repr([(prompt.name, prompt.turns, prompt.text) for prompt in prompts])
     return {"the text of the prompts": hashlib.sha256(content.encode()).hexdigest()[:16]}
 
