@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, run_suite, starter_of
@@ -28,6 +22,7 @@ if TYPE_CHECKING:
 
     from paceline import LLM
     from paceline.budget import Budget
+    from paceline.cli.measuring import Interruption
     from paceline.tools.bench.bought import BenchSpending
     from paceline.tools.bench.figures import Row
     from paceline.tools.bench.methods import Method
@@ -150,10 +145,10 @@ def bench(
     with showing():
         interrupted, result = _measured(engine, options, plan, budget, saved)
     if result is None:
-        finish(interrupted)
+        interrupted.finish()
         raise _nothing(budget)
     _show(result, output, options.allow_idle)
-    finish(interrupted)
+    interrupted.finish()
     if result.complaints(options.allow_idle):
         raise typer.Exit(1)
 
@@ -169,7 +164,7 @@ def _nothing(budget: Budget) -> typer.Exit:
 
 def _measured(
     engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
-) -> tuple[list[bool], BenchResult | None]:
+) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
     from paceline.tools.bench.predictions import predictions
     from paceline.tools.bench.prompts import fit

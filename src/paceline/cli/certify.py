@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.sampling import DistributionOptions
@@ -130,7 +124,7 @@ def certify(
     certifier.evidence.looks += 1
     saved.keep(certifier.evidence)
     _emit(certificate, certifier.llm, params, output)
-    finish(interrupted)
+    interrupted.finish()
     if not certificate.lossless:
         raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.measuring import ReportOptions, finish, partial_results
+from paceline.cli.measuring import ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
 from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
@@ -76,6 +76,6 @@ def doctor(
             findings = by_severity([*findings, *judge(trial)])
     document = summary.report_of(engine.model, draft, findings, trial)
     output.emit(summary.record(engine.model, draft, findings, trial), document)
-    finish(interrupted)
+    interrupted.finish()
     if any(item.severity is Severity.ERROR for item in findings):
         raise typer.Exit(1)

@@ -70,24 +70,32 @@ class ReportOptions:
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
 
 
+class Interruption:
+    """Whether Ctrl-C ended the work early."""
+
+    came = False
+
+    def __bool__(self) -> bool:
+        return self.came
+
+    def finish(self) -> None:
+        """Exit 130 if it did."""
+        if self.came:
+            raise typer.Exit(130)
+
+
 @contextmanager
-def partial_results() -> Iterator[list[bool]]:
-    """Ctrl-C ends the block early instead of the program; the list is then not empty.
+def partial_results() -> Iterator[Interruption]:
+    """Ctrl-C ends the block early instead of the program.
 
     with partial_results() as interrupted:
         measure_into(record)
     emit(record)
-    finish(interrupted)
+    interrupted.finish()
     """
-    interrupted: list[bool] = []
+    interrupted = Interruption()
     try:
         yield interrupted
     except KeyboardInterrupt:
-        interrupted.append(True)
+        interrupted.came = True
         print("interrupted: the figures are of what was measured until now", file=sys.stderr)
-
-
-def finish(interrupted: list[bool]) -> None:
-    """Exit 130 if the work was cut short."""
-    if interrupted:
-        raise typer.Exit(130)

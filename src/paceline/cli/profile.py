@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.measuring import (
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, debugging, expand
 from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
@@ -81,7 +76,7 @@ def profile(
         "trace": trace if len(result.runs) == len(contestants) else None,
     }
     output.emit(record, report_of(result, _setting(engine, concurrency, names, result)))
-    finish(interrupted)
+    interrupted.finish()
 
 
 def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:

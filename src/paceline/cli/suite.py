@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, finish, partial_results
+from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions
 from paceline.cli.progress import progress_bar
 from paceline.errors import ConfigError, PromptError
@@ -103,14 +103,14 @@ def run_suite(
             contestants.append(starter.open(method, 1))
         complete = answer_all(llm, contestants, kept, how, record, advance)
     if not record.answered:
-        finish(interrupted)
+        interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
     settings = _settings(engine, source, options, how, kept, rule)
     result = _result(suite, llm, methods, settings, record, complete)
     names = [question.name for question in left_out]
     base = replace(result.base, left_out=names, interrupted=bool(interrupted))
     _show(replace(result, base=base), output, options.allow_idle)
-    finish(interrupted)
+    interrupted.finish()
     if base.complaints(options.allow_idle):
         raise typer.Exit(1)
 

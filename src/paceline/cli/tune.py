@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
@@ -25,6 +19,7 @@ from paceline.settings import LoadSettings, setting, under
 if TYPE_CHECKING:
     from paceline import LLM
     from paceline.budget import Budget
+    from paceline.cli.measuring import Interruption
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.tune.plan import TuneOptions, TuningOutcome
 
@@ -105,7 +100,7 @@ def tune(
     output.emit({**record, "profile": file.out if confirmed else None}, report_of(outcome))
     if not confirmed:
         print("no profile was written: nothing is confirmed", file=sys.stderr)
-        finish(interrupted)
+        interrupted.finish()
         raise typer.Exit(NOT_ENOUGH)
     profile_of(outcome, llm).write(file.out)
     print(f"profile: {file.out} (use it with --profile {file.out})", file=sys.stderr)
@@ -117,7 +112,7 @@ def _tuned(
     options: TuneOptions,
     budget: Budget,
     saved: SavedRun,
-) -> tuple[list[bool], TuningOutcome, LLM]:
+) -> tuple[Interruption, TuningOutcome, LLM]:
     """Whether Ctrl-C came, and what was measured until then."""
     from paceline.tools.tune.candidates import at_hand
     from paceline.tools.tune.plan import TuningOutcome, turns
