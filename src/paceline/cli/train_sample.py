@@ -11,18 +11,15 @@ from rich.console import Console
 
 from paceline.cli.options import expand, load_llm, quiet_libraries
 from paceline.cli.progress import showing
-from paceline.cli.sampling import DistributionOptions
 from paceline.files import LongRecord
-from paceline.settings import LoadSettings, changed, setting, under
+from paceline.settings import LoadSettings, setting
 from paceline.stages import say
-from paceline.train.configs import PromptSelection
+from paceline.train.configs import AnswerConfig, PromptSelection
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
     from paceline.request.request import Request
     from paceline.train.answers import Answer
-
-_answers = under("Answers")
 
 
 class _Decoder:
@@ -53,16 +50,6 @@ class _Decoder:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """Fields of SamplingParams."""
-
-    max_tokens: int = _answers(256, "New tokens of each.", low=1)
-    temperature: float = changed(DistributionOptions, "temperature", 0.0, low=0, panel="Answers")
-    top_p: float = changed(DistributionOptions, "top_p", 1.0, panel="Answers")
-    ignore_eos: bool = _answers(False, "Go on past the end of a text.")
-
-
-@dataclass(frozen=True)
 class SampleOptions:
     """What writes what, from what."""
 
@@ -80,7 +67,7 @@ class SampleOptions:
 
 @expand
 def sample(
-    run: SampleOptions, prompts: PromptSelection, answers: AnswerOptions, engine: LoadSettings
+    run: SampleOptions, prompts: PromptSelection, answers: AnswerConfig, engine: LoadSettings
 ) -> None:
     """Let a model answer prompts or continue texts, as data to train its drafts on.
 

@@ -15,7 +15,7 @@ from paceline.settings import changed, under
 _data, _shape, _schedule = under("Data"), under("Model shape"), under("Schedule")
 _loss, _held_out = under("Loss"), under("Held-out acceptance")
 _head, _heads, _joint = under("Head"), under("Heads"), under("Medusa-2")
-_prompts = under("Prompts")
+_prompts, _answers = under("Prompts"), under("Answers")
 
 
 @dataclass(frozen=True)
@@ -233,3 +233,13 @@ class PromptSelection:
         low=0,
         high=1,
     )
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How the target answers them: fields of SamplingParams."""
+
+    max_tokens: int = _answers(256, "New tokens of each.", low=1)
+    temperature: float = _answers(0.0, "0 is greedy.", low=0, flags=("--temperature", "-t"))
+    top_p: float = _answers(1.0, "Keep this much probability.")
+    ignore_eos: bool = _answers(False, "Go on past the end of a text.")
