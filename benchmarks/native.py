@@ -22,7 +22,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prompt: bool) -> float:
-    """Milliseconds of a forward of ``rows`` pending tokens; of a prompt only the last has logits."""
+    """Milliseconds of a forward of a chain, or a prompt (only its last row has logits)."""
     cache.admit(1, [])
     cache.reserve(1, context + rows)
     ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
@@ -70,9 +70,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(medians))
         return
-    print(
-        f"{'rows':>5} {'reference':>10} {'native':>8} {'native/ref':>10} {'ratio ref':>9} {'native':>7}"
-    )
+    print(" rows  reference   native native/ref ratio ref  native")
     for rows in lengths:
         ref, nat = medians["reference"], medians["native"]
         print(

@@ -57,6 +57,7 @@ class CausalModel:
         self._attention_modules: list[torch.nn.Module] = []
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.vocab_size = self._probe()
         self._verify()
 
@@ -92,6 +93,7 @@ class CausalModel:
         if quantize is not None:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
+        model.asked = backend
         if not quick or (backend == "native" and adopt(model)):
             return model
         return quicken(model)
@@ -268,7 +270,7 @@ def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Bat
     positions = torch.arange(context, 2, device=device).repeat(copies)
     slots = torch.arange(context, context + new * copies, device=device)
     spans = tuple(Span(i, i * new, context, new) for i in range(copies))
-    return Batch(ids, positions, slots, spans, tuple([i] for i in range(copies)))
+    return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:

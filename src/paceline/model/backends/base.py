@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 
 class Attend(Protocol):
-    """What the layers of the reference backend are given: stores the rows' keys and values and attends over the cache."""
+    """What the layers of `reference` call: stores the rows' keys and values, and attends."""
 
     def __call__(
         self,

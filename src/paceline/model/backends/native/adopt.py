@@ -88,4 +88,4 @@ def _logits(model: Adoptable, batch: Batch) -> torch.Tensor:
 def _probe_batch(model: Adoptable) -> Batch:
     rows = torch.arange(_ROWS, device=model.device)
     ids = (rows * 7919 + 1) % model.vocab_size
-    return Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ([0],))
+    return Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ((0,),))

@@ -35,19 +35,21 @@ _LIMIT = 300  # seconds for one compilation
 
 # What is compiled: object, source, options.
 _COMMON = (
-    ("api", "api.cpp", ()),
-    ("forward", "forward.cpp", ()),
+    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "amx_trial")),
     ("portable", "kernels.cpp", ()),
     ("quantised_portable", "quantised.cpp", ()),
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
+_AMX = ("-mamx-tile", "-mamx-bf16", "-DPACELINE_AMX")  # older compilers do not know these
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
+    ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
     ("avx2", "kernels.cpp", _AVX2),
     ("quantised_vnni", "quantised.cpp", (*_AVX512, "-mavx512vnni", "-mf16c")),
     ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
+_OPTIONAL = {"amx"}
 
 
 class NativeUnavailableError(PacelineError):
@@ -87,13 +89,20 @@ def _build(compiler: str, folder: Path) -> None:
     began = time.perf_counter()
     parts = [*_COMMON, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
     with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as place:
-        objects = [str(Path(place) / f"{name}.o") for name, _, _ in parts]
-        commands = [
-            [compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into]
-            for into, (_, source, options) in zip(objects, parts, strict=True)
-        ]
+
+        def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
+            name, source, options = part
+            into = str(Path(place) / f"{name}.o")
+            try:
+                _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into])
+            except NativeUnavailableError:
+                if name not in _OPTIONAL:
+                    raise
+                return []
+            return [into]
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
+            objects = [into for made in pool.map(build, parts) for into in made]
         with folder_aside(folder, "the native kernels") as partial:
             into = str(partial / _LIBRARY)
             _run([compiler, "-shared", *objects, "-o", into, *_openmp()])

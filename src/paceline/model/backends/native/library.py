@@ -17,7 +17,7 @@ SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1
-INSTRUCTIONS = ("avx512", "avx2", "portable")
+INSTRUCTIONS = ("amx", "avx512", "avx2", "portable")
 
 
 class CWeight(Structure):
@@ -110,7 +110,7 @@ def library() -> Any:
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):
         raise NativeUnavailableError(
-            f"this processor has no {wanted} (PACELINE_NATIVE); use one of {', '.join(INSTRUCTIONS)}"
+            f"PACELINE_NATIVE={wanted} cannot run here; use one of {', '.join(INSTRUCTIONS)}"
         )
     return loaded
 

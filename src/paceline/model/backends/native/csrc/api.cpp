@@ -2,21 +2,28 @@
 #include <cstring>
 #include <new>
 
+#include "amx_trial.h"
 #include "forward.h"
 
 namespace {
 
+// The best first. Tiles come after what always works: they are used where they are asked for.
 const Kernels* const every[] = {
 #if defined(__x86_64__)
-    &kernels_avx512, &kernels_avx2,
+    &kernels_avx512, &kernels_avx2, &kernels_amx,
 #endif
     &kernels_portable};
 
 bool usable(const Kernels* k) {
+  if (!k) return false;
 #if defined(__x86_64__)
   if (k == &kernels_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (k == &kernels_amx) {
+    static const bool works = &kernels_amx && usable(&kernels_avx512) && amx_works(kernels_amx, kernels_avx512);
+    return works;
+  }
   if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return k == &kernels_portable;
@@ -31,7 +38,8 @@ const Kernels* best() {
 // The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's.
 const Quantised& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
-  if (k == &kernels_avx512 && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
+  bool wide = k == &kernels_avx512 || k == &kernels_amx;
+  if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
   if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
 #endif
   return quantised_portable;
@@ -150,7 +158,7 @@ const char* pl_instructions(void) { return kernels().name; }
 
 int pl_choose(const char* instructions) {
   for (const Kernels* k : every)
-    if (!strcmp(k->name, instructions) && usable(k)) {
+    if (k && !strcmp(k->name, instructions) && usable(k)) {
       chosen = k;
       return 0;
     }
@@ -198,7 +206,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
     const Kernels& k = kernels();
     Rows in, scratch;
     in.shape(rows, w->inputs);
-    scratch.shape(threads, PRODUCT_SCRATCH);
+    scratch.shape(threads, product_scratch(rows, w->inputs));
     int64_t bytes = w->inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
     for (int64_t r = 0; r < rows; r++) k.take(dtype, static_cast<const char*>(x) + r * bytes, w->inputs, in.at(r));
     const Quantised& quantised = quantised_of(&k);

@@ -71,8 +71,9 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   hidden_.shape(b_.rows, m_.ffn);
   product_.shape(b_.rows, hidden);
   last_.shape(b_.logit_rows, hidden);
-  codes_.shape(std::max(b_.rows, b_.logit_rows), std::max({hidden, inner, static_cast<long>(m_.ffn)}));
-  scratch_.shape(threads, std::max(attention_scratch(m_), PRODUCT_SCRATCH));
+  long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
+  codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, widest)));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
   if (split) partial_.shape(blocks_ * b_.rows * m_.heads, m_.head_dim + 2);

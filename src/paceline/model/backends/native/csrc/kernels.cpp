@@ -1,11 +1,16 @@
-// The kernels for one instruction set: compiled once for each, see build.py. No header of the
+// The kernels for one instruction set: compiled once for each, see compile.py. No header of the
 // standard C++ library may come in here: its inline functions would be compiled for this set, and
 // the linker might take them for all.
 #include "attention.h"
 #include "products.h"
 #include "rows.h"
 
-#if defined(PACELINE_AVX512)
+#if defined(PACELINE_AMX)
+#include "products_amx.h"
+#define product product_by_tiles
+#define TABLE kernels_amx
+#define NAME "amx"
+#elif defined(PACELINE_AVX512)
 #define TABLE kernels_avx512
 #define NAME "avx512"
 #elif defined(PACELINE_AVX2)

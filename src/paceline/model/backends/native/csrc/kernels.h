@@ -100,7 +100,11 @@ struct Kernels {
 };
 
 constexpr long CHUNK = 48;  // rows of a product per pass over the weights
-constexpr long PRODUCT_SCRATCH = STRIPE * PANEL + CHUNK * PANEL;
+constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
+inline long product_scratch(long rows, long inputs) {
+  rows = rows < TILED_ROWS ? rows : TILED_ROWS;
+  return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) / 2;
+}
 
 // Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
 constexpr long ATTEND_TILE = 96;
@@ -111,3 +115,4 @@ inline long attention_scratch(const pl_model& m) {
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
+extern const Kernels kernels_amx __attribute__((weak));  // not every compiler can

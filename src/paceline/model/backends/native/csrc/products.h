@@ -137,7 +137,7 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
   }
 }
 
-// One thread's panels; `scratch` has PRODUCT_SCRATCH floats.
+// One thread's panels; `scratch` has product_scratch() floats.
 void product(const Product& p, long part, long parts, float* scratch) {
   long panels = round_up(p.weight->outputs, p.ending == GATED ? 16 : PANEL) / (p.ending == GATED ? 16 : PANEL);
   long inputs = round_up(p.weight->inputs, STRIPE), from = panels * part / parts, to = panels * (part + 1) / parts;
