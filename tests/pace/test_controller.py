@@ -14,7 +14,12 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.pace.acceptance import AcceptanceEstimate, AcceptanceTracker, OwnAcceptance
+from paceline.pace.acceptance import (
+    AcceptanceEstimate,
+    AcceptanceTracker,
+    OwnAcceptance,
+    expected_tokens,
+)
 from paceline.pace.controller import AdaptiveLength, FixedLength
 from paceline.pace.cost import CostModel, Profile
 from paceline.pace.measure import measure
@@ -72,7 +77,7 @@ def drive(control: AdaptiveLength, accept: float, steps: int, seq_id: int = 0) -
 def test_expected_tokens_follow_the_formula() -> None:
     estimate = AcceptanceEstimate([0.5] * 4, decay=0.9)
     a = 0.5
-    assert estimate.expected_tokens() == pytest.approx(
+    assert expected_tokens(estimate.rates()) == pytest.approx(
         [(1 - a ** (g + 1)) / (1 - a) for g in range(5)]
     )
 
@@ -145,10 +150,10 @@ def test_wrongly_measured_costs_are_found_out(mistaken: float, parts: bool) -> N
 def test_an_estimate_follows_what_all_sequences_show() -> None:
     everyone = AcceptanceEstimate([0.7, 0.7], decay=0.99)
     own = OwnAcceptance(everyone)
-    before = own.expected_tokens()
+    before, _ = own.tokens(2)
     for _ in range(30):
         everyone.record(1, 0)
-    assert own.expected_tokens()[1] < before[1]
+    assert own.tokens(2)[0][1] < before[1]
     for _ in range(4):
         own.record(2, 2)
     assert own.rates()[1] > everyone.rates()[1]

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 
 from paceline.core.batch import Commit
 
+_KNOWN = 1e9  # drafts after which nothing is to be learnt any more
+
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
     """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ...
@@ -47,18 +49,23 @@ class AcceptanceEstimate:
         self._accepted = [0.0] * self.depth
         self._rates: list[float] | None = None
         self._cautious: list[float] | None = None
-        self.age = 0  # changes whenever the rates do
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """Of ``reached`` levels that were tried the first ``accepted`` were right.
 
         The first ``since`` of them are known already.
         """
-        self.age += 1
         self._rates = self._cautious = None
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = self._decay * self._reached[level] + 1.0
             self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
+
+    def know(self, rates: Sequence[float]) -> None:
+        """These are the rates; nothing is accepted at levels beyond them."""
+        self._rates = self._cautious = None
+        self._reached = [_KNOWN] * self.depth
+        won = [_KNOWN * rate for rate in rates[: self.depth]]
+        self._accepted = won + [0.0] * (self.depth - len(won))
 
     def rates(self) -> list[float]:
         if self._rates is None:
@@ -77,19 +84,6 @@ class AcceptanceEstimate:
             self._cautious = [won / (self.DOUBT + tried) for tried, won in counts]
         return self._cautious
 
-    def expected_tokens(self) -> list[float]:
-        """Expected tokens of a step, entry g for draft length g."""
-        return expected_tokens(self.rates())
-
-
-class KnownAcceptance(AcceptanceEstimate):
-    """Rates that were measured and stay."""
-
-    def rates(self) -> list[float]:
-        return list(self._prior)
-
-    cautious = rates
-
 
 class OwnAcceptance:
     """One sequence's acceptance: it fails so many times as often as all sequences do.
@@ -106,7 +100,6 @@ class OwnAcceptance:
     def __init__(self, everyone: AcceptanceEstimate) -> None:
         self._everyone = everyone
         self._failed = self._foreseen = 0.0  # failures, and what everyone's rates say of them
-        self._known: dict[float, tuple[int, list[float]]] = {}  # tokens by trials, and their age
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """As ``AcceptanceEstimate.record``."""
@@ -114,42 +107,32 @@ class OwnAcceptance:
         failed = accepted < min(reached, self._everyone.depth)
         self._failed = self.DECAY * self._failed + failed
         self._foreseen = self.DECAY * self._foreseen + len(rates) - sum(rates)
-        self._known.clear()
 
     def fade(self, share: float) -> None:
         """Trust what was seen less, as it is of long ago: keep so much of its weight."""
         self._failed *= share
         self._foreseen *= share
-        self._known.clear()
 
-    def rates(self, trials: float = TRIALS) -> list[float]:
-        factor = self._factor(trials)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in self._everyone.rates()]
-
-    def _factor(self, trials: float) -> float:
-        """How many times as often as everyone's drafts its own fail."""
+    def _adapted(self, rates: Sequence[float], trials: float) -> list[float]:
+        """Rates of all sequences as this one's."""
         everyone = self._everyone.rates()
         prior = trials * max(1.0 - everyone[0], 1e-3) if everyone else 1.0
-        return (self._failed + prior) / (self._foreseen + prior)
+        factor = (self._failed + prior) / (self._foreseen + prior)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in rates]
 
-    def expected_tokens(self, lost: bool = False) -> list[float]:
-        """Expected tokens of a step by draft length.
+    def rates(self) -> list[float]:
+        return self._adapted(self._everyone.rates(), self.TRIALS)
 
-        Of a sequence that has ``lost`` by drafting rather by what it showed than by what everyone
-        did.
+    def tokens(self, levels: int, lost: bool = False) -> tuple[list[float], list[float]]:
+        """Tokens of a step by draft length: those expected, and those that may be counted upon.
+
+        What is expected of a sequence that has ``lost`` by drafting follows rather from what it
+        showed than from what everyone did.
         """
         trials = self.LOST_TRIALS if lost else self.TRIALS
-        age, known = self._known.get(trials, (-1, []))
-        if age != self._everyone.age:
-            known = expected_tokens(self.rates(trials))
-            self._known[trials] = (self._everyone.age, known)
-        return known
-
-    def cautious_tokens(self) -> list[float]:
-        """Tokens of a step that may be counted upon, as ``expected_tokens``."""
-        factor = self._factor(self.TRIALS)
-        everyone = self._everyone.cautious()
-        return expected_tokens([max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone])
+        hoped = self._adapted(self._everyone.rates()[:levels], trials)
+        sure = self._adapted(self._everyone.cautious()[:levels], self.TRIALS)
+        return expected_tokens(hoped), expected_tokens(sure)
 
 
 class AcceptanceTracker:
@@ -175,11 +158,6 @@ class AcceptanceTracker:
             # Hopeful, so that a drafter is tried; a few drafts in vain correct it.
             self._all[kind] = AcceptanceEstimate([0.7] * self.depth, decay=0.998)
         return self._all[kind]
-
-    def know(self, kind: Hashable, rates: Sequence[float]) -> None:
-        """Take these rates for those of a kind; nothing is accepted at levels beyond them."""
-        missing = max(0, self.depth - len(rates))
-        self._all[kind] = KnownAcceptance([*rates, *[0.0] * missing], decay=1.0)
 
     def record(
         self, seq_id: int, kind: Hashable, reached: int, accepted: int, since: int = 0

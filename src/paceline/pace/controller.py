@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.pace.acceptance import levels_tried
 from paceline.pace.cost import Draft
 from paceline.pace.ledger import SHARE
-from paceline.pace.risk import HOLD, HOLD_PLAIN, Facts, Prospect, Risk
+from paceline.pace.risk import HOLD, HOLD_PLAIN, Prospect, Risk
 
 
-class Controller(Protocol):
+class Controller:
+    """Decides how long to draft; one that does not adapt need not look at steps."""
+
     def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         """Draft length (tree levels) decided on for each sequence; 0 is plain decoding."""
-        ...
+        raise NotImplementedError
 
     def observe(
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
     ) -> None:
         """See a step's outcome, its wall time, and the part of it that drafting took (if known)."""
-        ...
 
-    def forget(self, seq_id: int) -> None: ...
+    def forget(self, seq_id: int) -> None:
+        """A sequence is done, or begins anew."""
 
 
-class FixedLength:
+class FixedLength(Controller):
     """The same draft length for all sequences, always."""
 
     def __init__(self, length: int) -> None:
@@ -37,14 +39,6 @@ class FixedLength:
 
     def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         return [self._length] * len(seqs)
-
-    def observe(
-        self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
-    ) -> None:
-        pass
-
-    def forget(self, seq_id: int) -> None:
-        pass
 
 
 @dataclass
@@ -78,7 +72,7 @@ class _Seen(NamedTuple):
     probe: bool = False
 
 
-class AdaptiveLength:
+class AdaptiveLength(Controller):
     """Per sequence and drafter, from observed acceptance and the costs of steps on this machine.
 
     Predictions choose the lengths (choice.py) and the ledger decides whether a draft may be made
@@ -106,7 +100,6 @@ class AdaptiveLength:
         everyone = (name for team in self._teams.values() for name in team)
         self._followed = {name for name in everyone if self.cost.drafters[name].costless}
         self._step = 0
-        self._look_at: dict[str, int] = {}  # the step before which a team need not look
         self._settled = _Settled()
         self._seen: list[_Seen] = []
 
@@ -138,48 +131,39 @@ class AdaptiveLength:
             elif given[place] is None and name in self.cost.drafters:
                 own.append(place)
         if found.looks and not found.drafts:
-            found.hold = self._patience(found.looks)
+            found.hold = HOLD_PLAIN
         if own and plain:
             found.hold = 1
         elif own:
-            self._choose(found, own, [_facts(seqs[place]) for place in own])
-        found.made |= {
-            seq_id: Draft(name, length, 0.0, 1.0, 1.0, 0.0)
-            for seq_id, name, length in zip(ids, names, given, strict=True)
-            if length and name in self.cost.drafters
-        }
+            self._choose(found, own, [seqs[place] for place in own])
         found.until = self._step + found.hold
         return found
 
     def _bound(self, team: str, batch: int) -> int:
         """The longest draft that a team may look for: none where no member may draft."""
-        if self._step < self._look_at.get(team, 0):
-            return 0
         plain, members = self.cost.rest(batch), self._teams[team]
         ledger = self._risk.ledger
         if max(ledger.allowance(member, batch, plain) for member in members) <= 0:
             return 0
         return max(self.cost.drafters[member].longest for member in members)
 
-    def _patience(self, teams: Sequence[str]) -> int:
-        """Steps until one of them may look again."""
-        soonest = min(self._look_at.get(team, 0) for team in teams) - self._step
-        return soonest if 0 < soonest < HOLD_PLAIN else HOLD_PLAIN
-
-    def _choose(self, found: _Settled, places: Sequence[int], everyone: Sequence[Facts]) -> None:
+    def _choose(
+        self, found: _Settled, places: Sequence[int], seqs: Sequence[SequenceState]
+    ) -> None:
         """Decide on the sequences at these places."""
-        batch = len(found.ids)
+        batch, none = len(found.ids), self.cost.none(len(found.ids))
         prospects: list[Prospect] = [
-            (facts, self._risk.options(facts, found.names[place], batch))
-            for place, facts in zip(places, everyone, strict=True)
+            (seq, [none, *self._risk.drafts(seq, found.names[place], batch)])
+            for place, seq in zip(places, seqs, strict=True)
         ]
         ruling = self._risk.rule(batch, prospects)
         if ruling.hopeless:
-            for place, facts in zip(places, everyone, strict=True):
-                self.cost.acceptance.of(facts.seq_id, found.names[place]).fade(self.FADE)
+            for place, seq in zip(places, seqs, strict=True):
+                self.cost.acceptance.of(seq.seq_id, found.names[place]).fade(self.FADE)
         found.probe = ruling.probe
         drafts = any(draft.length for draft in ruling.drafts)
-        found.hold = min(found.hold, ruling.hold) if drafts else ruling.hold
+        hold = self._risk.hold(batch, prospects, ruling)
+        found.hold = min(found.hold, hold) if drafts else hold
         for place, draft in zip(places, ruling.drafts, strict=True):
             found.draft_lengths[place] = draft.length
             if draft.length:
@@ -262,9 +246,10 @@ class AdaptiveLength:
         for name in names:
             self._risk.ledger.charge(name, batch, spent / len(names), plain)
         wait = int(min(spent / (SHARE * plain), HOLD_PLAIN))
-        for team in teams if wait > 1 else ():
-            self._look_at[team] = self._step + wait
-            step.held.until = self._step  # decide anew
+        if wait > 1:
+            own = zip(step.held.names, step.held.draft_lengths, strict=True)
+            step.held.draft_lengths = [0 if name in self._teams else n for name, n in own]
+            step.held.until = max(step.held.until, self._step + wait)
 
     def _book(
         self,
@@ -301,7 +286,3 @@ class AdaptiveLength:
     def forget(self, seq_id: int) -> None:
         self._learn_all()
         self._risk.forget(seq_id)
-
-
-def _facts(seq: SequenceState) -> Facts:
-    return Facts(seq.seq_id, len(seq.tokens), seq.prompt_length, seq.params)

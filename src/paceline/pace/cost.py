@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter
-from paceline.pace.acceptance import AcceptanceTracker
+from paceline.pace.acceptance import AcceptanceTracker, expected_tokens
 from paceline.pace.correction import Correction, cell_of
 
 _LONG_AGO = 64  # steps
@@ -36,7 +36,7 @@ _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 def predicted_by_measured(predicted: float, measured: float) -> float:
     """How many times what was measured was predicted; 1.1 promises 10 % too much."""
-    return predicted / measured
+    return predicted / measured if measured else 0.0
 
 
 def textbook_speedup(rate: float, length: float, cost: float) -> float:
@@ -115,7 +115,8 @@ class CostModel:
         self.target = target
         self.drafters: dict[Hashable, Profile] = {}
         self.acceptance = AcceptanceTracker()
-        self.fill: dict[Hashable, float] = {}  # nodes proposed, as a share of the most
+        # Nodes proposed, as a share of the most: n-grams are often short.
+        self.fill: dict[Hashable, float] = {}
         self._verify: dict[tuple[int, float], float] = {}
         self._rest = Correction()
         self._passes: dict[Hashable, Correction] = {}
@@ -189,24 +190,16 @@ class CostModel:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            lengths = range(self.drafters[name].longest + 1)
-            alike = [[Draft(name, n, self.nodes(name, n), 1, 1, 0)] * batch for n in lengths]
+            nodes, fill = self.drafters[name].nodes, self.fill[name]
+            alike = [[Draft(name, n, fill * m, 1, 1, 0)] * batch for n, m in enumerate(nodes)]
             table = [self.step(batch, drafts) / batch for drafts in alike]
             self._tables[name, batch] = table
         return table
-
-    def nodes(self, name: Hashable, length: int) -> float:
-        """Nodes that are proposed for a draft of so many levels: n-grams are often short."""
-        return self.drafters[name].nodes[length] * self.fill[name]
 
     def reading(self, name: Hashable) -> float:
         """Seconds in which a drafter reads a token of a prompt."""
         seconds, rows = self._reading[name]
         return seconds / rows
-
-    def handling(self, name: Hashable) -> float:
-        """Seconds in which a drafter that takes no pass looks something up for a sequence."""
-        return self._handling.get(name, 0.0)
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a step without drafts is needed to tell drafting from the rest.
@@ -219,28 +212,34 @@ class CostModel:
 
     # -- tokens, and both together -----------------------------------------------------------------
 
-    def options(
+    def none(self, batch: int) -> Draft:
+        """No draft."""
+        return Draft(None, 0, 0.0, 1.0, 1.0, self.rest(batch) / batch)
+
+    def drafts(
         self,
         name: Hashable,
         batch: int,
-        gains: Sequence[float],
-        safe: Sequence[float],
+        tokens: tuple[Sequence[float], Sequence[float]],
         reading: float = 0.0,
+        lengths: Iterable[int] | None = None,
     ) -> list[Draft]:
-        """Drafts of every length for one sequence, none first; ``reading`` for each token gained"""
-        found = [Draft(name, 0, 0.0, 1.0, 1.0, self.rest(batch) / batch)]
-        table = self.table(name, batch)
-        for length in range(1, min(len(table), len(gains))):
-            own = reading * gains[length]
-            nodes, seconds = self.nodes(name, length), table[length] + own
-            found.append(
-                Draft(name, length, nodes, gains[length], safe[length], seconds, own)
-            )
-        return found
+        """Drafts of a sequence, of all lengths from 1 on by default.
+
+        ``tokens`` by length, as expected and as may be counted upon; for each, ``reading`` takes so
+        long before.
+        """
+        (gains, safe), table, profile = tokens, self.table(name, batch), self.drafters[name]
+        fill = self.fill[name]
+        return [
+            Draft(name, n, fill * profile.nodes[n], gains[n], safe[n], table[n] + own, own)
+            for n in (range(1, len(table)) if lengths is None else lengths)
+            for own in (reading * gains[n],)
+        ]
 
     def tokens(self, name: Hashable, length: int) -> float:
         """Expected in a step with drafts of so many levels, the target's own token included."""
-        return self.acceptance.everyone(name).expected_tokens()[length]
+        return expected_tokens(self.acceptance.everyone(name).rates())[length]
 
     def rate(self, name: Hashable, length: int, batch: int = 1) -> float:
         """Tokens a second of ``batch`` sequences that all draft so many levels."""
@@ -312,9 +311,5 @@ class CostModel:
             own = self._passes.setdefault(name, Correction(_PASSES))
             own.observe(group, cell, drafting / alone)
         else:
-            self.learn_handling(name, min(drafting, known) / batch)
-
-    def learn_handling(self, name: Hashable, each: float) -> None:
-        """Looking something up took so long for each sequence."""
-        before = self._handling.get(name, 0.0)
-        self._handling[name] = before + 0.05 * (each - before)
+            before = self._handling.get(name, 0.0)
+            self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)

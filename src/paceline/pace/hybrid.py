@@ -21,7 +21,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
@@ -30,18 +30,9 @@ from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.pace.choice import choose
 from paceline.pace.cost import Draft
-from paceline.pace.risk import Facts, Prospect, Risk
+from paceline.pace.risk import Prospect, Risk
 
-_MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
-
-
-@runtime_checkable
-class Confident(Protocol):
-    """A drafter that says how sure it is, so that acceptance can be learnt for each case."""
-
-    def confidence(self, seq_id: int) -> int:
-        """A small number for its last proposal, such as the length of the match."""
-        ...
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # at which a proposal may be cut
 
 
 class _Pick(NamedTuple):
@@ -89,7 +80,9 @@ class Hybrid:
     """The first of ``members`` whose draft is worth most for its measured cost, step by step.
 
     The order decides between equals. ``calibrate`` gives it the costs; until then, and with a
-    fixed draft length, the first member drafts that has anything to propose.
+    fixed draft length, the first member drafts that has anything to propose. Members may say how
+    sure they are of their last proposal, ``confidence(seq_id)``, a small number such as the length
+    of the match: acceptance is then learnt for each case.
     """
 
     name = "hybrid"
@@ -99,6 +92,7 @@ class Hybrid:
         self.members = tuple(members)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
         self._costless = tuple(not member.passes(1) for member in members)
+        self._confidence = [getattr(member, "confidence", None) for member in members]
         self._empty = TokenTree.empty(device)
         self._risk: Risk | None = None
         self._names: tuple[Hashable, ...] = ()
@@ -195,15 +189,15 @@ class Hybrid:
 
     def _ruled(self, batch: int, prospects: Sequence[Prospect], risk: Risk) -> list[Draft]:
         """The best drafts, as far as they may be risked; a request's own length always may be."""
-        if any(facts.params.draft_length is not None for facts, _ in prospects):
+        if any(seq.params.draft_length is not None for seq, _ in prospects):
             return choose(risk.cost, batch, [options for _, options in prospects])
         followed = [n for n, costless in zip(self._names, self._costless, strict=True) if costless]
         ruling = risk.rule(batch, prospects, followed)
         risk.probed = risk.probed or ruling.probe
-        for (facts, _), draft in zip(prospects, ruling.drafts, strict=True):
+        for (seq, _), draft in zip(prospects, ruling.drafts, strict=True):
             for name in self._names:
-                if name not in followed and name != (draft.name if draft.length else None):
-                    risk.cost.acceptance.of(facts.seq_id, name).fade(self.FADE)
+                if name not in followed and name != draft.name:
+                    risk.cost.acceptance.of(seq.seq_id, name).fade(self.FADE)
         return ruling.drafts
 
     def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
@@ -219,29 +213,27 @@ class Hybrid:
         self, plan: Plan, place: int, found: dict[int, TokenTree], risk: Risk
     ) -> Prospect:
         """No draft, and every member's drafts of every length."""
-        item, batch = plan.slices[place], len(plan.slices)
-        seq = item.seq
-        facts = Facts(seq.seq_id, len(seq.tokens), seq.prompt_length, seq.params)
-        options = [Draft(self._names[0], 0, 0.0, 1.0, 1.0, risk.cost.rest(batch) / batch)]
+        seq, batch = plan.slices[place].seq, len(plan.slices)
+        options = [risk.cost.none(batch)]
         for index, name in enumerate(self._names):
-            levels, nodes = item.draft_length, None
-            if self._costless[index]:
-                if index not in found:
-                    continue
-                levels, nodes = _levels(found[index]), _nodes_by_depth(found[index])
-            own = risk.options(facts, name, batch, self._kind(index, seq.seq_id))
-            for draft in own[1 : levels + 1]:
-                exact = draft.nodes if nodes is None else nodes[draft.length]
-                seconds = draft.seconds * _MARGIN**index
-                options.append(draft._replace(nodes=exact, seconds=seconds))
-            if index in found and found[index].draw is not Draw.POINT:
-                return facts, options[-1:]  # sampled: it must stay, and all of it
-        return facts, options
+            kind, tree = self._kind(index, seq.seq_id), found.get(index)
+            if tree is not None:
+                levels = _levels(tree)
+                some = sorted({n for n in _LENGTHS if n < levels} | {levels})
+                own = risk.drafts(seq, name, batch, kind, some)
+                nodes = _nodes_by_depth(tree)
+                options += [draft._replace(nodes=nodes[draft.length]) for draft in own]
+                if tree.draw is not Draw.POINT:
+                    return seq, options[-1:]  # sampled: it must stay, and all of it
+            elif not self._costless[index]:
+                most = min(plan.slices[place].draft_length, risk.cost.drafters[name].longest)
+                options += risk.drafts(seq, name, batch, kind, range(1, most + 1))
+        return seq, options
 
     def _kind(self, index: int, seq_id: int) -> Hashable:
         """What acceptance is learnt for: a member, and how sure it is."""
-        member, name = self.members[index], self._names[index]
-        return (name, member.confidence(seq_id)) if isinstance(member, Confident) else name
+        name, confidence = self._names[index], self._confidence[index]
+        return (name, confidence(seq_id)) if confidence is not None else name
 
     # -- observing ---------------------------------------------------------------------------------
 

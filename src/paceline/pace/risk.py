@@ -9,10 +9,10 @@ object, for whole drafters and for what their members found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
 from paceline.pace.choice import choose, cut
 from paceline.pace.cost import CostModel, Draft, group_of
 from paceline.pace.ledger import KEPT, SHARE, Ledger
@@ -20,42 +20,35 @@ from paceline.pace.ledger import KEPT, SHARE, Ledger
 HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
 HOLD_PLAIN = 32  # where nothing is drafted, so that nothing is learnt
 _TRIALS = 4  # drafts after which a drafter's prices are believed where it cannot pay
-_IDLE = 128  # rulings for another drafter, after which one is tried again
+_IDLE = 128  # rulings for others, after which a drafter is tried again
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _READ_ALONG = 8  # unread tokens that cost next to nothing
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What is to be known of a sequence: its tokens so far, those of its prompt, its request."""
-
-    seq_id: int
-    tokens: int
-    prompt: int
-    params: SamplingParams
-
-    @property
-    def remaining(self) -> int:
-        return self.params.max_tokens - (self.tokens - self.prompt)
-
-
-Prospect = tuple[Facts, Sequence[Draft]]  # a sequence and its options, none first
+Prospect = tuple[SequenceState, Sequence[Draft]]  # a sequence and its options, none first
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """A draft for each sequence, for how many steps they hold at most, and why they are so."""
+    """A draft for each sequence, and why: ``hopeless`` if no draft seemed to pay.
+
+    ``missing``: seconds that the ledger lacks for what seemed best.
+    """
 
     drafts: list[Draft]
-    hold: int
     probe: bool = False
-    hopeless: bool = False  # no draft seemed to pay
+    hopeless: bool = False
+    missing: float = 0.0
+
+
+def remaining(seq: SequenceState) -> int:
+    """Tokens that may still be generated."""
+    return seq.params.max_tokens - (len(seq.tokens) - seq.prompt_length)
 
 
 class Risk:
-    """Rules on drafts. ``made`` are those of the step under way, by sequence.
+    """Rules on drafts. ``made`` are those of hybrids in the step under way, by sequence.
 
-    ``looked``: seconds of the step in which hybrids looked for drafts, whoever then made them.
+    ``looked``: seconds of the step in which they looked for drafts, whoever then made them.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -88,27 +81,30 @@ class Risk:
         self.ledger.forget(seq_id)
         self.cost.acceptance.forget(seq_id)
 
-    # -- options -----------------------------------------------------------------------------------
-
-    def options(
-        self, facts: Facts, name: Hashable, batch: int, kind: Hashable = None
-    ) -> list[Draft]:
-        """Drafts of every length for a sequence; ``kind`` is what acceptance is learnt for."""
-        own = self.cost.acceptance.of(facts.seq_id, name if kind is None else kind)
-        gains = own.expected_tokens(self.ledger.lost(facts.seq_id))
-        safe, remaining = own.cautious_tokens(), max(facts.remaining, 1)
-        if remaining < len(gains):  # what comes after the last token is no gain
-            gains, safe = ([min(g, remaining) for g in tokens] for tokens in (gains, safe))
-        profile = self.cost.drafters[name]
-        if profile.follows and name not in self._read.get(facts.seq_id, {}):
-            self.has_read(facts.seq_id, name, facts.prompt)
-        unread = self.unread(facts.seq_id, name, facts.tokens)
-        reading = 0.0
-        if unread > _READ_ALONG:
-            reading = unread * self.cost.reading(name) / min(remaining, _HORIZON)
-        return self.cost.options(name, batch, gains, safe, reading)
-
     # -- ruling ------------------------------------------------------------------------------------
+
+    def drafts(
+        self,
+        seq: SequenceState,
+        name: Hashable,
+        batch: int,
+        kind: Hashable = None,
+        lengths: Sequence[int] | None = None,
+    ) -> list[Draft]:
+        """What a drafter may draft for a sequence; acceptance is learnt by ``kind``."""
+        seq_id, left, profile = seq.seq_id, max(remaining(seq), 1), self.cost.drafters[name]
+        own = self.cost.acceptance.of(seq_id, name if kind is None else kind)
+        most = max(lengths) if lengths else profile.longest
+        tokens = own.tokens(most, self.ledger.lost(seq_id))
+        if left <= most:  # what comes after the last token is no gain
+            gains, safe = ([min(count, left) for count in counts] for counts in tokens)
+            tokens = gains, safe
+        if profile.follows and name not in self._read.get(seq_id, {}):
+            self.has_read(seq_id, name, seq.prompt_length)
+        unread = self.unread(seq_id, name, len(seq.tokens))
+        reading = unread * self.cost.reading(name) / min(left, _HORIZON)
+        reading = reading if unread > _READ_ALONG else 0.0
+        return self.cost.drafts(name, batch, tokens, reading, lengths)
 
     def rule(
         self, batch: int, prospects: Sequence[Prospect], followed: Collection[Hashable] = ()
@@ -116,24 +112,31 @@ class Risk:
         """The best drafts whose risk is covered; else a probe; else none.
 
         ``batch`` counts all sequences of the step. Drafters that are ``followed`` are known
-        without being tried.
+        without being tried, and what they propose is at hand.
         """
         options = [own for _, own in prospects]
         best = choose(self.cost, batch, options)
         hopeless = not any(draft.length for draft in best)
         found, missing = self._covered(batch, prospects, best)
-        if found is None and any(draft.name in followed for own in options for draft in own):
-            # Drafts that are at hand risk only their rows.
+        if found is None and followed and not hopeless:
             options = [[o for o in own if not o.length or o.name in followed] for own in options]
             found, _ = self._covered(batch, prospects, choose(self.cost, batch, options))
-        probe = self._probe(batch, prospects, found, followed)
-        if probe is not None:
-            return Ruling(probe, 1, probe=True, hopeless=hopeless)
-        if found is not None:
-            return Ruling(found, 1 if self._tight(batch, prospects, found) else HOLD)
-        # Soon enough to draft when there is enough for it.
-        wait = min(missing / (SHARE * self.cost.rest(batch)), HOLD_PLAIN) if missing else HOLD_PLAIN
-        return Ruling([own[0] for own in options], max(1, int(wait)), hopeless=hopeless)
+        probe = self._probe(batch, prospects, found or (), followed)
+        drafts = probe or found or [own[0] for own in options]
+        return Ruling(drafts, probe is not None, hopeless, missing)
+
+    def hold(self, batch: int, prospects: Sequence[Prospect], ruling: Ruling) -> int:
+        """Steps for which a ruling may stand: few where they might cost more than may be lost."""
+        drafts, plain = ruling.drafts, self.cost.rest(batch)
+        if ruling.probe:
+            return 1
+        if not any(draft.length for draft in drafts):  # until there is enough to draft
+            wait = ruling.missing / (SHARE * plain) or HOLD_PLAIN
+            return max(1, int(min(wait, HOLD_PLAIN)))
+        loss = HOLD * (self.cost.step(batch, drafts) - plain)
+        close = any(self.ledger.own(s.seq_id, remaining(s), plain) < loss for s, _ in prospects)
+        dear = HOLD * self._risk(batch, prospects, drafts) > self._allowance(batch, drafts)
+        return 1 if close or dear else HOLD
 
     def _covered(
         self, batch: int, prospects: Sequence[Prospect], best: Sequence[Draft]
@@ -152,22 +155,7 @@ class Risk:
         names, plain = {d.name for d in drafts if d.length}, self.cost.rest(batch)
         return min((self.ledger.allowance(n, batch, plain) for n in names), default=0.0)
 
-    def _tight(
-        self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]
-    ) -> bool:
-        """Whether a few such steps in vain would cost more than may be lost."""
-        plain = self.cost.rest(batch)
-        if self._risk(batch, prospects, drafts) * HOLD > self._allowance(batch, drafts):
-            return True
-        seconds = HOLD * (self.cost.step(batch, drafts) - plain)
-        return any(
-            self.ledger.own(facts.seq_id, facts.remaining, plain) < seconds
-            for facts, _ in prospects
-        )
-
-    def _risk(
-        self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]
-    ) -> float:
+    def _risk(self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
         """Seconds that a step may cost beyond what is sure to be gained by it.
 
         A drafter that has to read first is lent the time if that is sure to come in again.
@@ -186,8 +174,8 @@ class Risk:
     def _reading(self, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
         """Seconds in which drafters read what they have not seen of their sequences."""
         return sum(
-            self.unread(facts.seq_id, draft.name, facts.tokens) * self.cost.reading(draft.name)
-            for (facts, _), draft in zip(prospects, drafts, strict=True)
+            self.unread(seq.seq_id, draft.name, len(seq.tokens)) * self.cost.reading(draft.name)
+            for (seq, _), draft in zip(prospects, drafts, strict=True)
             if draft.length
         )
 
@@ -197,18 +185,15 @@ class Risk:
         self,
         batch: int,
         prospects: Sequence[Prospect],
-        chosen: Sequence[Draft] | None,
+        chosen: Sequence[Draft],
         followed: Collection[Hashable],
     ) -> list[Draft] | None:
         """Drafts to learn from, if the purse pays and they could change anything.
 
-        Where others draft, only of drafters that have long not been used. In turn one level for all
-        sequences of a drafter, which tells most about its costs, and several for one of them,
-        which risks least.
+        Where others draft, only of drafters that have long not been used.
         """
-        names = dict.fromkeys(draft.name for _, own in prospects for draft in own[1:])
-        used = {draft.name for draft in chosen or () if draft.length}
-        for name in names:
+        used = {draft.name for draft in chosen if draft.length}
+        for name in dict.fromkeys(draft.name for _, own in prospects for draft in own[1:]):
             self._idle[name] = 0 if name in used else self._idle[name] + 1
             if name in followed or name in used or (used and self._idle[name] < _IDLE):
                 continue
@@ -216,47 +201,37 @@ class Risk:
             pays = max((1 + n) / table[n] for n in range(1, len(table))) * table[0] > 1.02
             if not pays and self._tried[name, group_of(batch)] >= _TRIALS:
                 continue  # even a draft that is always right would not pay
-            found = self._affordable(batch, prospects, name, chosen)
-            if found is not None:
-                self._idle[name] = 0
-                return found
+            # What a draft at hand would have gained is lost, too.
+            lost = self.cost.rest(batch) * max((d.gain - 1 for d in chosen), default=0.0)
+            for drafts in self._trials(batch, prospects, name):
+                if lost + self._stake(batch, prospects, drafts) <= self.ledger.purse:
+                    self._idle[name] = 0
+                    return drafts
         return None
 
-    def _affordable(
-        self,
-        batch: int,
-        prospects: Sequence[Prospect],
-        name: Hashable,
-        chosen: Sequence[Draft] | None,
-    ) -> list[Draft] | None:
-        """Drafts of a drafter for all of its sequences, or one of them, that the purse pays for."""
-        drafts = [[d for d in own if d.name == name and d.length] for _, own in prospects]
-        places = [
-            place for place, own in enumerate(drafts) if own and prospects[place][0].remaining > 1
-        ]
+    def _trials(
+        self, batch: int, prospects: Sequence[Prospect], name: Hashable
+    ) -> Iterable[list[Draft]]:
+        """In turn one level for all sequences of a drafter, which tells most about its costs, and
+        several for one of them, which risks least."""
+        everyone = [[d for d in own if d.name == name and d.length] for _, own in prospects]
+        places = [n for n, (seq, _) in enumerate(prospects) if everyone[n] and remaining(seq) > 1]
         if not places:
-            return None
-        none, plain = [own[0] for _, own in prospects], self.cost.rest(batch)
-        # What a draft at hand would have gained is lost, too.
-        lost = plain * max((d.gain - 1 for d in chosen or ()), default=0.0)
+            return
+        none = [own[0] for _, own in prospects]
+        wide = [everyone[n][0] if n in places else draft for n, draft in enumerate(none)]
+        if self._tried[name, group_of(batch)] % 2 == 0:
+            yield wide
+            if self._stake(batch, prospects, wide) <= KEPT * self.cost.rest(batch):
+                return
+        unread = [self.unread(seq.seq_id, name, len(seq.tokens)) for seq, _ in prospects]
+        one = min(places, key=lambda place: unread[place])
+        likeliest = max(everyone[one], key=lambda draft: draft.gain / draft.seconds)
+        own = [none[one], *everyone[one]]
+        for draft in (cut(own, likeliest, remaining(prospects[one][0]) - 1), own[1]):
+            yield [*none[:one], draft, *none[one + 1 :]]
 
-        def stake(drafts: Sequence[Draft]) -> float:
-            """Seconds lost if nothing of this is right, and nothing is drafted ever after."""
-            seconds = self.cost.step(batch, drafts) - plain
-            return lost + seconds + self._reading(prospects, drafts)
-
-        def unread(place: int) -> int:
-            return self.unread(prospects[place][0].seq_id, name, prospects[place][0].tokens)
-
-        one = min(places, key=unread)
-        likeliest = max(drafts[one], key=lambda draft: draft.gain / draft.seconds)
-        longest = cut([none[one], *drafts[one]], likeliest, prospects[one][0].remaining - 1)
-        wide = [drafts[place][0] if place in places else none[place] for place in range(len(none))]
-        alone = [
-            [draft if place == one else other for place, other in enumerate(none)]
-            for draft in (longest, drafts[one][0])
-        ]
-        ways = alone if self._tried[name, group_of(batch)] % 2 else [wide]
-        if stake(wide) > KEPT * plain:
-            ways = alone
-        return next((way for way in ways if stake(way) <= self.ledger.purse), None)
+    def _stake(self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
+        """Seconds lost if nothing of these drafts is right, and nothing is drafted ever after."""
+        seconds = self.cost.step(batch, drafts) - self.cost.rest(batch)
+        return seconds + self._reading(prospects, drafts)
