@@ -32,6 +32,7 @@ from paceline.pace.choice import choose
 from paceline.pace.cost import Draft
 from paceline.pace.risk import Prospect, Risk
 
+_MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # at which a proposal may be cut
 
 
@@ -217,17 +218,22 @@ class Hybrid:
         options = [risk.cost.none(batch)]
         for index, name in enumerate(self._names):
             kind, tree = self._kind(index, seq.seq_id), found.get(index)
+            margin = _MARGIN**index
             if tree is not None:
                 levels = _levels(tree)
                 some = sorted({n for n in _LENGTHS if n < levels} | {levels})
                 own = risk.drafts(seq, name, batch, kind, some)
                 nodes = _nodes_by_depth(tree)
-                options += [draft._replace(nodes=nodes[draft.length]) for draft in own]
+                options += [
+                    draft._replace(nodes=nodes[draft.length], seconds=draft.seconds * margin)
+                    for draft in own
+                ]
                 if tree.draw is not Draw.POINT:
                     return seq, options[-1:]  # sampled: it must stay, and all of it
             elif not self._costless[index]:
                 most = min(plan.slices[place].draft_length, risk.cost.drafters[name].longest)
-                options += risk.drafts(seq, name, batch, kind, range(1, most + 1))
+                own = risk.drafts(seq, name, batch, kind, range(1, most + 1))
+                options += [draft._replace(seconds=draft.seconds * margin) for draft in own]
         return seq, options
 
     def _kind(self, index: int, seq_id: int) -> Hashable:
