@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceState, SequenceView
 from paceline.pace.choice import choose, cut
 from paceline.pace.cost import CostModel, Draft, group_of
 from paceline.pace.ledger import KEPT, SHARE, Ledger
@@ -24,7 +24,8 @@ _IDLE = 128  # rulings for others, after which a drafter is tried again
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _READ_ALONG = 8  # unread tokens that cost next to nothing
 
-Prospect = tuple[SequenceState, Sequence[Draft]]  # a sequence and its options, none first
+AnySequence = SequenceState | SequenceView
+Prospect = tuple[AnySequence, Sequence[Draft]]  # a sequence and its options, none first
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Ruling:
     missing: float = 0.0
 
 
-def remaining(seq: SequenceState) -> int:
+def remaining(seq: AnySequence) -> int:
     """Tokens that may still be generated."""
     return seq.params.max_tokens - (len(seq.tokens) - seq.prompt_length)
 
@@ -89,7 +90,7 @@ class Risk:
 
     def drafts(
         self,
-        seq: SequenceState,
+        seq: AnySequence,
         name: Hashable,
         batch: int,
         kind: Hashable = None,
