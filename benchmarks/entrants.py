@@ -11,12 +11,13 @@ from typing import Any
 
 import inflate
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts, SequenceState
+from paceline.draft.spec import Loading
 from paceline.draft.swift import skippable, spread
-from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
+from paceline.drafters import DRAFTERS, prepare_one
 from paceline.errors import ConfigError
+from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 
 PLAIN = "plain"
@@ -177,7 +178,7 @@ class Entrant:
             reason = f"{kind!r} is not among the drafters" if kind else "its weights are not here"
             raise ConfigError(reason)
         target = loading.target
-        prepared = prepare(DraftSpec.parse(entry.spec, tuple(DRAFTERS)), loading)
+        prepared = prepare_one(entry.spec, loading)
         options = EngineOptions(max_batch_size=batch, draft_length=length, prefix_sharing=False)
         self.engine: Any = build_engine(
             target, prepared, options, seeded_generator(target.device, 0)

@@ -12,7 +12,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.pace.controller import AdaptiveLength
-from paceline.pace.hybrid import Hybrid
+from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.steptime import StepTime
 from paceline.pace.worth import Profile, dearest
 
@@ -90,9 +90,9 @@ class Machine:
         the controller is told what drafting took."""
         self.parts = parts
         self.drafter = drafter
-        self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
+        self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
         steps = StepTime(costs())
-        if isinstance(drafter, Hybrid):
+        if isinstance(drafter, HybridDrafter):
             profiles = [profile(member, mistaken) for member in drafter.members]
             drafter.calibrate(steps, profiles)
             bounds = {"it": dearest(profiles)}

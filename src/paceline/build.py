@@ -13,7 +13,8 @@ from paceline.core.costs import CostCurve, StepCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
+from paceline.draft.spec import DraftContext, Prepared
+from paceline.drafters import BLOCK_SIZE
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
@@ -21,7 +22,7 @@ from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_toke
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.costs import made_up_chains, measure
-from paceline.pace.hybrid import Hybrid
+from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.steptime import StepTime
 from paceline.pace.worth import Profile, dearest
 from paceline.tuned import KnownCosts
@@ -184,7 +185,7 @@ def adaptive_length(
     profiles: dict[str, Profile] = {}
     bounds: dict[str, Profile] = {}
     for name, member in members.items():
-        if isinstance(member, Hybrid):
+        if isinstance(member, HybridDrafter):
             own = [profile(part) for part in member.members]
             member.calibrate(steps, own)
             bounds[name] = dearest(own)

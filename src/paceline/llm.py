@@ -15,8 +15,10 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
+from paceline.draft.spec import Loading
+from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.door import ContextBudget, as_conversations, as_params, as_prompts, encode
@@ -39,9 +41,10 @@ class LLM:
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
     ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
-    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``. Of a
-    list of them every request may choose one by its name in ``drafters`` (its kind), see
-    ``SamplingParams.drafter``; the first is the default.
+    ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
+    ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
+    which then belongs to this LLM. Of a list of them every request may choose one by its name in
+    ``drafters`` (its kind), see ``SamplingParams.drafter``; the first is the default.
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
@@ -61,7 +64,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -100,7 +103,7 @@ class LLM:
 
     def beside(
         self,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
         max_batch_size: int = 8,
         kv_cache_memory: int | None = None,
@@ -134,7 +137,7 @@ class LLM:
         target: CausalModel,
         tokenizer: PreTrainedTokenizerFast,
         dtype: str,
-        draft: str | Sequence[str] | None,
+        draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
         seed: int | None,
     ) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from engine_models import VOCAB, adapted, random_llama, reference_logits
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.config import DraftSpec
 from paceline.core.batch import Batch, Commit, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, _Window, parse_layers
+from paceline.draft.spec import Loading
 from paceline.draft.swift import SkipSearch, skippable
-from paceline.drafters import Loading, prepare
+from paceline.drafters import prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import Feed
@@ -44,10 +44,7 @@ def model() -> CausalModel:
 
 
 def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) -> Engine:
-    kind = spec.partition(":")[0]
-    prepared = prepare(
-        DraftSpec.parse(spec, (kind,)), Loading(model, train_tokenizer(SENTENCES, 320), "float32")
-    )
+    prepared = prepare_one(spec, Loading(model, train_tokenizer(SENTENCES, 320), "float32"))
     params_list = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
     return build_engine(model, prepared, params_list, seeded_generator(model.device, 0))
 

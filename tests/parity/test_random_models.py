@@ -20,7 +20,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.llm import LLM
-from paceline.pace.hybrid import Hybrid, _Pick
+from paceline.pace.hybrid import HybridDrafter, _Pick
 from paceline.request.completion import Completion
 from random_heads import write_eagle
 
@@ -178,7 +178,9 @@ def test_members_of_a_hybrid_may_take_any_turns(
     """Whoever drafts, and whatever is withdrawn: members catch up, the text stays."""
     chance = random.Random(4)
 
-    def any_pick(self: Hybrid, plan: Plan, found: list[dict[int, TokenTree]]) -> list[object]:
+    def any_pick(
+        self: HybridDrafter, plan: Plan, found: list[dict[int, TokenTree]]
+    ) -> list[object]:
         picks: list[object] = []
         for item, proposals in zip(plan.slices, found, strict=True):
             members = [
@@ -192,7 +194,7 @@ def test_members_of_a_hybrid_may_take_any_turns(
                 picks[-1] = _Pick(member, chance.randint(1, most))
         return picks
 
-    monkeypatch.setattr(Hybrid, "_settle", any_pick)
+    monkeypatch.setattr(HybridDrafter, "_settle", any_pick)
     spec = DRAFTERS["hybrid of many"] + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
     llm = LLM(folders["target"], spec.format(**folders), dtype="float32", draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):

@@ -14,16 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.swift import Layers, SkipSearch
-from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.base import Drafter
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Loading,
+    Prepared,
+    Target,
+    TreeSpec,
+)
+from paceline.draft.swift import Layers, SkipSearch, skippable
+from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.rehearsal import rehearse_level
 from paceline.errors import ConfigError
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache
@@ -34,10 +43,100 @@ _MOST_PENDING = 16
 _TRIAL = -1  # sequence id of a trial; ids of requests are not negative
 
 
-class SelfDrafter:
-    """Drafts with a view of the target, in the target's own ``cache``."""
+@dataclass(frozen=True, kw_only=True)
+class EarlyExit(TreeSpec):
+    """The target's first ``layers`` layers, its final norm and its head; by default a third."""
 
-    features: tuple[int, ...] = ()
+    kind = "early_exit"
+    page = "early_exit.md"
+    examples = ("early_exit:branching=3x2,layers=1",)
+
+    layers: int | None = None
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return _of_view(self, LayerView(loading.target, range(self._run(loading.target))))
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        return _own_layers(self, self._run(target), target)
+
+    def _run(self, target: Target) -> int:
+        total = target.num_layers
+        layers = max(1, round(total / 3)) if self.layers is None else self.layers
+        if not 0 < layers < total:
+            raise ConfigError(
+                f"draft 'early_exit': layers={layers}, but the target has {total}; "
+                "use at least 1 and fewer than all"
+            )
+        return layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkip(TreeSpec):
+    """The target without some of its layers: those of ``skip`` ("2-5x8"), else a set that is
+    searched for while it generates (SWIFT).
+
+    ``ratio``: share of the layers to leave out. Sets are compared on ``window`` tokens, once in
+    ``interval`` steps, ``tries`` times.
+    """
+
+    kind = "layer_skip"
+    page = "layer_skip.md"
+    tried = "real"
+    examples = ("layer_skip:skip=0", "layer_skip:nodes=9,window=8,interval=1")
+
+    skip: str | None = None
+    ratio: float = 0.45
+    window: int = 32
+    interval: int = 32
+    tries: int = 160
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        searching = {"ratio", "window", "interval", "tries"} & set(self.given())
+        if self.skip is not None and searching:
+            what = min(searching)
+            raise ConfigError(f"draft 'layer_skip': skip fixes the set; leave out {what}")
+        if not 0 < self.ratio < 1 or self.tries < 0 or min(self.window, self.interval) < 1:
+            raise ConfigError(
+                "draft 'layer_skip': use a ratio between 0 and 1, tries >= 0, window and "
+                "interval >= 1"
+            )
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        whole = LayerView(target, range(target.num_layers))
+        if self.skip is not None:
+            return _of_view(self, _without(whole, parse_layers(self.skip, target.num_layers)))
+        choice = skippable(target.num_layers)
+        if not choice:
+            raise ConfigError("draft 'layer_skip': the target has one layer, which it needs")
+        count = min(len(choice), max(1, round(self.ratio * target.num_layers)))
+
+        def build(context: DraftContext) -> Drafter:
+            search = SkipSearch(choice, count, self.tries)
+            own = whole, context.cache, self.policy(), context.generator
+            return SwiftDrafter(*own, search, self.window, self.interval)
+
+        return Prepared(build)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        total = target.num_layers
+        if self.skip is not None:
+            return _own_layers(self, total - len(parse_layers(self.skip, total)), target)
+        return _own_layers(self, max(1, round(total * (1 - self.ratio))), target)
+
+
+def _of_view(spec: TreeSpec, view: LayerView) -> Prepared:
+    return Prepared(lambda c: SelfDrafter(view, c.cache, spec.policy(), c.generator, spec.kind))
+
+
+def _own_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
+    text = f"{spec.kind} drafts with {run} of the target's {target.num_layers} layers"
+    return spec.noted("draft-own-layers", text)
+
+
+class SelfDrafter(LevelDrafter):
+    """Drafts with a view of the target, in the target's own ``cache``."""
 
     def __init__(
         self,
@@ -47,35 +146,13 @@ class SelfDrafter:
         generator: torch.Generator | None,
         name: str = "early_exit",
     ) -> None:
-        self.name = name
+        super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
-        self._cache = cache
-        self._policy = policy
-        self._generator = generator
-        self._empty = TokenTree.empty(cache.device)
 
-    def max_nodes(self, length: int) -> int:
-        return self._policy.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._policy.depth(length)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        growing: dict[int, Growing] = {}
-        feeds: list[Feed] = []
-        for item in plan.slices:
-            if self._fits(item):
-                seq = item.seq
-                feeds.append(Feed(seq.seq_id, seq.cached, seq.pending))
-                growing[seq.seq_id] = self._policy.start(item, self._cache.device)
-        if not feeds:
-            return [self._empty] * len(plan.slices)
-        grow(list(growing.values()), self._logits(feeds), self._level, self._generator)
-        trees = []
-        for item in plan.slices:
-            tree = growing.get(item.seq.seq_id)
-            trees.append(self._empty if tree is None else tree.finish()[0])
-        return trees
+    def _feed(self, item: Slice) -> Feed | None:
+        return (
+            Feed(item.seq.seq_id, item.seq.cached, item.seq.pending) if self._fits(item) else None
+        )
 
     def _fits(self, item: Slice) -> bool:
         """Whether a sequence drafts in this step; then the cache has room for what is run.
@@ -89,25 +166,19 @@ class SelfDrafter:
             return False
         seq, nodes = item.seq, self._policy.max_expanded(item.draft_length)
         try:
-            self._cache.reserve(seq.seq_id, len(seq.tokens) + nodes)
+            self.cache.reserve(seq.seq_id, len(seq.tokens) + nodes)
         except OutOfBlocksError:
             return False
         return True
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        return self.view(self._cache.batch_of(feeds), self._cache).logits
+        return self.view(self.cache.batch_of(feeds), self.cache).logits
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        """Feed the newest nodes of some trees."""
-        return self._logits([level_feed(tree, len(tree.item.seq.tokens)) for tree in trees])
+    def _base(self, item: Slice) -> int:
+        return len(item.seq.tokens)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Nothing to do: what is committed is in the target's cache."""
-
-    def rehearse(self, batch_size: int) -> None:
-        """One level of each sequence's tree, by a forward of the view."""
-        most = self.view.model.max_positions
-        rehearse_level(self._logits, self._cache, batch_size, most, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         """There is no state of its own."""
@@ -199,7 +270,7 @@ class SwiftDrafter(SelfDrafter):
         if seq is None or seq.generated < self._size:
             return None
         first = seq.cached - self._size
-        start = first - first % self._cache.block_size
+        start = first - first % self.cache.block_size
         sets = self._search.sets()
         return _Window(seq, start, first, seq.cached, sets) if sets else None
 
@@ -208,7 +279,7 @@ class SwiftDrafter(SelfDrafter):
 
         Its keys and values go to blocks of their own: those of the target stay as they are.
         """
-        cache, tokens = self._cache, window.seq.tokens
+        cache, tokens = self.cache, window.seq.tokens
         cache.borrow(_TRIAL, window.seq.seq_id, window.start)
         try:
             cache.reserve(_TRIAL, window.end)

@@ -70,7 +70,7 @@ class _State:
     trials: dict[int, ShadowDraft] = field(default_factory=dict)
 
 
-class Hybrid:
+class HybridDrafter:
     """The first of ``members`` whose draft is worth most for its measured cost, step by step.
 
     The order decides between equals. ``calibrate`` gives it the costs; until then, and with a

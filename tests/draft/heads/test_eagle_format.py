@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine_models import write_pair
 from paceline.draft.heads.checkpoint import write_checkpoint
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from random_heads import write_eagle

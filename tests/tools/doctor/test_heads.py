@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from doctor_folders import Copy, codes, only
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
+from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.tools.doctor import Severity, examine
 
