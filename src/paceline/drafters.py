@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
-from paceline.core.tree import TokenTree as TokenTree
-from paceline.draft.base import Drafter as Drafter
-from paceline.draft.base import LookupDrafter as LookupDrafter
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.tree import Draw, TokenTree
+from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.lookahead import Lookahead
@@ -23,11 +23,65 @@ from paceline.draft.ngram import NGram
 from paceline.draft.recycling import Recycling
 from paceline.draft.router import Router
 from paceline.draft.selfspec import EarlyExit, LayerSkip
-from paceline.draft.spec import DraftContext, DraftSpec, Loading, NoDraft, Prepared
+from paceline.draft.spec import (
+    DraftContext,
+    DraftSpec,
+    Loading,
+    NoDraft,
+    Prepared,
+    TreeSpec,
+    option,
+)
 from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
 from paceline.pace.joined import Hybrid
 
+BUILT_IN: tuple[type[DraftSpec], ...] = (
+    NoDraft,
+    NGram,
+    Suffix,
+    Recycling,
+    Lookahead,
+    EarlyExit,
+    LayerSkip,
+    DraftModel,
+    DraftTree,
+    Medusa,
+    Eagle,
+    Eagle2,
+    Eagle3,
+    Hybrid,
+)
+__all__ = [
+    "Commit",
+    "DraftContext",
+    "DraftModel",
+    "DraftSpec",
+    "DraftTree",
+    "Drafter",
+    "Draw",
+    "Eagle",
+    "Eagle2",
+    "Eagle3",
+    "EarlyExit",
+    "Hybrid",
+    "LayerSkip",
+    "Loading",
+    "Lookahead",
+    "LookupDrafter",
+    "Medusa",
+    "ModelOutput",
+    "NGram",
+    "NoDraft",
+    "Plan",
+    "Prepared",
+    "Recycling",
+    "Slice",
+    "Suffix",
+    "TokenTree",
+    "TreeSpec",
+    "option",
+]
 GROUP = "paceline.drafters"
 BLOCK_SIZE = 16
 DraftLike = str | DraftSpec | Drafter
@@ -72,22 +126,6 @@ def _loaded(entry: EntryPoint) -> type[DraftSpec]:
     return record
 
 
-BUILT_IN: tuple[type[DraftSpec], ...] = (
-    NoDraft,
-    NGram,
-    Suffix,
-    Recycling,
-    Lookahead,
-    EarlyExit,
-    LayerSkip,
-    DraftModel,
-    DraftTree,
-    Medusa,
-    Eagle,
-    Eagle2,
-    Eagle3,
-    Hybrid,
-)
 DRAFTERS = Registry(BUILT_IN, entry_points(group=GROUP))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
+from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
 from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.steptime import StepTime
@@ -200,20 +200,15 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
 
 # --- specs ---------------------------------------------------------------------------------------
 
-KINDS = ("none", "hybrid", "ngram", "model", "eagle3")
-
 
 def test_members_of_a_spec() -> None:
-    spec = DraftSpec.parse("hybrid:ngram:min=2,max=4+eagle3:a+b/head,nodes=8+model:draft", KINDS)
-    assert spec.kind == "hybrid"
-    assert spec.members(KINDS) == [
-        DraftSpec("ngram", None, {"min": "2", "max": "4"}),
-        DraftSpec("eagle3", "a+b/head", {"nodes": "8"}),
-        DraftSpec("model", "draft"),
-    ]
+    text = "hybrid:ngram:min=2+eagle3:a+b/head,nodes=8+model:draft"
+    spec = parse_draft(text)
+    assert spec == Hybrid(NGram(min=2), Eagle3("a+b/head", nodes=8), DraftModel("draft"))
+    assert str(spec) == text and len(spec.members()) == 3
 
 
 @pytest.mark.parametrize("text", ["hybrid", "hybrid:", "hybrid:none+ngram", "hybrid:some/path"])
 def test_a_spec_without_known_members_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="begins with no known kind; join members with"):
-        DraftSpec.parse(text, KINDS).members(KINDS)
+        parse_draft(text)

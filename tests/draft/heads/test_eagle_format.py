@@ -338,8 +338,8 @@ LANGUAGE_MODEL = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(24, 24)}
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (MEDUSA, "Medusa heads; use --draft medusa:PATH"),
-        (LANGUAGE_MODEL, "a language model; use --draft PATH"),
+        (MEDUSA, "Medusa heads; use --draft medusa:"),
+        (LANGUAGE_MODEL, "a language model; use --draft "),
         ({"other": torch.zeros(2)}, "weights of another kind"),
     ],
 )

@@ -95,13 +95,16 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
         return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
     if any("medusa" in key or key[:1].isdigit() or key.startswith("blocks.") for key in own):
         return "Medusa heads", "medusa"
-    return ("a language model" if any("attn" in key for key in own) else "other weights"), ""
+    model = any("attn" in key for key in own)
+    return ("a language model" if model else "weights of another kind"), ""
 
 
 def another_kind(checkpoint: Checkpoint, wanted: str) -> ModelLoadError:
     """The error for a folder that holds something else than ``wanted``."""
     (what, kind), name = weights_kind(checkpoint.tensors), checkpoint.name
-    advice = f"use --draft {kind}:{name} for that" if kind else f"use --draft {name} for a model"
+    advice = f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
+    if what == "a language model":
+        advice = f"use --draft {name} to draft with it"
     return ModelLoadError(f"{name} holds no {wanted} but {what}; {advice}")
 
 
@@ -116,7 +119,7 @@ def check_target(
     ):
         if own != wanted:
             raise ModelLoadError(
-                f"{what}{trained} fits a target with {size} {own}, but this one has {wanted}; "
+                f"{what}{trained}: made for a target with {size} {own}, but this one has {wanted}; "
                 "use one that was trained for this target"
             )
 
