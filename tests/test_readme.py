@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from paceline import ModelLoadError
 from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
-from paceline.drafters import BUILT_IN
+from paceline.drafters import RECORDS
 from paceline.model.names import BUILT_IN, resolve
 from tiny_models import TinyPair
 
@@ -137,7 +137,7 @@ def test_the_tour_names_what_exists() -> None:
         assert re.search(defined, source, re.M), f"`{word}` is not in the code"
 
 
-@pytest.mark.parametrize("record", BUILT_IN, ids=lambda record: record.kind)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.kind)
 def test_every_drafter_has_a_page(record: type[DraftSpec]) -> None:
     """It shows the kind as a spec, and the table of drafters links to it."""
     table = (ROOT / "docs" / "drafters" / "README.md").read_text(encoding="utf-8")

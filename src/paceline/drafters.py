@@ -36,7 +36,7 @@ from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
 from paceline.pace.joined import Hybrid
 
-BUILT_IN: tuple[type[DraftSpec], ...] = (
+RECORDS: tuple[type[DraftSpec], ...] = (
     NoDraft,
     NGram,
     Suffix,
@@ -126,7 +126,7 @@ def _loaded(entry: EntryPoint) -> type[DraftSpec]:
     return record
 
 
-DRAFTERS = Registry(BUILT_IN, entry_points(group=GROUP))
+DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:

@@ -15,8 +15,8 @@ from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.ngram import NGram
 from paceline.draft.spec import DraftSpec, Loading, Prepared, TreeSpec
 from paceline.drafters import (
-    BUILT_IN,
     DRAFTERS,
+    RECORDS,
     DraftModel,
     Eagle3,
     Hybrid,
@@ -172,7 +172,7 @@ def entry(name: str, value: str) -> EntryPoint:
 
 def test_kinds_of_other_packages_are_loaded_when_asked_for() -> None:
     here = f"{__name__}:Counting"
-    found = Registry(BUILT_IN, [entry("counting", here), entry("ngram", here)])
+    found = Registry(RECORDS, [entry("counting", here), entry("ngram", here)])
     assert "counting" in found and list(found)[-1] == "counting" and len(found) == 15
     assert found["counting"].kind == "counting" and found["ngram"] is NGram
 
@@ -187,12 +187,12 @@ def test_kinds_of_other_packages_are_loaded_when_asked_for() -> None:
 )
 def test_broken_packages_are_told_in_one_line(value: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        Registry(BUILT_IN, [entry("broken", value)])["broken"]
+        Registry(RECORDS, [entry("broken", value)])["broken"]
     assert "\n" not in str(caught.value) and "'broken'" in str(caught.value)
 
 
 def test_trees_have_a_shape_for_tune() -> None:
-    for record in BUILT_IN:
+    for record in RECORDS:
         if issubclass(record, TreeSpec) and record.holds != "nothing":
             spec = parse_draft(f"{record.kind}:path,branching=3x1")
             assert list(spec.variants()) == ["3x1"]

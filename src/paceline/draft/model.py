@@ -27,7 +27,7 @@ from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary.matching import Match, match_vocabularies
-from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary, Vocabulary
+from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
 from paceline.model.gguf import gguf_file
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import resolve
@@ -60,18 +60,17 @@ class DraftModel(TreeSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         model, match = self._load(loading)
-        policy, widths = self.policy(), (loading.target.vocab_size, model.vocab_size)
+        policy = self.policy()
 
         def build(context: DraftContext) -> Drafter:
             texts = match is not None and match.method == "string"
             # The end of a re-tokenised text may change, and a shared block must not.
             cache = context.new_cache(model.cache_shapes, model.dtype, share=not texts)
-            vocabulary: Vocabulary = SharedVocabulary(*widths)
-            if match is not None and texts:
-                vocabulary = SharedVocabulary(model.vocab_size, model.vocab_size)
-            elif match is not None:
+            own, vocab = model.vocab_size, loading.target.vocab_size
+            vocabulary = SharedVocabulary(own if texts else vocab, own)
+            if match is not None and not texts:
                 vocabulary = Intersection(
-                    match.target, match.draft, match.pairs, widths, model.device, match.share
+                    match.target, match.draft, match.pairs, (vocab, own), model.device, match.share
                 )
             drafter = ModelDrafter(model, cache, vocabulary, context.generator, policy, self.kind)
             return StringDrafter(drafter, match) if match is not None and texts else drafter
@@ -137,7 +136,7 @@ class ModelDrafter(LevelDrafter):
         self,
         model: CausalModel,
         cache: PagedCache,
-        vocabulary: Vocabulary,
+        vocabulary: SharedVocabulary,
         generator: torch.Generator | None,
         policy: Policy,
         name: str = "model",

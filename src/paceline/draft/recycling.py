@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.base import LookupDrafter
-from paceline.draft.spec import DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target
 from paceline.draft.trees.shape import Shape, best_shape
 
 # How often the target's next token was candidate number 1, 2, ... of the list of the token before
@@ -105,6 +106,10 @@ class Recycling(DraftSpec):
     def prepare(self, loading: Loading) -> Prepared:
         drafter = RecyclingDrafter(loading.target.device, loading.target.vocab_size, self)
         return Prepared(lambda context: drafter)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        RecyclingDrafter("cpu", target.vocab_size, self)  # checks k
+        return super().examine(target)
 
 
 class RecyclingDrafter(LookupDrafter):

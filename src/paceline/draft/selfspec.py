@@ -13,7 +13,7 @@ the same step writes the target's own::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,8 +114,7 @@ class LayerSkip(TreeSpec):
 
         def build(context: DraftContext) -> Drafter:
             search = SkipSearch(choice, count, self.tries)
-            own = whole, context.cache, self.policy(), context.generator
-            return SwiftDrafter(*own, search, self.window, self.interval)
+            return SwiftDrafter(whole, context.cache, context.generator, search, self)
 
         return Prepared(build)
 
@@ -150,26 +149,19 @@ class SelfDrafter(LevelDrafter):
         self.view = view
 
     def _feed(self, item: Slice) -> Feed | None:
-        return (
-            Feed(item.seq.seq_id, item.seq.cached, item.seq.pending) if self._fits(item) else None
-        )
-
-    def _fits(self, item: Slice) -> bool:
-        """Whether a sequence drafts in this step; then the cache has room for what is run.
+        """The pending tokens, if there is room for what is run.
 
         The scheduler reserved indices for a tree. A best-first tree feeds nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
-        if not item.draft_length or not item.decodes or item.scheduled > _MOST_PENDING:
-            return False
-        if self._policy.depth(item.draft_length) < 1:
-            return False
-        seq, nodes = item.seq, self._policy.max_expanded(item.draft_length)
+        seq, length = item.seq, item.draft_length
+        if not item.decodes or item.scheduled > _MOST_PENDING or not self._policy.depth(length):
+            return None
         try:
-            self.cache.reserve(seq.seq_id, len(seq.tokens) + nodes)
+            self.cache.reserve(seq.seq_id, len(seq.tokens) + self._policy.max_expanded(length))
         except OutOfBlocksError:
-            return False
-        return True
+            return None
+        return Feed(seq.seq_id, seq.cached, seq.pending)
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
         return self.view(self.cache.batch_of(feeds), self.cache).logits
@@ -184,48 +176,28 @@ class SelfDrafter(LevelDrafter):
         """There is no state of its own."""
 
 
-@dataclass
-class _Window:
-    """Generated tokens that sets of layers are compared on: the choices after cached tokens.
-
-    A forward starts at ``start``, a block boundary; scored are the choices after the tokens
-    ``first .. end - 1``. ``waiting`` sets are still to be scored.
-    """
-
-    seq: SequenceState
-    start: int
-    first: int
-    end: int
-    waiting: list[Layers]
-    scores: list[tuple[Layers, float]] = field(default_factory=list)
-
-
 class SwiftDrafter(SelfDrafter):
-    """Skips a set of layers that it improves while it generates: a trial every few steps.
+    """Skips a set of layers that it improves while it generates.
 
-    A trial is one forward of a view over ``window`` tokens, in every ``interval``-th step; steps
-    without drafts, which are cheaper, count a quarter. One set serves all sequences. Only the
-    speed depends on it.
+    Sets are compared on the last ``window`` tokens of one sequence, by a forward each; one forward
+    goes with ``interval`` steps, of which those without drafts, which are cheaper, count a quarter.
+    One set serves all sequences. Only the speed depends on it.
     """
 
     def __init__(
         self,
-        view: LayerView,
+        whole: LayerView,
         cache: PagedCache,
-        policy: Policy,
         generator: torch.Generator | None,
         search: SkipSearch,
-        window: int = 32,
-        interval: int = 32,
-        name: str = "layer_skip",
+        spec: LayerSkip,
     ) -> None:
-        super().__init__(_without(view, search.best), cache, policy, generator, name)
+        view = _without(whole, search.best)
+        super().__init__(view, cache, spec.policy(), generator, spec.kind)
         self._search = search
-        self._size = window
-        self._interval = interval
-        self._due = 0.0  # reaches the interval when a trial is due
+        self._size, self._interval = spec.window, spec.interval
+        self._due = 0.0  # reaches the interval when sets are to be compared
         self._seqs: dict[int, SequenceState] = {}
-        self._window: _Window | None = None
 
     @property
     def skipped(self) -> Layers:
@@ -233,71 +205,54 @@ class SwiftDrafter(SelfDrafter):
         return self._search.best
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        self._seqs.update((seq.seq_id, seq) for seq in plan.seqs)
+        self._seqs.update((item.seq.seq_id, item.seq) for item in plan.slices)
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Now and then, score a set."""
+        """Now and then, compare sets on the sequence that has generated most."""
         if self._search.over:
             return
         self._due += 1.0 if any(commit.drafted for commit in commits) else 0.25
         if self._due < self._interval:
             return
         self._due = 0.0
-        if self._window is None:
-            self._window = self._choose_window(commits)
-        if self._window is not None:
-            self._try(self._window)
-
-    def _try(self, window: _Window) -> None:
-        layers = window.waiting.pop(0)
-        share = self._score(_without(self.view, layers), window)
-        if share is None:
-            self._window = None
-            return
-        window.scores.append((layers, share))
-        if not window.waiting:
-            self._window = None
-            self._search.hear(window.scores)
-            self.view = _without(self.view, self._search.best)
-
-    def _choose_window(self, commits: Sequence[Commit]) -> _Window | None:
-        """The newest tokens of the sequence that has generated most; None if that is too few."""
         # In a hybrid, other drafters' sequences are committed as well.
         ids = [c.seq_id for c in commits if c.tokens and c.finish_reason is None]
         going = [self._seqs[seq_id] for seq_id in ids if seq_id in self._seqs]
         seq = max(going, key=lambda seq: seq.generated, default=None)
-        if seq is None or seq.generated < self._size:
-            return None
-        first = seq.cached - self._size
-        start = first - first % self.cache.block_size
+        if seq is None or seq.cached - seq.prompt_length < self._size:
+            return
         sets = self._search.sets()
-        return _Window(seq, start, first, seq.cached, sets) if sets else None
+        self._due -= self._interval * max(0, len(sets) - 1)
+        found = [(layers, self._score(_without(self.view, layers), seq)) for layers in sets]
+        scores = [(layers, share) for layers, share in found if share is not None]
+        if sets and len(scores) == len(sets):
+            self._search.hear(scores)
+            self.view = _without(self.view, self._search.best)
 
-    def _score(self, view: LayerView, window: _Window) -> float | None:
-        """Share of the window's tokens that a view predicts; None if there is no room to try.
+    def _score(self, view: LayerView, seq: SequenceState) -> float | None:
+        """Share of the last cached tokens that a view predicts; None if there is no room to try.
 
         Its keys and values go to blocks of their own: those of the target stay as they are.
         """
-        cache, tokens = self.cache, window.seq.tokens
-        cache.borrow(_TRIAL, window.seq.seq_id, window.start)
+        cache, end = self.cache, seq.cached
+        first = end - self._size
+        start = first - first % cache.block_size
+        cache.borrow(_TRIAL, seq.seq_id, start)
         try:
-            cache.reserve(_TRIAL, window.end)
-            feed = Feed(_TRIAL, window.start, tokens[window.start : window.end])
-            batch = replace(cache.batch_of([feed]), logit_rows=None)
-            choices: list[int] = view(batch, cache).logits.argmax(-1).tolist()
+            cache.reserve(_TRIAL, end)
+            batch = cache.batch_of([Feed(_TRIAL, start, seq.tokens[start:end])])
+            logits = view(replace(batch, logit_rows=None), cache).logits
         except OutOfBlocksError:
             return None
         finally:
             cache.free(_TRIAL)
-        wanted = tokens[window.first + 1 : window.end + 1]
-        pairs = zip(choices[window.first - window.start :], wanted, strict=True)
+        choices: list[int] = logits.argmax(-1).tolist()
+        pairs = zip(choices[first - start :], seq.tokens[first + 1 : end + 1], strict=True)
         return sum(choice == token for choice, token in pairs) / self._size
 
     def forget(self, seq_id: int) -> None:
         self._seqs.pop(seq_id, None)
-        if self._window is not None and self._window.seq.seq_id == seq_id:
-            self._window = None
 
 
 def _without(view: LayerView, skipped: Sequence[int]) -> LayerView:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -18,7 +18,6 @@ from typing import (
     Literal,
     Protocol,
     TypeVar,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -175,9 +174,6 @@ class DraftSpec(ABC):
     def examine(self, target: Target, read: Any = None) -> Examined:
         """What is to be said before anything is loaded; ``read`` is a head's checkpoint, its
         tensors without values. Raises ConfigError and ModelLoadError."""
-        # Prepared as for the engine, which reads files and checks options against the vocabulary.
-        stand_in = SimpleNamespace(device=torch.device("cpu"), vocab_size=target.vocab_size)
-        self.prepare(cast(Loading, SimpleNamespace(target=stand_in)))
         return self.noted("draft-free", f"{self.kind} needs no weights and no cache of its own")
 
     def noted(self, code: str, text: str) -> Examined:

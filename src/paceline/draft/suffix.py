@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
-from paceline.draft.spec import DraftSpec, Loading, Prepared, option
+from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.draft.suffix_tree import SuffixTree
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
@@ -83,6 +84,10 @@ class Suffix(DraftSpec):
     def prepare(self, loading: Loading) -> Prepared:
         drafter = SuffixDrafter(loading.target.device, loading.target.vocab_size, self)
         return Prepared(lambda context: drafter)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        SuffixDrafter("cpu", target.vocab_size, self)  # reads the file
+        return super().examine(target)
 
 
 @dataclass
