@@ -6,19 +6,19 @@ A head is one layer, so Python and small operations are most of what it costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, rotary_frequencies
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.vocabulary.shared import widened
 from paceline.model.backends.base import Attend
 from paceline.model.backends.reference.lean import LeanLayer, Residual, Rotary
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.reference.prepack import prepack_modules
 from paceline.model.backends.reference.products import Product, merged_product, product_of
-from paceline.model.backends.reference.recognise import relative_error
-
-_TABLE_BYTES = 64 << 20
+from paceline.model.backends.reference.recognise import make_rotary, relative_error
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class LeanEagle:
         """See EagleHead."""
         if self.draft_ids is None:
             return logits
-        full = logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf"))
-        return full.index_copy_(1, self.draft_ids, logits)
+        return widened(logits, self.draft_ids, self.config.vocab_size)
 
 
 @torch.inference_mode()
@@ -121,7 +120,8 @@ def _lean(head: EagleHead, positions: int) -> LeanEagle | None:
     ids = None
     if config.draft_vocab_size < config.vocab_size:
         ids = head.to_target_ids(torch.arange(config.draft_vocab_size, device=head.d2t.device))
-    rotary = _rotary(config, positions, mlp_norm.weight)
+    longest = SimpleNamespace(max_position_embeddings=positions)
+    rotary = make_rotary(head.rotary, longest, config.head_dim, mlp_norm.weight)
     return LeanEagle(
         config,
         head.cache_shape,
@@ -133,28 +133,6 @@ def _lean(head: EagleHead, positions: int) -> LeanEagle | None:
         rotary,
         ids,
     )
-
-
-def _rotary(config: EagleConfig, positions: int, like: torch.Tensor) -> Rotary:
-    """Cosines and signed sines (see lean.py), from a table where that is not too large."""
-    frequencies, factor = rotary_frequencies(config)
-    frequencies = frequencies.to(like.device)
-
-    def compute(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = rows[:, None].to(torch.float32) * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return both[0].to(like.dtype)[:, None], both[1].to(like.dtype)[:, None]
-
-    if positions * 2 * config.head_dim * like.element_size() > _TABLE_BYTES:
-        return compute
-    table = torch.cat(compute(torch.arange(positions, device=like.device)), 1)
-
-    def look_up(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = table.index_select(0, rows)
-        return found[:, :1], found[:, 1:]
-
-    return look_up
 
 
 _Probe = tuple[torch.Tensor, torch.Tensor]

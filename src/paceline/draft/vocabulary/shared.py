@@ -210,6 +210,12 @@ class Intersection(SharedVocabulary):
         return self._source[tokens]
 
 
+def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
+    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
+
+
 # -- what a token of a tokenizer.json stands for ---------------------------------------------------
 
 
