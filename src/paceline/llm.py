@@ -15,6 +15,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
+from paceline.draft.base import with_members
 from paceline.draft.spec import Loading
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
@@ -369,9 +370,7 @@ class LLM:
 
 def _vocabulary_of(drafter: Any) -> str | None:
     """What a drafter, or those it is made of, say about another vocabulary."""
-    members = getattr(drafter, "members", ())
-    parts = members.values() if isinstance(members, dict) else members
-    found = [getattr(drafter, "vocabulary", None), *map(_vocabulary_of, parts)]
+    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
     return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 

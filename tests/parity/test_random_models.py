@@ -18,7 +18,7 @@ from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import with_members
 from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
 from paceline.pace.hybrid import HybridDrafter, _Pick
@@ -75,14 +75,6 @@ def plain(folders: dict[str, str]) -> Iterator[LLM]:
     llm.close()
 
 
-def drafters_of(drafter: Drafter) -> Iterator[Drafter]:
-    """It, and the members of a hybrid or a router."""
-    yield drafter
-    members = getattr(drafter, "members", ())
-    for member in members.values() if isinstance(members, dict) else members:
-        yield from drafters_of(member)
-
-
 def texts(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> list[list[int]]:
     return [completion.token_ids for completion in answers(llm, params, prompts)]
 
@@ -91,7 +83,7 @@ def answers(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) ->
     """The completions; behind them the caches are whole, and nothing is kept."""
     result = llm.generate(prompts, params)
     llm.engine.cache.check()
-    for drafter in drafters_of(llm.engine.drafter):
+    for drafter in with_members(llm.engine.drafter):
         drafts = getattr(drafter, "cache", None)
         if drafts is not None:
             drafts.check()
@@ -207,7 +199,7 @@ def test_drafters_side_by_side_in_one_batch(
         drafted = [completion.stats.drafted_tokens for completion in got]
         assert drafted[-1] == 0
         assert length == "auto" or min(drafted[0], drafted[2], drafted[3]) > 0
-    for drafter in drafters_of(llm.engine.drafter):
+    for drafter in with_members(llm.engine.drafter):
         own = getattr(drafter, "cache", None)
         assert own is None or own.pool.available == own.num_blocks
     llm.close()

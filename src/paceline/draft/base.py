@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -63,12 +63,17 @@ class Drafter(Protocol):
         ...
 
 
+def with_members(drafter: Any) -> Iterator[Any]:
+    """A drafter, and those it is made of."""
+    yield drafter
+    members = getattr(drafter, "members", ())
+    for member in members.values() if isinstance(members, dict) else members:
+        yield from with_members(member)
+
+
 def held_bytes(drafter: Any) -> int:
     """Memory that a drafter, or those it is made of, keep of the target's features right now."""
-    members = getattr(drafter, "members", ())
-    parts = members.values() if isinstance(members, dict) else members
-    own = getattr(drafter, "held_bytes", None)
-    return (own() if own else 0) + sum(map(held_bytes, parts))
+    return sum(own.held_bytes() for own in with_members(drafter) if hasattr(own, "held_bytes"))
 
 
 class LookupDrafter:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from paceline.core.batch import Plan, Slice
+from paceline.core.draws import draft
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.rehearsal import rehearse_level
 from paceline.model.paged.cache import Feed, PagedCache
+
+_BLOCKS = 4  # of context when rehearsing: about what the target's own costs are measured with
 
 
 class LevelDrafter(ABC):
@@ -80,13 +86,45 @@ class LevelDrafter(ABC):
     def _finish(self, tree: Growing) -> TokenTree:
         return tree.finish()[0]
 
+    @torch.inference_mode()
     def rehearse(self, batch_size: int) -> None:
-        """One level of each sequence's tree: the forward and the choice."""
-        rehearse_level(
-            self._logits,
-            self.cache,
-            batch_size,
-            self._max_positions,
-            self._generator,
-            self._policy,
-        )
+        """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
+        cache, most = self.cache, self._max_positions
+        width = min(self._policy.max_expanded(2), most // 2, cache.block_size)
+        with _stand_ins(cache, batch_size, most, max(width, 1)) as (seqs, context):
+            trees = [self._policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
+            made_up = torch.zeros(1, trees[0].width, device=cache.device)
+            if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
+                # Trees of one level: their only pass is over the committed token.
+                logits = self._logits([Feed(seq.seq_id, context, (0,)) for seq in seqs])
+                draft(logits, Rows(tuple(seqs), (0,) * len(seqs)), 1, self._generator)
+                return
+            logits = self._logits([level_feed(tree, context) for tree in trees])
+            counts = [len(tree.fresh) for tree in trees]
+            found = candidates(trees, counts, logits, self._generator)
+            for tree, part in zip(trees, found, strict=True):
+                tree.extend(*part)
+                tree.finish()
+
+
+@contextmanager
+def _stand_ins(
+    cache: PagedCache, batch_size: int, max_positions: int, nodes: int
+) -> Iterator[tuple[list[SequenceState], int]]:
+    """``batch_size`` made-up sequences with room for ``nodes``, and how many tokens they have.
+
+    As many as the cache has room for. It is as before afterwards.
+    """
+    size = cache.block_size
+    blocks = max(1, min(_BLOCKS, cache.num_blocks, max_positions // size))
+    count = max(1, min(batch_size, cache.num_blocks // blocks))
+    context = max(1, min(blocks * size, max_positions) - nodes)
+    seqs = [SequenceState(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
+    for seq in seqs:
+        cache.admit(seq.seq_id, seq.tokens)
+        cache.reserve(seq.seq_id, context + nodes)
+    try:
+        yield seqs, context
+    finally:
+        for seq in seqs:
+            cache.free(seq.seq_id)
