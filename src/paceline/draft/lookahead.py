@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Loading, Prepared
@@ -172,7 +172,7 @@ class LookaheadDrafter(LookupDrafter):
             state.drafted.append(_Column(column, node + 1))
         return tokens, parents
 
-    def _start(self, seq: SequenceState) -> _State:
+    def _start(self, seq: SequenceView) -> _State:
         """Any tokens will do to begin with: those the text begins with, one for each place."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.core.batch import Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.trees.trie import merge
@@ -111,14 +111,15 @@ class NGramDrafter(LookupDrafter):
         index = self._indices.get(seq.seq_id)
         if index is None:
             index = self._indices[seq.seq_id] = NGramIndex(spec.min, spec.max)
-        index.extend(seq.tokens, self._allowed(seq))
+        tokens = seq.tokens[:]
+        index.extend(tokens, self._allowed(seq))
         levels = min(item.draft_length, spec.length)
-        matches = list(index.matches(seq.tokens))
+        matches = list(index.matches(tokens))
         self._matched[seq.seq_id] = matches[0][1] if matches else 0
-        found = (_continuation(seq.tokens, end, levels) for end, _ in matches)
+        found = (_continuation(tokens, end, levels) for end, _ in matches)
         return merge(found, self.max_nodes(item.draft_length), _BRANCH)
 
-    def _allowed(self, seq: SequenceState) -> range:
+    def _allowed(self, seq: SequenceView) -> range:
         """Positions at which a continuation may begin."""
         first = seq.prompt_length if self._spec.source == "output" else 0
         last = seq.prompt_length if self._spec.source == "prompt" else len(seq.tokens)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import (
@@ -197,7 +197,7 @@ class SwiftDrafter(SelfDrafter):
         self._search = search
         self._size, self._interval = spec.window, spec.interval
         self._due = 0.0  # reaches the interval when sets are to be compared
-        self._seqs: dict[int, SequenceState] = {}
+        self._seqs: dict[int, SequenceView] = {}
 
     @property
     def skipped(self) -> Layers:
@@ -230,7 +230,7 @@ class SwiftDrafter(SelfDrafter):
             self._search.hear(scores)
             self.view = _without(self.view, self._search.best)
 
-    def _score(self, view: LayerView, seq: SequenceState) -> float | None:
+    def _score(self, view: LayerView, seq: SequenceView) -> float | None:
         """Share of the last cached tokens that a view predicts; None if there is no room to try.
 
         Its keys and values go to blocks of their own: those of the target stay as they are.

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
@@ -92,9 +91,10 @@ class Suffix(DraftSpec):
 
 @dataclass
 class _Local:
-    """A request being decoded, the suffix tree of its prompt and output, and its last match."""
+    """A request being decoded: its text from the end of the prompt on, the suffix tree of all of
+    it, and its last match."""
 
-    seq: SequenceState
+    text: list[int]
     tree: SuffixTree
     match: int = 0
 
@@ -148,9 +148,10 @@ class SuffixDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
-            if item.seq.seq_id not in self._locals:
-                tree = SuffixTree(self.options.max_depth)
-                self._locals[item.seq.seq_id] = _Local(item.seq, tree)
+            seq = item.seq
+            if seq.seq_id not in self._locals:
+                text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
+                self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
         return super().propose(plan)
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
@@ -175,9 +176,12 @@ class SuffixDrafter(LookupDrafter):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
-            if commit.finish_reason is not None and commit.seq_id in self._locals:
-                seq = self._locals[commit.seq_id].seq
-                self._finished.append(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+            local = self._locals.get(commit.seq_id)
+            if local is None:
+                continue
+            local.text += commit.tokens
+            if commit.finish_reason is not None:
+                self._finished.append(local.text)
                 self._bound_finished()
 
     def _bound_finished(self) -> None:

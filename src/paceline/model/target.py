@@ -247,7 +247,7 @@ def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Bat
     positions = torch.arange(context, 2, device=device).repeat(copies)
     slots = torch.arange(context, context + new * copies, device=device)
     spans = tuple(Span(i, i * new, context, new) for i in range(copies))
-    return Batch(ids, positions, slots, spans, tuple([i] for i in range(copies)))
+    return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
@@ -270,7 +270,7 @@ class EagleDrafter(LevelDrafter):
         state.rows += _row_keys(seq.tokens, state.start, tokens)
         return Feed(seq.seq_id, context, tokens, wants_logits=drafts)
 
-    def _admit(self, seq: SequenceState, state: _State) -> None:
+    def _admit(self, seq: SequenceView, state: _State) -> None:
         """Start the cache of a sequence, from rows of an earlier one that began alike."""
         keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
         shared = self.cache.admit(seq.seq_id, keys)
