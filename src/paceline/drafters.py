@@ -145,7 +145,7 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
     if isinstance(draft, DraftSpec):
         return replace(draft.prepare(loading), names=(draft.kind,))
     missing = [n for n in dir(Drafter) if not n.startswith("_") and not hasattr(draft, n)]
-    if missing or not hasattr(draft, "name"):
+    if missing:
         raise ConfigError(
             f"draft {draft!r} is neither a spec nor a drafter: it lacks {', '.join(missing)}; "
             "see docs/drafters/your_own.md"

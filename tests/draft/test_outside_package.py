@@ -46,7 +46,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     into = root / "site"
     subprocess.run([*pip, "install", *quiet, "--target", str(into), str(wheel)], check=True)
     paths = [str(into), str(ROOT / "src")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    return {**own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run(words: list[str], environment: dict[str, str]) -> str:

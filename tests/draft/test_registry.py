@@ -131,7 +131,7 @@ class CountingDrafter(LookupDrafter):
 
     def guess(self, item: Slice) -> tuple[list[int], range]:
         last, length = item.seq.tokens[-1], item.draft_length
-        return list(range(last + 1, last + 1 + length)), range(-1, length - 1)
+        return [(last + n) % 4096 for n in range(1, 1 + length)], range(-1, length - 1)
 
 
 @dataclass(frozen=True)
