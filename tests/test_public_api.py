@@ -90,6 +90,8 @@ def test_llm_signature() -> None:
         "seed",
         "lossy",
         "profile",
+        "backend",
+        "quantize",
     ]
     for method in ("generate", "stream", "chat", "close"):
         assert callable(getattr(paceline.LLM, method))
@@ -123,6 +125,7 @@ def test_completion_and_its_stats() -> None:
         "time_to_first_token",
         "reached_per_position",
         "arrivals",
+        "cached_tokens",
     ]
 
 

@@ -6,16 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.cli.train import RunOptions
-from paceline.cli.training import TextOptions
-from paceline.train.lm import LMConfig
 
 SIZES = [
     f"--{name}={value}"
@@ -41,16 +37,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     record = {"text": "The dog saw the cat and the cat saw the dog.", "license": "MIT"}
     path.write_text("".join(json.dumps(record) + "\n" for _ in range(40)))
     return str(path)
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    defaults = {item.name: item.default for item in fields(LMConfig)}
-    options = {}
-    for item in (*fields(RunOptions), *fields(TextOptions)):
-        factory = item.default_factory
-        options[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    assert options == defaults
 
 
 def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.train.acceptance import total
 from paceline.train.draft import DraftConfig, DraftTrainer
-from paceline.train.lm import LMConfig, LMTrainer, Progress
+from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.losses import distillation_loss, total_variation
+from paceline.train.trainer import Progress
 from tiny_models import TinyPair
 
 SUBJECTS = ("Lily", "Tom", "the cat", "a little dog", "the king", "my friend Anna")

@@ -16,9 +16,9 @@ from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
-from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.observed import Observed
+from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places, UnrolledAttention
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
@@ -96,7 +96,7 @@ def finished(config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory)
 def train(
     config: EagleTrainConfig,
     out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> EagleTrainer:
     trainer = EagleTrainer(config, out, device="cpu")
     trainer.run(report, eval_every=30)
@@ -152,7 +152,7 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
 
 
 def test_the_head_learns_what_the_target_says(config: EagleTrainConfig, tmp_path: Path) -> None:
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = EagleTrainer(config, tmp_path, device="cpu")
     before = total(trainer.measure().values()).mean_accepted_length
     trainer.run(seen.append, eval_every=30)
@@ -169,7 +169,7 @@ def test_version_1_predicts_features_and_tokens(
     config: EagleTrainConfig, tmp_path: Path, steps: int
 ) -> None:
     own = replace(config, version=1, feature_layers=(), draft_vocab_size=0, ttt_steps=steps)
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = train(replace(own, steps=30), tmp_path, seen.append)
     assert trainer.feature_layers == (3,)
     assert seen[-1].loss < 0.8 * seen[0].loss
@@ -194,7 +194,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 ) -> None:
     short = replace(config, steps=12, cache_features=cached)
 
-    def cut(progress: HeadProgress) -> None:
+    def cut(progress: Progress) -> None:
         if progress.step == 5:
             trainer.save_checkpoint()
         if progress.step == 7:  # two steps that the checkpoint does not know

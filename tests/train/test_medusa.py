@@ -16,9 +16,9 @@ from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.spec import TargetShape
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
-from paceline.train.heads import HeadProgress
 from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
+from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
@@ -96,7 +96,7 @@ def finished(config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory
 def train(
     config: MedusaTrainConfig,
     out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> MedusaTrainer:
     trainer = MedusaTrainer(config, out, device="cpu")
     trainer.run(report, eval_every=30)
@@ -142,7 +142,7 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_heads_learn(config: MedusaTrainConfig, tmp_path: Path, shared: bool) -> None:
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = MedusaTrainer(replace(config, shared_head=shared), tmp_path, device="cpu")
     before = total(trainer.measure().values()).mean_accepted_length
     untouched = {k: v.clone() for k, v in trainer.target.state_dict().items()}
@@ -163,7 +163,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 ) -> None:
     short = replace(config, steps=12, joint=joint, joint_after=3, held_out=2)
 
-    def cut(progress: HeadProgress) -> None:
+    def cut(progress: Progress) -> None:
         if progress.step == 5:
             trainer.save_checkpoint()
         if progress.step == 7:  # two steps that the checkpoint does not know
@@ -188,7 +188,7 @@ def test_medusa_2_trains_the_target_after_the_heads(
     before = {k: v.clone() for k, v in trainer.target.state_dict().items()}
     alone: list[bool] = []
 
-    def watch(progress: HeadProgress) -> None:
+    def watch(progress: Progress) -> None:
         if progress.step == 6:
             alone.append(same(before, trainer.target.state_dict()))
 

@@ -79,7 +79,9 @@ class DraftModel(TreeSpec):
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
         """The model, and how its vocabulary is used if it is another one."""
         target, tokenizer = loading.target, loading.tokenizer
-        draft = CausalModel.load(self.path, loading.dtype, str(target.device), check_values=True)
+        draft = CausalModel.load(
+            self.path, loading.dtype, str(target.device), check_values=True, backend=target.asked
+        )
         folder = Path(resolve(self.path))
         own = tokenizer
         if (
