@@ -13,7 +13,7 @@ from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.hybrid import Hybrid
+from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.risk import Risk
 
 STEP = 1.0  # seconds of a target step over one token
@@ -82,7 +82,7 @@ def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
     return Profile.of(drafter, LONGEST, seconds)
 
 
-def calibrated(hybrid: Hybrid, mistaken: float = 1.0) -> tuple[Risk, tuple[int, ...]]:
+def calibrated(hybrid: HybridDrafter, mistaken: float = 1.0) -> tuple[Risk, tuple[int, ...]]:
     """What a hybrid asks, whose members are known by their places."""
     profiles = {n: profile(member, mistaken) for n, member in enumerate(hybrid.members)}
     risk = Risk(CostModel(costs(), profiles))
@@ -98,8 +98,8 @@ class Machine:
         the controller is told what drafting took."""
         self.parts = parts
         self.drafter = drafter
-        self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
-        if isinstance(drafter, Hybrid):
+        self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
+        if isinstance(drafter, HybridDrafter):
             risk, names = calibrated(drafter, mistaken)
             self.controller = AdaptiveLength(risk, {"it": names})
         else:

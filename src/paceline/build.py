@@ -13,7 +13,8 @@ from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
+from paceline.draft.spec import DraftContext, Prepared
+from paceline.drafters import BLOCK_SIZE
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
@@ -21,7 +22,7 @@ from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_toke
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.hybrid import Hybrid
+from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.measure import measure, measure_target
 from paceline.pace.risk import Risk
 from paceline.settings import EngineSettings
@@ -174,7 +175,7 @@ def adaptive_length(
     teams: dict[str, tuple[str, ...]] = {}
     for name, member in members.items():
         team = {name: member}
-        if isinstance(member, Hybrid):
+        if isinstance(member, HybridDrafter):
             team = {f"{name}/{place}": own for place, own in enumerate(member.members)}
             teams[name] = tuple(team)
             member.calibrate(risk, tuple(team))

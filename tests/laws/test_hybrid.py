@@ -58,7 +58,7 @@ class Sampler:
         return [TokenTree(self.tokens[:count], chain_parents(count), draw, self.q[:count])]
 
 
-class Looking(hybrid.Hybrid):
+class Looking(hybrid.HybridDrafter):
     """Drops what it has drawn if that is short, for something else: the bug."""
 
     def _draft(self, plan, found, picks):
@@ -103,7 +103,7 @@ def chooser(kind: type, passes: int) -> Drafter:
 @pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize("method", ["siblings", "block"])
 def test_a_hybrid_is_lossless(passes: int, method: str) -> None:
-    drafter = chooser(hybrid.Hybrid, passes)
+    drafter = chooser(hybrid.HybridDrafter, passes)
     assert error(Setting.random(3, PARAMS), drafter, 2, method) < EXACT
     assert {(Draw.IID, 1), (Draw.IID, 2)} <= drafter.seen  # what would tempt one to look
 
@@ -120,14 +120,14 @@ def test_judging_a_sampled_proposal_by_its_size_is_caught() -> None:
     guard = "if tree.draw is not Draw.POINT:"
     careless: ModuleType = mutated(hybrid, guard, "if False:")
     setting = Setting.random(3, PARAMS)
-    assert error(setting, chooser(careless.Hybrid, 0), 2, "siblings") > CAUGHT
+    assert error(setting, chooser(careless.HybridDrafter, 0), 2, "siblings") > CAUGHT
 
 
 def test_a_choice_by_the_past_alone_is_lossless_at_every_state() -> None:
     """Whatever the members' record, the distribution stays: here one of them is known to be
     useless."""
 
-    class Experienced(hybrid.Hybrid):
+    class Experienced(hybrid.HybridDrafter):
         def calibrate(self, risk, names):
             super().calibrate(risk, names)
             for _ in range(20):

@@ -77,7 +77,7 @@ class _Trial:
         self.ended = not children[self._node + 1]
 
 
-class Hybrid:
+class HybridDrafter:
     """The first of ``members`` whose draft is worth most for its measured cost, step by step.
 
     The order decides between equals. ``calibrate`` gives it the costs; until then, and with a

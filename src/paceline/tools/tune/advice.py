@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from paceline.drafters import DRAFTERS
 from paceline.tools.tune.plan import TuningOutcome
 from paceline.tools.tune.search import (
     MARGIN,
@@ -20,7 +21,6 @@ SMALLER = (10.0, 20.0)  # times that a draft model should be smaller than its ta
 WORTH = 0.4  # acceptance below which drafting is said not to pay
 LONGER = 0.8  # acceptance above which to draft longer
 _LONG = 4  # levels beyond which a draft is long
-_LOOKUP = ("ngram", "suffix")
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
 
 
@@ -120,8 +120,9 @@ def _longer(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterato
 
 
 def _copying(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
-    lookup = next((s for s in settings if s.method.family in _LOOKUP), None)
-    model = next((s for s in settings if s.method.family not in _LOOKUP), None)
+    kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
+    lookup = next((s for s in settings if s.method.family in kinds), None)
+    model = next((s for s in settings if s.method.family not in kinds), None)
     if lookup is None:
         return
     copies, gain = outcome.copied >= _COPIES, _gain(outcome, lookup)

@@ -280,7 +280,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     batch_size = 8 if contestant.batch == options.concurrency else contestant.batch
     used = contestant.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
-    best = max(used, key=lambda m: m.expected_tokens(m.longest), default=None)
+    best = max(used, key=lambda m: sum(m.survival), default=None)
     advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,
