@@ -150,7 +150,8 @@ def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -
             if length and part is partitions[-1]:
                 plain = part.cells.counts(place.plain)
                 tests.append((f"{name} / plain", homogeneity(counts, plain, part.slack)))
-            found += [DistributionTest(place.name, length, *test, *about) for test in tests]
+            for what, outcome in tests:
+                found.append(DistributionTest(place.name, length, what, outcome, *about))
         each = each_token(scorer, strings, _MARGIN, seed)
         if each is not None:
             about = (each.outcome.df + DEPTH, each.rounding, each.looked_at)
