@@ -10,20 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine_models import write_pair
-from paceline import LLM, ConfigError, SamplingParams
+from paceline import LLM, ConfigError, SamplingParams, tuned
 from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength
-from paceline.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    KnownCosts,
-    MachineIdentity,
-    Measured,
-    PassCosts,
-    TunedProfile,
-)
+from paceline.tuned import TunedProfile
 from tiny_models import TinyPair
 
 PROMPT = "Once upon a time there was a little"
@@ -43,11 +34,11 @@ def target(folders: tuple[str, str]) -> CausalModel:
 @pytest.fixture(scope="module")
 def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
     return TunedProfile(
-        version=VERSION,
+        version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=DraftChoice(f"model:{folders[1]}", "auto", 5),
-        engine=EngineChoice(3, "block"),
-        measured=Measured(
+        draft=tuned.DraftChoice(f"model:{folders[1]}", "auto", 5),
+        engine=tuned.EngineChoice(3, "block"),
+        measured=tuned.Measured(
             concurrency=2,
             temperature=0.0,
             prompts="some.jsonl",
@@ -61,13 +52,13 @@ def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
             break_even_batch=6,
             why=("it was faster", 'says "so"'),
         ),
-        costs=KnownCosts(
+        costs=tuned.KnownCosts(
             batches=(1, 2, 4),
             tokens=(1, 2, 8),
             target=((0.004, 0.004, 0.005), (0.005, 0.006, 0.008), (0.006, 0.009, 0.02)),
-            passes={"model": PassCosts((1, 4), (0.001, 0.002))},
+            passes={"model": tuned.PassCosts((1, 4), (0.001, 0.002))},
         ),
-        machine=MachineIdentity.of(target),
+        machine=tuned.MachineIdentity.of(target),
     )
 
 
@@ -239,7 +230,7 @@ def test_on_another_machine_costs_are_measured_anew(
 
 
 def test_costs_of_a_batch() -> None:
-    costs = KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
+    costs = tuned.KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
     steps = costs.steps(8)
     assert steps.batch == 4
     assert steps.target(1, 1) == 1.0

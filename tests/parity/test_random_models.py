@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import write_pair
+from engine_models import cramped, write_pair
 from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
@@ -247,17 +247,7 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, 
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
     unlimited = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
     expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
-    per_token = 2 * 2 * (2 * 2 * 8) * 4  # two models, layers x kv heads x (key + value) x float32
-    tight = LLM(
-        folders["target"],
-        f"model:{folders['draft']}",
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=160 * per_token,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
     tight.engine.cache.check()

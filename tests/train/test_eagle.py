@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,64 +10,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
+from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.heads import HeadProgress
-from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.observed import Observed
 from paceline.train.unrolled import Places, UnrolledAttention
-
-PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
-DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
-THINGS = ("a red ball", "the big tree", "some cake", "a shiny stone", "two books", "the sun")
+from training_runs import check_held_out, resumed, same_weights, talking_target, write_stories
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    with path.open("w") as file:
-        for _ in range(300):
-            story = [
-                f"Today {rng.choice(PEOPLE)} {rng.choice(DEEDS)} {rng.choice(THINGS)}."
-                for _ in range(4)
-            ]
-            file.write(json.dumps({"text": " ".join(story), "license": "MIT"}) + "\n")
-    return path
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_stories(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
 
 
 @pytest.fixture(scope="module")
-def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that says something: a head has nothing to learn from a random one."""
-    config = LMConfig(
-        data=(str(corpus),),
-        vocab_size=320,
-        hidden_size=32,
-        layers=3,
-        heads=2,
-        kv_heads=1,
-        ffn_size=64,
-        max_positions=128,
-        seq_len=48,
-        long_every=0,
-        batch_tokens=768,
-        micro_tokens=768,
-        steps=60,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-    )
-    return str(LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu").run())
+def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
 
 
 @pytest.fixture(scope="module")
-def config(corpus: Path, target: str) -> EagleTrainConfig:
+def config(corpus: str, target: str) -> EagleTrainConfig:
     return EagleTrainConfig(
         target=target,
-        data=(str(corpus),),
-        valid=(str(corpus),),
+        data=(corpus,),
+        valid=(corpus,),
         dtype="float32",
         draft_vocab_size=150,
         feature_layers=(1, 2, 3),
@@ -101,10 +67,6 @@ def train(
     trainer = EagleTrainer(config, out, device="cpu")
     trainer.run(report, eval_every=30)
     return trainer
-
-
-def weights(trainer: EagleTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.head.state_dict().items()}
 
 
 # -- the unrolled forward --------------------------------------------------------------------
@@ -184,32 +146,16 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(finished: EagleTrainer
     assert int(counts[chosen].min()) >= int(counts[~chosen].max())
 
 
-class Cut(Exception):
-    """Stands for a power cut between two steps."""
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_resumed_run_ends_with_the_same_weights(
     config: EagleTrainConfig, tmp_path: Path, cached: bool
 ) -> None:
     short = replace(config, steps=12, cache_features=cached)
 
-    def cut(progress: HeadProgress) -> None:
-        if progress.step == 5:
-            trainer.save_checkpoint()
-        if progress.step == 7:  # two steps that the checkpoint does not know
-            raise Cut
-
     whole = train(short, tmp_path / "whole")
-    trainer = EagleTrainer(short, tmp_path / "cut", device="cpu")
-    with pytest.raises(Cut):
-        trainer.run(cut, eval_every=30)
-    resumed = EagleTrainer(short, tmp_path / "cut", device="cpu")
-    assert resumed.step == 5
-    resumed.run(eval_every=30)
-    expected, found = weights(whole), weights(resumed)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert resumed.history == whole.history
+    again = resumed(lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30)
+    assert same_weights(whole.head, again.head)
+    assert again.history == whole.history
 
 
 def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_path: Path) -> None:
@@ -335,26 +281,10 @@ def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
 def test_held_out_acceptance_is_what_the_engine_measures(
     finished: EagleTrainer, target: str
 ) -> None:
-    folder = finished.out / "head"
-    measured = total(finished.measure().values())
-    texts = json.loads((finished.out / "held_out.json").read_text())["texts"]
-    length = finished.config.draft_length
-    llm = LLM(
-        target,
-        draft=f"eagle3:{folder},nodes=0",
-        dtype="float32",
-        device="cpu",
-        draft_length=length,
-    )
-    prompts = [text["token_ids"][: text["prompt"]] for text in texts]
-    done = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
-    for completion, text in zip(done, texts, strict=True):
-        assert completion.token_ids == text["token_ids"][text["prompt"] :]
-    steps = sum(completion.stats.target_steps for completion in done)
-    tokens = sum(len(completion.token_ids) for completion in done)
-    assert measured.tokens == tokens
-    assert measured.mean_accepted_length == pytest.approx(tokens / steps, rel=0.05)
-    assert measured.mean_accepted_length > 1.5  # or the comparison would say little
+    spec, length = f"eagle3:{finished.out / 'head'},nodes=0", finished.config.draft_length
+    llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
+    # Or the comparison would say little.
+    assert check_held_out(finished, llm).mean_accepted_length > 1.5
 
 
 # -- bad input -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_models import random_llama, write_pair
+from engine_models import cramped, random_llama, write_pair
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary.matching import SAMPLE
@@ -164,17 +164,7 @@ def test_preemption_and_small_chunks_change_nothing(
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
-    per_token = 2 * 2 * (2 * 2 * 8) * 4
-    tight = LLM(
-        folders["target"],
-        spec.format(**folders),
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=128 * per_token,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], spec.format(**folders), blocks=8)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
 
