@@ -30,6 +30,11 @@ SHORTEST = {"max_positions": 32, "seq_len": 16, "batch_tokens": 64, "warmup": 1}
 TALKING = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_size": 64}
 TALKING |= {"max_positions": 128, "warmup": 4, "lr": 0.02, "adam_lr": 0.02}
 
+# A run of heads that learn something.
+HEAD_RUN = {"dtype": "float32", "seq_len": 40, "long_every": 5, "max_positions": 64, "steps": 60}
+HEAD_RUN |= {"batch_tokens": 640, "micro_tokens": 320, "warmup": 4}
+HEAD_RUN |= {"held_out": 12, "held_out_tokens": 40}
+
 Trainer = TypeVar("Trainer")
 
 
@@ -72,6 +77,18 @@ def talking_target(corpus: str, out: Path, **changes: Any) -> str:
     rows = {"batch_tokens": 768, "micro_tokens": changes.get("batch_tokens", 768)}
     config = LMConfig(data=(corpus,), **{**sizes, **rows, **changes})
     return str(LMTrainer(config, out, device="cpu").run(eval_every=100))
+
+
+def train(
+    kind: Callable[..., Trainer],
+    config: Any,
+    out: Path,
+    report: Callable[[Any], None] = lambda progress: None,
+    eval_every: int = 12,
+) -> Trainer:
+    trainer: Any = kind(config, out, device="cpu")
+    trainer.run(report, eval_every=eval_every)
+    return trainer
 
 
 class Cut(Exception):

@@ -13,7 +13,6 @@ import matrix
 import never_slower
 import real
 import serving
-from engine_models import write_pair
 from entrants import PLAIN, Run
 from random_heads import write_eagle
 from real_prompts import write_prompts
@@ -26,13 +25,10 @@ FEW = "mt_bench,qa"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("real"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "eagle3": write_eagle(root, target, 3),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "eagle3": write_eagle(root, pair["target"], 3),
         "prompts-dir": str(write_prompts(root / "prompts")),
     }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
@@ -18,14 +19,8 @@ from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.lm import Progress
 from paceline.train.losses import distillation_loss, total_variation
 from tiny_models import TinyPair
-from training_runs import (
-    SMALLEST,
-    TALKING,
-    resumed,
-    same_weights,
-    talking_target,
-    write_stories,
-)
+
+train = partial(training_runs.train, DraftTrainer)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("corpus")
     names = {"train": "toy.train.jsonl", "one": "one.valid.jsonl", "two": "two.valid.jsonl"}
     return {
-        key: write_stories(root / name, count=200, sentences=3, seed=seed)
+        key: training_runs.write_stories(root / name, count=200, sentences=3, seed=seed)
         for seed, (key, name) in enumerate(names.items())
     }
 
@@ -42,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def target(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("target")
     sizes = {"seq_len": 32, "batch_tokens": 512, "steps": 40, "long_every": 10}
-    return talking_target(files["train"], out, **sizes)
+    return training_runs.talking_target(files["train"], out, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +46,12 @@ def config(files: dict[str, str], target: str) -> DraftConfig:
         data=(files["train"],),
         valid=(files["one"], files["two"]),
         teacher=target,
-        seq_len=32,
-        long_every=4,
-        batch_tokens=512,
-        micro_tokens=256,
-        steps=24,
-        held_out=6,
-        held_out_tokens=40,
-        **TALKING | SMALLEST | {"hidden_size": 32, "warmup": 2},
+        **training_runs.TALKING
+        | training_runs.SMALLEST
+        | {"hidden_size": 32, "warmup": 2, "seq_len": 32, "steps": 24},
+        **{"batch_tokens": 512, "micro_tokens": 256, "long_every": 4},
+        **{"held_out": 6, "held_out_tokens": 40},
     )
-
-
-def train(
-    config: DraftConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
-) -> DraftTrainer:
-    trainer = DraftTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=12)
-    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +94,8 @@ def test_a_resumed_run_ends_with_the_same_weights(
         assert not (tmp_path / "model").exists()
         return DraftTrainer(config, tmp_path, device="cpu")
 
-    again = resumed(make, 9, eval_every=12)
-    assert same_weights(again.model, finished.model)
+    again = training_runs.resumed(make, 9, eval_every=12)
+    assert training_runs.same_weights(again.model, finished.model)
     assert again.history == finished.history
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"model", "tokens", "checkpoint.pt", "held_out.json"}
@@ -125,7 +109,7 @@ def test_a_draft_may_be_trained_further(
     start = str(finished.out / "model")
     further = replace(config, init=start, loss=loss, hidden_size=999, heads=7, adam_lr=0.005)
     trainer = DraftTrainer(further, tmp_path, device="cpu")
-    assert same_weights(trainer.model, finished.model)
+    assert training_runs.same_weights(trainer.model, finished.model)
     losses: list[float] = []
     trainer.run(lambda progress: losses.append(progress.loss), eval_every=50)
     assert sum(losses[-6:]) < sum(losses[:6])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import training_runs
 from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
@@ -17,17 +18,13 @@ from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.heads import HeadProgress
 from paceline.train.observed import Observed
 from paceline.train.unrolled import Places, UnrolledAttention
-from training_runs import check_held_out, resumed, same_weights, talking_target, write_stories
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_stories(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
+train = partial(training_runs.train, EagleTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
 def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
+    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -36,37 +33,16 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
         target=target,
         data=(corpus,),
         valid=(corpus,),
-        dtype="float32",
         draft_vocab_size=150,
         feature_layers=(1, 2, 3),
         ttt_steps=3,
-        seq_len=40,
-        long_every=5,
-        max_positions=64,
-        batch_tokens=640,
-        micro_tokens=320,
-        steps=60,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-        held_out=12,
-        held_out_tokens=40,
+        **training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02},
     )
 
 
 @pytest.fixture(scope="module")
 def finished(config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> EagleTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def train(
-    config: EagleTrainConfig,
-    out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
-) -> EagleTrainer:
-    trainer = EagleTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=30)
-    return trainer
 
 
 # -- the unrolled forward --------------------------------------------------------------------
@@ -153,8 +129,10 @@ def test_a_resumed_run_ends_with_the_same_weights(
     short = replace(config, steps=12, cache_features=cached)
 
     whole = train(short, tmp_path / "whole")
-    again = resumed(lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30)
-    assert same_weights(whole.head, again.head)
+    again = training_runs.resumed(
+        lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30
+    )
+    assert training_runs.same_weights(whole.head, again.head)
     assert again.history == whole.history
 
 
@@ -178,8 +156,8 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     files[0].write_bytes(b"damaged")  # found out, and made again
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()
-    resumed = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
-    resumed.run()
+    training_runs.resumed = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
+    training_runs.resumed.run()
 
 
 def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long(
@@ -284,7 +262,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
     spec, length = f"eagle3:{finished.out / 'head'},nodes=0", finished.config.draft_length
     llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
     # Or the comparison would say little.
-    assert check_held_out(finished, llm).mean_accepted_length > 1.5
+    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.5
 
 
 # -- bad input -------------------------------------------------------------------------------

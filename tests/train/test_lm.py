@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import ConfigError, DataError
 from paceline.train.card import write_card
 from paceline.train.lm import (
@@ -21,15 +22,16 @@ from paceline.train.lm import (
     learning_rate_scale,
 )
 from paceline.train.losses import distillation_loss
-from training_runs import TALKING, resumed, same_weights, sentence, write_records
+
+train = partial(training_runs.train, LMTrainer)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sentences of one form: 64 of them, so that a tiny model learns the form at once."""
     path, rng = tmp_path_factory.mktemp("corpus") / "toy.train.jsonl", random.Random(0)
-    texts = [sentence(rng, choices=4) + " It was a good day." for _ in range(300)]
-    write_records(path, texts[:270])
+    texts = [training_runs.sentence(rng, choices=4) + " It was a good day." for _ in range(300)]
+    training_runs.write_records(path, texts[:270])
     with path.open("a") as file:
         file.writelines(
             json.dumps({"text": text, "license": "CC-BY-SA-4.0"}) + "\n" for text in texts[270:]
@@ -47,16 +49,8 @@ def config(corpus: Path) -> LMConfig:
         batch_tokens=256,
         micro_tokens=128,
         steps=24,
-        **TALKING | {"vocab_size": 300, "max_positions": 64},
+        **training_runs.TALKING | {"vocab_size": 300, "max_positions": 64},
     )
-
-
-def train(
-    config: LMConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
-) -> LMTrainer:
-    trainer = LMTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=12)
-    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +71,10 @@ def test_the_loss_goes_down(config: LMConfig, tmp_path: Path) -> None:
 def test_a_resumed_run_ends_with_the_same_weights(
     config: LMConfig, finished: LMTrainer, tmp_path: Path
 ) -> None:
-    again = resumed(lambda: LMTrainer(config, tmp_path, device="cpu"), 9, eval_every=12)
-    assert same_weights(again.model, finished.model)
+    again = training_runs.resumed(
+        lambda: LMTrainer(config, tmp_path, device="cpu"), 9, eval_every=12
+    )
+    assert training_runs.same_weights(again.model, finished.model)
     assert again.history == finished.history
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.trees.shape import Shape, best_shape
@@ -16,17 +17,13 @@ from paceline.train.acceptance import total
 from paceline.train.heads import HeadProgress
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
 from paceline.train.unrolled import Places
-from training_runs import check_held_out, resumed, same_weights, talking_target, write_stories
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_stories(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
+train = partial(training_runs.train, MedusaTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
 def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talking_target(corpus, tmp_path_factory.mktemp("target"))
+    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -35,37 +32,14 @@ def config(corpus: str, target: str) -> MedusaTrainConfig:
         target=target,
         data=(corpus,),
         valid=(corpus,),
-        dtype="float32",
-        heads=3,
-        layers=1,
-        shared_head=True,
-        seq_len=40,
-        long_every=5,
-        max_positions=64,
-        batch_tokens=640,
-        micro_tokens=320,
-        steps=60,
-        warmup=4,
-        lr=0.03,
-        adam_lr=0.03,
-        held_out=12,
-        held_out_tokens=40,
+        **training_runs.HEAD_RUN
+        | {"heads": 3, "layers": 1, "shared_head": True, "lr": 0.03, "adam_lr": 0.03},
     )
 
 
 @pytest.fixture(scope="module")
 def finished(config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> MedusaTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def train(
-    config: MedusaTrainConfig,
-    out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
-) -> MedusaTrainer:
-    trainer = MedusaTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=30)
-    return trainer
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -120,9 +94,11 @@ def test_a_resumed_run_ends_with_the_same_weights(
     short = replace(config, steps=12, joint=joint, joint_after=3, held_out=2)
 
     whole = train(short, tmp_path / "whole")
-    again = resumed(lambda: MedusaTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30)
-    assert same_weights(whole.head, again.head)
-    assert same_weights(whole.target, again.target)
+    again = training_runs.resumed(
+        lambda: MedusaTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30
+    )
+    assert training_runs.same_weights(whole.head, again.head)
+    assert training_runs.same_weights(whole.target, again.target)
     assert again.history == whole.history
 
 
@@ -162,7 +138,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
     spec = f"medusa:{finished.out / 'head'}"
     llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
     # Or the comparison would say little.
-    assert check_held_out(finished, llm).mean_accepted_length > 1.4
+    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.4
 
 
 def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import cramped, reference_logits, write_pair
+from engine_models import cramped, reference_logits
 from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.medusa import shapes_of
@@ -21,14 +21,11 @@ PROMPTS: list[str | list[int]] = ["The quick brown fox jumps over", "What is 12 
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("medusa"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "own": write_medusa(root / "own", target, steps=5),
-        "shared": write_medusa(root / "shared", target, layers=2, shared=True),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "own": write_medusa(root / "own", pair["target"], steps=5),
+        "shared": write_medusa(root / "shared", pair["target"], layers=2, shared=True),
     }
 
 
