@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from test_imports import FOREIGN, LAYERS, SOURCE
@@ -25,7 +26,7 @@ def test_the_drawing_shows_every_room_in_the_order_of_the_layers() -> None:
     }
     rooms = [{room for room in layer if built(room)} for layer in LAYERS]
     assert set(at) == set().union(*rooms)
-    for below, above in zip(rooms, rooms[1:], strict=False):
+    for below, above in pairwise(rooms):
         assert max(at[room] for room in above) <= min(at[room] for room in below)
 
 
