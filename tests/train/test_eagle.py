@@ -156,8 +156,8 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     files[0].write_bytes(b"damaged")  # found out, and made again
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()
-    training_runs.resumed = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
-    training_runs.resumed.run()
+    longer = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
+    longer.run()
 
 
 def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long(
