@@ -42,6 +42,12 @@ class Said(list[str]):
         self.append(line)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """So that nothing is said of it later."""
+    library()
+
+
 @pytest.fixture
 def said() -> Iterator[Said]:
     lines = Said()
@@ -50,7 +56,8 @@ def said() -> Iterator[Said]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
+    whole = model.model if isinstance(model, LayerView) else model
+    cache = PagedCache(whole.cache_shapes, 1, 16, whole.dtype, "cpu")
     rows = torch.arange(9)
     with torch.inference_mode():
         out: torch.Tensor = model(Batch(rows + 3, rows, rows, (Span(0, 0, 0, 9),), ((0,),)), cache)

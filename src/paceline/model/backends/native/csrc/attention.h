@@ -118,7 +118,7 @@ struct Tile {
     float* to = scores + first * group * BLOCK + at;
     long count = (last - first) * group;
     for (long h = 0; h < count; h++) memset(to + h * BLOCK, 0, PANEL * sizeof(float));
-    panel_product(panel, q + first * group * width, width, count, width, to, BLOCK, nullptr);
+    panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
   }
 
   // What a row sees of the block that begins at `begin`, as offsets; nothing: from >= to.

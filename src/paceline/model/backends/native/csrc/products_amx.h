@@ -43,6 +43,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long rows, long inpu
     _tile_zero(3);
   }
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL, a += STRIPE) {
+    fetch_ahead(panel);
     _tile_loadd(6, panel, 4 * PANEL);
     _tile_loadd(7, panel + PANEL, 4 * PANEL);
     _tile_loadd(4, a, step);
