@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from paceline.server.client import Limits
 from paceline.server.desk import Desk
 from paceline.server.records import Facts
 from paceline.server.remote import RemoteEngine
-from paceline.server.security import RequestLimits, Security
+from paceline.server.requestlog import Exchange
+from paceline.server.security import Security
 from paceline.server.service import Service
 
 if TYPE_CHECKING:
@@ -69,23 +70,22 @@ class SocketEngine(RemoteEngine):
         self._reader.join(10)
 
 
-def socket_service(
-    llm: LLM,
-    model: str,
-    limits: Limits | None = None,
-    asks: RequestLimits | None = None,
-    log_prompts: bool = False,
-) -> Service:
+def socket_service(llm: LLM, model: str, limits: Limits | None = None, **more: Any) -> Service:
     """Like ``local_service``, over a socket."""
-    return Service(SocketEngine(llm, limits), llm.tokenizer, model, asks, log_prompts)
+    return Service(SocketEngine(llm, limits), llm.tokenizer, model, **more)
 
 
 def serve(
-    service: Service, security: Security | None = None, listener: socket.socket | None = None
+    service: Service,
+    security: Security | None = None,
+    listener: socket.socket | None = None,
+    ended: Callable[[Exchange], None] | None = None,
 ) -> Iterator[Running]:
     """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
-    config = uvicorn.Config(create_app(service, security), log_level="warning", lifespan="on")
+    config = uvicorn.Config(
+        create_app(service, security, ended), log_level="warning", lifespan="on"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -56,7 +56,7 @@ def said() -> Iterator[Said]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    whole = model.model if isinstance(model, LayerView) else model
+    whole = getattr(model, "model", model)  # of a view
     cache = PagedCache(whole.cache_shapes, 1, 16, whole.dtype, "cpu")
     rows = torch.arange(9)
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from paceline.model.backends.native.library import (
     library,
 )
 from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
-from paceline.model.backends.native.recognise import GATED, PROJECTIONS, Decoder
+from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -72,7 +72,7 @@ class NativeModel:
 
     name = "native"
 
-    def __init__(self, hf: Any, decoder: Decoder) -> None:
+    def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""
         self.decoder, self.dtype = decoder, hf.dtype
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
@@ -82,7 +82,7 @@ class NativeModel:
         layers = (CLayer * self.num_layers)(
             *(self._layer(layer, n) for n, layer in enumerate(hf.model.layers))
         )
-        self._head = pack_children(hf, ("lm_head",))
+        self._head = pack_children(hf, ("lm_head",), self.dtype)
         embedding = hf.model.embed_tokens.weight.detach().contiguous()
         self._held += [embedding, layers]
         self._opened = _Opened(
@@ -112,10 +112,10 @@ class NativeModel:
     def _layer(self, layer: Any, index: int) -> CLayer:
         norms = self.decoder.norms[index]
         return CLayer(
-            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS)),
-            out=self._weight(pack_children(layer.self_attn, ("o_proj",))),
-            gate_up=self._weight(pack_children(layer.mlp, GATED, gated=True)),
-            down=self._weight(pack_children(layer.mlp, ("down_proj",))),
+            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS, self.dtype)),
+            out=self._weight(pack_children(layer.self_attn, ("o_proj",), self.dtype)),
+            gate_up=self._weight(pack_children(layer.mlp, GATED, self.dtype, gated=True)),
+            down=self._weight(pack_children(layer.mlp, ("down_proj",), self.dtype)),
             attention_norm=self._norm(norms.attention),
             mlp_norm=self._norm(norms.mlp),
             attention_after=self._norm(norms.attention_after),
