@@ -64,7 +64,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long rows, long inpu
 }
 
 void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
-  if (p.dtype != PL_BFLOAT16 || p.rows < TILED_FROM) return product(p, part, parts, scratch);
+  if (p.weight->bits || p.dtype != PL_BFLOAT16 || p.rows < TILED_FROM) return product(p, part, parts, scratch);
   long outputs = p.ending == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
