@@ -1,6 +1,6 @@
 """What rounding a model's weights costs in perplexity, by method.
 
-    python benchmarks/perplexity.py chat.valid.jsonl.gz code.valid.jsonl.gz --calibrate chat.train.jsonl.gz
+    python benchmarks/perplexity.py chat.jsonl code.jsonl --calibrate more.jsonl
 
 Everything is computed by the readable arithmetic of model/quantised, in float32: minutes a method.
 """

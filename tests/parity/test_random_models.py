@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import write_pair
+from engine_models import cramped
 from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
@@ -41,12 +41,8 @@ REQUESTS = {
     "top-p": SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, seed=13),
     "top-k, min-p": SamplingParams(max_tokens=24, temperature=1.0, top_k=7, min_p=0.05, seed=14),
     "penalties": SamplingParams(
-        max_tokens=24,
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        seed=15,
+        **{"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        **{"max_tokens": 24, "temperature": 0.8, "seed": 15},
     ),
     "greedy, penalised": SamplingParams(
         max_tokens=24, repetition_penalty=1.2, frequency_penalty=0.2, min_tokens=20
@@ -56,15 +52,12 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("parity"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "medusa": write_medusa(root / "medusa", target, heads=4, layers=2, shared=True),
-        "eagle": write_eagle(root, target, 1),
-        "eagle3": write_eagle(root, target, 3),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "medusa": write_medusa(root / "medusa", pair["target"], heads=4, layers=2, shared=True),
+        "eagle": write_eagle(root, pair["target"], 1),
+        "eagle3": write_eagle(root, pair["target"], 3),
     }
 
 
@@ -223,17 +216,7 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, 
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
     unlimited = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
     expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
-    per_token = 2 * 2 * (2 * 2 * 8) * 4  # two models, layers x kv heads x (key + value) x float32
-    tight = LLM(
-        folders["target"],
-        f"model:{folders['draft']}",
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=160 * per_token,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
     tight.engine.cache.check()
