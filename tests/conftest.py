@@ -18,6 +18,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # What a developer has pulled, or names as a default, changes no test. The tests on the real model
 # ask real_model.py for it, which looks into the cache of before.
 os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
+# The kernels are built once, not by each process; their name says what they were made from.
+os.environ.setdefault("PACELINE_NATIVE_CACHE", str(cache_folder() / "native"))
 os.environ["PACELINE_CACHE"] = str(Path(tempfile.gettempdir()) / f"no-paceline-cache-{os.getpid()}")
 os.environ["PACELINE_MODEL"] = "paceline/tiny"
 
@@ -30,6 +32,24 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
         target=str(write_tiny_model(root / "target", layers=3, seed=1)),
         draft=str(write_tiny_model(root / "draft", layers=1, seed=2)),
         foreign=str(write_tiny_model(root / "foreign", sentences=others, layers=1, seed=3)),
+    )
+
+
+@pytest.fixture(scope="session")
+def random_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a random target and of a draft that is often right. Nobody writes into them."""
+    from engine_models import write_pair
+
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def pair_room(
+    random_pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
+    """A folder for heads of the random pair's target, and the pair's folders by name."""
+    return tmp_path_factory.mktemp("heads"), dict(
+        zip(("target", "draft"), random_pair, strict=True)
     )
 
 

@@ -15,9 +15,16 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
+<<<<<<< HEAD
 from paceline.draft.predicted import PredictedDrafter
 from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
+=======
+from paceline.draft.base import with_members
+from paceline.draft.spec import Loading
+from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
+>>>>>>> main
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.door import ContextBudget, as_conversations, as_params, as_prompts, encode
@@ -26,6 +33,7 @@ from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.request import Request, advance
+from paceline.settings import told
 from paceline.stages import is_heard, stage
 from paceline.tuned import TunedProfile
 
@@ -40,10 +48,13 @@ class LLM:
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
     ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
-    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``. Of a
-    list of them every request may choose one by its name in ``drafters`` (its kind), see
-    ``SamplingParams.drafter``; the first is the default.
-    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
+    ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
+    ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
+    which then belongs to this LLM. Of a list of them every request may choose one by its name in
+    ``drafters`` (its kind), see ``SamplingParams.drafter``; the first is the default.
+    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
+    "native" runs forwards on kernels of our own, whose rows have the same bits whatever rides
+    along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU).
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -62,7 +73,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -74,20 +85,17 @@ class LLM:
         seed: int | None = None,
         lossy: bool = False,
         profile: str | Path | None = None,
+        backend: str = "auto",
+        quantize: str | None = None,
     ) -> None:
+        given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
-        settings: dict[str, Any] = tuned.settings(follows, lossy) if tuned else {}
-        given = {"max_batch_size": max_batch_size, "draft_length": draft_length, "rule": rule}
-        settings |= {key: value for key, value in given.items() if value is not None}
-        options = EngineOptions(
-            kv_cache_memory=kv_cache_memory,
-            prefix_sharing=prefix_sharing,
-            lossy=lossy,
-            **settings,
-        )
+        options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
-            target = CausalModel.load(model, dtype=dtype, device=device)
+            target = CausalModel.load(
+                model, dtype=dtype, device=device, backend=backend, quantize=quantize
+            )
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:
@@ -95,57 +103,48 @@ class LLM:
             known, note = tuned.costs_here(target, profile)
             options = replace(options, known=known)
             self.notes = (note,) if note else ()
-        self._assemble(target, load_tokenizer(model), dtype, draft, options, seed)
+        self._assemble(target, load_tokenizer(model), draft, options)
 
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
 
     def beside(
         self,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
-        max_batch_size: int = 8,
         kv_cache_memory: int | None = None,
-        draft_length: int | str = "auto",
-        max_draft_length: int = 8,
-        rule: str = "auto",
+        draft_length: int | str | None = None,
+        max_draft_length: int | None = None,
+        rule: str | None = None,
+        lossy: bool = False,
+        max_batch_size: int | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
-        lossy: bool = False,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
         For comparing settings without loading a large model twice. ``max_draft_length`` bounds
-        the length "auto". Raises what the constructor does.
+        the length "auto" (None: 8); the rest is as of the constructor without a profile. Raises
+        what that does.
         """
-        options = EngineOptions(
-            max_batch_size=max_batch_size,
-            kv_cache_memory=kv_cache_memory,
-            draft_length=draft_length,
-            max_draft_length=max_draft_length,
-            rule=rule,
-            prefix_sharing=prefix_sharing,
-            lossy=lossy,
-        )
+        options = EngineOptions(dtype=self._dtype, **told(locals(), "beside"))
         other = LLM.__new__(LLM)
-        other._assemble(self.target, self.tokenizer, self._dtype, draft, options, seed)
+        other._assemble(self.target, self.tokenizer, draft, options)
         return other
 
     def _assemble(
         self,
         target: CausalModel,
         tokenizer: PreTrainedTokenizerFast,
-        dtype: str,
-        draft: str | Sequence[str] | None,
+        draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
-        seed: int | None,
     ) -> None:
         """Everything around a loaded target."""
         self.target = target
         self.tokenizer = tokenizer
-        self._dtype = dtype
-        self._generator = seeded_generator(target.device, seed)
+        self._dtype = options.dtype
+        self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
+            prepared = prepare_all(draft, Loading(target, tokenizer, options.dtype))
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
@@ -160,7 +159,7 @@ class LLM:
         )
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._host_generator = seeded_generator(torch.device("cpu"), seed)
+        self._host_generator = seeded_generator(torch.device("cpu"), options.seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
         self._stepping = False
@@ -380,9 +379,7 @@ class LLM:
 
 def _vocabulary_of(drafter: Any) -> str | None:
     """What a drafter, or those it is made of, say about another vocabulary."""
-    members = getattr(drafter, "members", ())
-    parts = members.values() if isinstance(members, dict) else members
-    found = [getattr(drafter, "vocabulary", None), *map(_vocabulary_of, parts)]
+    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
     return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 

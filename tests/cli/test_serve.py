@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from paceline import LLM
+from command_lines import assert_one_line
+from paceline import LLM, tuned
 from paceline.cli import serve
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.loading import load_llm
-from paceline.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    KnownCosts,
-    MachineIdentity,
-    Measured,
-    TunedProfile,
-)
+from paceline.tuned import TunedProfile
 from served_process import ServedProcess
 
 PROMPT = "Once upon a time"
@@ -114,15 +105,6 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
-def assert_one_line(result: Result, *words: str) -> None:
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and "unexpected" not in line
-    for word in words:
-        assert word in line
-
-
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets as far as loading a model hears of it."""
@@ -194,18 +176,18 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
     target = LLM(MODEL, dtype="float32").target
     path = tmp_path / "tuned.toml"
     TunedProfile(
-        version=VERSION,
+        version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=DraftChoice("ngram:max=3", 3, 5),
-        engine=EngineChoice(5, "block"),
-        measured=Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
-        costs=KnownCosts((1,), (1,), ((0.004,),), {}),
-        machine=MachineIdentity.of(target),
+        draft=tuned.DraftChoice("ngram:max=3", 3, 5),
+        engine=tuned.EngineChoice(5, "block"),
+        measured=tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
+        costs=tuned.KnownCosts((1,), (1,), ((0.004,),), {}),
+        machine=tuned.MachineIdentity.of(target),
     ).write(path)
     said = {"profile": str(path), "dtype": "float32"}
-    tuned = load_llm(configure(said))
-    assert tuned.drafters == ("ngram",)
-    assert tuned.engine.scheduler.config.max_batch_size == 5
+    found = load_llm(configure(said))
+    assert found.drafters == ("ngram",)
+    assert found.engine.scheduler.config.max_batch_size == 5
     own = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
     assert own.drafters == ("none",)
     assert own.engine.scheduler.config.max_batch_size == 2
@@ -222,22 +204,10 @@ def flags() -> dict[str, Any]:
 
 def test_flags_and_keys_are_in_step() -> None:
     """Every key has a flag that gives the same value, and every flag a key."""
-    names = {item.name for item, _ in keys()}
+    names = {entry.name for entry in keys()}
     assert set(flags()) - {"config", "print_config", "help"} == names
     for name in names - {"model"}:
         assert f"--{name.replace('_', '-')}" in flags()[name].opts
-
-
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom paceline.cli.main import app\ntry:\n    app(['serve', '--help'])\n"
-        "except SystemExit as end:\n    assert end.code == 0\nprint(*sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--max-queue" in done.stdout
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert "typer" in loaded
-    assert not loaded & {"torch", "transformers", "numpy", "fastapi", "uvicorn", "starlette"}
 
 
 def test_print_config_is_a_config(tmp_path: Path) -> None:
@@ -262,7 +232,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
     arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]
     used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
-    assert used == {item.name for item, _ in keys()}
+    assert used == {entry.name for entry in keys()}
     printed = run(*arguments, "--print-config")
     assert printed.exit_code == 0 and "sk-secret" not in printed.output
     assert "# 1 API keys, which are not shown" in printed.stdout
@@ -270,7 +240,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     path.write_text(printed.stdout)
     config = configure({}, path)
     default = ServeConfig()
-    assert not [i.name for i, _ in keys() if getattr(config, i.name) == getattr(default, i.name)]
+    assert not [e.name for e in keys() if getattr(config, e.name) == getattr(default, e.name)]
     assert config.kv_cache_memory == 2**26 and config.draft == ("ngram", "suffix")
     # A flag can also take back what a file says.
     again = run("--config", str(path), "--no-log-prompts", "--print-config")

@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.cli.train_draft import DraftOptions
-from paceline.cli.training import TextOptions
-from paceline.train.draft import DraftConfig
 from tiny_models import SENTENCES, TinyPair
+from training_runs import SHORTEST, SMALLEST, options, write_records
 
-SIZES = [
-    f"--{name}={value}"
-    for name, value in {
-        "hidden-size": 16,
-        "layers": 1,
-        "heads": 1,
-        "kv-heads": 1,
-        "ffn-size": 32,
-        "max-positions": 32,
-        "seq-len": 16,
-        "batch-tokens": 64,
-        "micro-tokens": 64,
-        "warmup": 1,
-        "held-out": 2,
-        "held-out-tokens": 12,
-    }.items()
-]
+SIZES = options(micro_tokens=64, held_out=2, held_out_tokens=12, **SMALLEST, **SHORTEST)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    records = [{"text": text, "license": "MIT"} for text in SENTENCES * 8]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return write_records(tmp_path_factory.mktemp("corpus") / "toy.jsonl", SENTENCES * 8)
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", "draft", *arguments])
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    known = {item.name: item.default for item in fields(DraftConfig)}
-    for name in ("vocab_size", "tokenizer", "teacher", "init"):  # settled by target and draft
-        del known[name]
-    options = {}
-    for item in (*fields(DraftOptions), *fields(TextOptions)):
-        factory = item.default_factory
-        options[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    del options["target"], options["draft"]
-    assert options == known
 
 
 def test_a_run_ends_with_a_draft_that_the_engine_takes(

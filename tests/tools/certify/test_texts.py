@@ -10,7 +10,7 @@ from paceline.core.params import SamplingParams
 from paceline.difference import Difference, first_difference
 from paceline.llm import LLM
 from paceline.tools.certify.decoding import DecodedOutput, StandstillError, Start, decode
-from paceline.tools.certify.texts import Task, check_texts
+from paceline.tools.certify.texts import ComparedSetting, Task, check_texts
 
 Named = Sequence[tuple[str, Sequence[int]]]
 PARAMS = SamplingParams(max_tokens=12)
@@ -54,7 +54,7 @@ def test_what_comes_after_a_tie_is_looked_at(
 
     monkeypatch.setattr("paceline.tools.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.tools.certify.texts.explain", explained)
-    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", "x", 2)
+    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain.tokens[:3]]
 

@@ -1,0 +1,89 @@
+// A whole forward of a decoder, from token ids to logits.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+// Rows of floats. Columns behind a row's numbers are zeros, and stay so as long as the width is the
+// same: products read them.
+class Rows {
+ public:
+  void shape(long rows, long width) {
+    ld = round_up(width, PANEL);
+    if (rows * ld <= size_) return;
+    size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
+    data_.reset();
+    size_ = 0;
+    data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(static_cast<long>(bytes), 64))));
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_.get(), 0, bytes);
+    size_ = rows * ld;
+  }
+  float* at(long row) const { return data_.get() + row * ld; }
+  long ld = 0;
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> data_;
+  long size_ = 0;
+};
+
+// Rows of activations in whole numbers.
+class Codes {
+ public:
+  void shape(long rows, long inputs) {
+    codes_.resize(static_cast<size_t>(rows * inputs));
+    scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
+    sums_.resize(static_cast<size_t>(rows * inputs / GROUP));
+  }
+  // As rows of so many inputs, at most those of shape().
+  QuantisedRows of(long inputs) { return {codes_.data(), scales_.data(), sums_.data(), inputs, inputs / GROUP}; }
+
+ private:
+  std::vector<int8_t> codes_;
+  std::vector<float> scales_, sums_;
+};
+
+class Forward {
+ public:
+  explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
+    m_.layer = layers_.data();
+  }
+  void run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch);
+
+ private:
+  void lay_out();
+  void work(int thread, int threads);
+  void layer(long index, int thread, int threads);
+  void attention(long index, int thread, int threads);
+  void keep_features(long layer, int thread, int threads);
+  void logits(int thread, int threads);
+  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads);
+  QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
+  void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
+  void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
+
+  pl_model m_;
+  std::vector<pl_layer> layers_;
+  std::mutex busy_;
+
+  // Of the forward that is under way.
+  Kernels k_;
+  const Quantised* quantised_ = nullptr;
+  pl_batch b_;
+  Team team_;
+  Codes codes_;
+  Rows x_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
+  std::vector<Row> row_;
+  std::vector<int32_t> own_;
+  std::vector<AttentionItem> items_;
+  long blocks_ = 1;  // of keys, each an item; 1: items take all of them
+};
