@@ -15,14 +15,10 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-<<<<<<< HEAD
-from paceline.draft.predicted import PredictedDrafter
-from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
-=======
 from paceline.draft.base import with_members
+from paceline.draft.predicted import PredictedDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
->>>>>>> main
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
