@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.tools.bench.outcome import TimedAnswer, TimedRun, column_sums
+from paceline.engine.driver import column_sums
+from paceline.tools.bench.outcome import TimedAnswer, TimedRun
 from paceline.tools.bench.runner import Heat, HeatRecord
 
 OVERALL = "overall"

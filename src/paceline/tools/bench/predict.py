@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
+from paceline.engine.driver import column_sums
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.forwards import Alone, measure_alone
 from paceline.tools.bench.methods import PLAIN, Method
-from paceline.tools.bench.outcome import Ask, TimedRun, column_sums
+from paceline.tools.bench.outcome import Ask, TimedRun
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

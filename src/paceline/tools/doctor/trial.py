@@ -7,7 +7,6 @@ token i of a draft; these predict the speedup of every length, and the best one 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import statistics
 import time
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
 from paceline.engine.clock import PHASES
+from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.tools.bench.predict import expected_tokens, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 SECONDS = 10.0  # of measuring, by default
 LONG, _SHORT = 8, 2  # draft lengths of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
-_SEQUENCE = 1 << 40  # a number that no request of the LLM has
 _MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
 
 
@@ -239,27 +237,17 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
 
 def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> TrialCounts:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
-    engine = llm.engine
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
-    seq = SequenceState(_SEQUENCE, list(ids), len(ids), params)
-    engine.add(seq)
-    try:
-        while not seq.generated:
-            engine.step()
-        before, steps, first = engine.clock.totals(), engine.clock.steps, seq.generated
-        known = copy.deepcopy(seq.counts)  # that step drafts as well
-        while engine.has_work:
-            engine.step()
-    finally:
-        engine.abort(_SEQUENCE)
-    after, counts = engine.clock.totals(), seq.counts
+    drive = Drive(llm.engine, [sequence(ids, params)]).run()
+    read = next(place for place, step in enumerate(drive.steps) if step.commits[0].tokens)
+    sums = StepSums.of(drive.steps[read + 1 :])
     return TrialCounts(
-        tokens=seq.generated - first,
-        steps=engine.clock.steps - steps,
-        seconds={phase: after[phase] - before[phase] for phase in PHASES},
-        nodes=counts.drafted - known.drafted,
-        reached=_sums(counts.reached_at, [-count for count in known.reached_at]),
-        accepted=_sums(counts.accepted_at, [-count for count in known.accepted_at]),
+        tokens=sums.tokens,
+        steps=sums.steps,
+        seconds=dict(sums.seconds),
+        nodes=sums.drafted,
+        reached=sums.reached,
+        accepted=sums.accepted_at,
     )
 
 

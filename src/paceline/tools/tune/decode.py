@@ -1,9 +1,7 @@
-"""Decoding prompts on an engine step by step, with the clock and the counters read each time."""
+"""What tuning reads from decoding prompts: each step's seconds, and how its drafts fared."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.engine.driver import Drive, DrivenStep, sequence
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -101,55 +100,39 @@ def decode(
 ) -> Run:
     """Decode all prompts, ``concurrency`` at a time, each up to its end or ``max_tokens``.
 
-    ``longest``: levels of the drafts, of which acceptance is counted.
+    ``longest``: levels of the drafts, of which acceptance is counted. Raises PacelineError if a
+    request fails.
     """
-    run = Run(Levels(longest), concurrency)
-    stops = frozenset() if params.ignore_eos else llm.end_tokens
-    waiting = deque(
-        SequenceState(number, list(ids), len(ids), params, stop_ids=stops)
-        for number, ids in enumerate(prompts)
-    )
-    everyone = list(waiting)
-    running: dict[int, SequenceState] = {}
-    start = time.perf_counter()
-    try:
-        while waiting or running:
-            while waiting and len(running) < concurrency:
-                seq = waiting.popleft()
-                running[seq.seq_id] = seq
-                llm.engine.add(seq)
-            _step(llm, run, running)
-    finally:
-        run.seconds = time.perf_counter() - start
-        for seq_id in running:
-            llm.engine.abort(seq_id)
-    run.outputs = [seq.tokens[seq.prompt_length :] for seq in everyone]
-    run.target_steps = sum(seq.counts.target_steps for seq in everyone)
-    run.drafted = sum(seq.counts.drafted for seq in everyone)
+    stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
+    drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], concurrency).run()
+    counts = drive.counts
+    run = Run(Levels(longest), concurrency, seconds=drive.seconds)
+    run.outputs = [seq.tokens[seq.prompt_length :] for seq in drive.seqs]
+    run.target_steps, run.drafted = counts.target_steps, counts.drafted
+    seqs = {seq.seq_id: seq for seq in drive.seqs}
+    for step in drive.steps:
+        unhindered = [_remaining(seqs[c.seq_id], c) > longest for c in step.commits]
+        for commit, free in zip(step.commits, unhindered, strict=True):
+            if commit.tokens and free and commit.finish_reason is None:
+                run.levels.record(commit)
+        if step.decodes:
+            run.steps.append(_measured(step, all(unhindered)))
     return run
 
 
-def _step(llm: LLM, run: Run, running: dict[int, SequenceState]) -> None:
-    engine, levels = llm.engine, run.levels
-    unhindered = {seq_id: seq.remaining > levels.longest for seq_id, seq in running.items()}
-    before = engine.clock.totals()
-    commits = engine.step()
-    after = engine.clock.totals()
-    for commit in commits:
-        if commit.tokens and unhindered[commit.seq_id] and commit.finish_reason is None:
-            levels.record(commit)
-        if commit.finish_reason is not None:
-            del running[commit.seq_id]
-    if commits and all(commit.tokens and commit.scheduled == 1 for commit in commits):
-        spent = {phase: after[phase] - before[phase] for phase in after}
-        run.steps.append(
-            MeasuredStep(
-                batch=len(commits),
-                nodes=sum(commit.drafted for commit in commits),
-                tokens=sum(len(commit.tokens) for commit in commits),
-                draft=spent["draft"],
-                target=spent["target"],
-                other=spent["verify"] + spent["other"],
-                full=all(unhindered[commit.seq_id] for commit in commits),
-            )
-        )
+def _remaining(seq: SequenceState, commit: Commit) -> int:
+    """Tokens that the request might still get when the step began."""
+    generated = max(0, commit.position + commit.scheduled - seq.prompt_length)
+    return seq.params.max_tokens - generated
+
+
+def _measured(step: DrivenStep, full: bool) -> MeasuredStep:
+    return MeasuredStep(
+        batch=len(step.commits),
+        nodes=sum(commit.drafted for commit in step.commits),
+        tokens=sum(len(commit.tokens) for commit in step.commits),
+        draft=step.seconds["draft"],
+        target=step.seconds["target"],
+        other=step.seconds["verify"] + step.seconds["other"],
+        full=full,
+    )
