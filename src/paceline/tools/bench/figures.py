@@ -75,6 +75,11 @@ class Row:
     drafts: DraftFigures
     phases: dict[str, float]
 
+    @property
+    def step(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.phases.values())
+
     def cost_per_million(self, price: float) -> float:
         """For a machine that costs ``price`` an hour."""
         return price / 3600 / self.tokens_per_second.median * 1e6
