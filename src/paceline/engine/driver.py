@@ -117,6 +117,12 @@ class StepSums:
         return sum(self.seconds[phase] for phase in phases) / self.steps
 
     @property
+    def rates(self) -> tuple[float, ...]:
+        """Acceptance by position, given that all tokens before were accepted."""
+        pairs = zip(self.accepted_at, self.reached, strict=True)
+        return tuple(won / tried for won, tried in pairs)
+
+    @property
     def acceptance(self) -> float:
         """Of all positions that were tried, the share that was accepted."""
         tried = sum(self.reached)

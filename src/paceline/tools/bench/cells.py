@@ -1,15 +1,12 @@
-"""Figures as the cells of tables show them; what is not known is an empty cell."""
+"""Figures as the cells of tables show them."""
 
 from __future__ import annotations
 
-from functools import partial
+from paceline.tools.bench.figures import Spread
 
-from paceline.tools.bench.figures import Row, Spread
-from paceline.tools.report.document import shown
-
-times = partial(shown, form="{:.2f}x")
-number = partial(shown, form="{:.2f}")
-share = partial(shown, form="{:.0%}")
+times = "{:.2f}x".format
+number = "{:.2f}".format
+share = "{:.0%}".format
 
 
 def rate(value: Spread) -> str:
@@ -27,14 +24,5 @@ def _spread(value: Spread, digits: int) -> str:
     return f" ±{half:.{digits}f}" if half else ""
 
 
-def milliseconds(value: float | None) -> str | None:
-    if value is None:
-        return None
+def milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f}" if value >= 0.1 else f"{value * 1e3:.3g}"
-
-
-def acceptance(row: Row, place: int) -> str | None:
-    """At a position, with the number of drafts that reached it."""
-    if place >= len(row.drafts.reached):
-        return None
-    return f"{row.drafts.acceptance[place]:.2f} ({row.drafts.reached[place]})"

@@ -80,6 +80,11 @@ class Row:
         """Seconds of all phases."""
         return sum(self.phases.values())
 
+    @property
+    def python(self) -> float | None:
+        """Share of a step that is scheduling, batching and bookkeeping."""
+        return self.phases["other"] / self.step if self.step else None
+
     def cost_per_million(self, price: float) -> float:
         """For a machine that costs ``price`` an hour."""
         return price / 3600 / self.tokens_per_second.median * 1e6

@@ -143,11 +143,6 @@ class Prediction:
         """Predicted over measured; 1.1 promises 10 % too much."""
         return self.predicted / self.measured
 
-    @property
-    def reasons(self) -> dict[str, float]:
-        """By how much each moves the speedup."""
-        return {item.name: item.speedup for item in self.items}
-
     def record(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {**asdict(self), "ratio": self.ratio}

@@ -12,8 +12,7 @@ from paceline.tools.bench.pages import ResultPages
 from paceline.tools.bench.result import BenchResult
 from paceline.tools.bench.suite_figures import OVERALL, TaskFigures
 from paceline.tools.bench.suites import Suite
-from paceline.tools.report import plots
-from paceline.tools.report.document import Cell, Figure, Report, Table, Text
+from paceline.tools.report.document import Cell, Report, Table
 
 _NOTE = (
     "Speedup: mean over the questions of tokens a second, by that of our own plain decoding; "
@@ -53,80 +52,65 @@ class SuiteResult:
 
 def suite_report(result: SuiteResult) -> Report:
     """One published table a temperature, and what is behind it."""
-    pages = _SuitePages(result.base)
-    report = Report(f"{result.suite.title} with {result.base.model}")
-    whole = result.complete and not result.base.interrupted
+    base, settings, title = result.base, result.base.settings, result.suite.title
+    pages = _SuitePages(base, Report(f"{title} with {base.model}"))
+    ends = "" if settings["ignore_eos"] else ", answers end where the model ends them"
+    temperatures = ", ".join(f"{value:g}" for value in settings["temperature"])
     cut = f"{result.cut} dialogues ended early: the context had no room for a turn."
-    warnings = pages.warnings(None if whole else _UNFINISHED, *([cut] if result.cut else []))
-    report.add("Run", Text(pages.circumstances()), *warnings)
+    pages.begin(
+        f"{settings['questions']} questions",
+        f"batch {settings['batch']}, temperature {temperatures}; "
+        f"at most {settings['max_tokens']} new tokens a turn{ends}",
+        settings["rounds"],
+        "; the bonus token is counted",
+        unfinished=None if result.complete and not base.interrupted else _UNFINISHED,
+        notes=[cut] if result.cut else [],
+    )
     for temperature in dict.fromkeys(one.temperature for one in result.figures):
         own = [one for one in result.figures if one.temperature == temperature]
-        place = f" at temperature {temperature:g}"
-        report.add(result.suite.title + place, pages.published(own), *pages.bars(own, place))
-        if len(_tasks(own)) > 1:
-            accepted = pages.by_task(own, lambda one: cells.number(one.mean_accepted_tokens))
-            report.add("#Mean accepted tokens by task" + place, accepted)
-        report.add("Tokens a second by task" + place, pages.speeds(own))
-    pages.texts(report, _TEXTS)
-    return report
-
-
-def _tasks(own: Sequence[TaskFigures]) -> list[str]:
-    return list(dict.fromkeys(one.task for one in own if one.task != OVERALL))
-
-
-def _task(one: TaskFigures) -> str:
-    return one.task
+        pages.add(title, own, f" at temperature {temperature:g}", f"speedup-t{temperature:g}")
+    pages.texts(_TEXTS)
+    return pages.report
 
 
 class _SuitePages(ResultPages):
-    def circumstances(self) -> str:
-        settings = self.result.settings
-        ends = "" if settings["ignore_eos"] else ", answers end where the model ends them"
-        temperatures = ", ".join(f"{value:g}" for value in settings["temperature"])
-        return self.run_line(
-            f"{settings['questions']} questions",
-            f"batch {settings['batch']}, temperature {temperatures}; "
-            f"at most {settings['max_tokens']} new tokens a turn{ends}",
-            settings["rounds"],
-            "the bonus token is counted",
-        )
-
-    def published(self, own: Sequence[TaskFigures]) -> Table:
-        """Spec-Bench's leaderboard: speedup by task, #mean accepted tokens, overall."""
-        tasks = _tasks(own)
-        whole = OVERALL if any(one.task == OVERALL for one in own) else tasks[0]
-        shown = tasks if whole == OVERALL else []
-        speedups = self.by_method(own, shown, _task, lambda one: cells.times(one.speedup))
-        last = {self.label[one.method]: one for one in own if one.task == whole}
-        rows = [
-            [
-                name,
-                *speedups[name],
-                cells.number(one.mean_accepted_tokens),
-                cells.times(one.speedup),
-            ]
-            for name, one in last.items()
-        ]
-        end = "Overall" if whole == OVERALL else "Speedup"
-        return Table(["Models", *shown, "#Mean Accepted Tokens", end], rows, note=_NOTE)
-
-    def speeds(self, own: Sequence[TaskFigures]) -> Table:
-        table = self.by_task(own, lambda one: f"{one.tokens_per_second:.1f}")
-        counts = [one.questions for one in own if one.method == PLAIN]
-        return Table(table.columns, [*table.rows, ["questions", *counts]])
-
-    def by_task(self, own: Sequence[TaskFigures], cell: Callable[[TaskFigures], Cell]) -> Table:
-        tasks = list(dict.fromkeys(map(_task, own)))
-        found = self.by_method(own, tasks, _task, cell)
-        return Table(["Models", *tasks], [[name, *values] for name, values in found.items()])
-
-    def bars(self, own: Sequence[TaskFigures], place: str) -> list[Figure]:
-        tasks = _tasks(own)
-        if len(tasks) < 2:
-            return []
+    def add(self, suite: str, own: Sequence[TaskFigures], place: str, name: str) -> None:
+        """The tables of one temperature."""
+        every = list(dict.fromkeys(one.task for one in own))
+        tasks = [task for task in every if task != OVERALL]
         drafting = [one for one in own if one.method != PLAIN]
-        series = self.by_method(drafting, tasks, _task, lambda one: one.speedup)
-        name = "speedup" + place.replace(" at temperature ", "-t")
+        series = self.by_method(drafting, tasks, "task", "speedup")
         title = f"Speedup over plain decoding, by task{place}"
-        return [Figure(title, lambda: plots.bars(tasks, series, "speedup", baseline=1.0), name)]
+        pictures = [self.bars(title, name, tasks, series)] if len(tasks) > 1 else []
+        self.report.add(suite + place, self._published(own, tasks), *pictures)
+        if len(tasks) > 1:
+            accepted = self._by_task(own, every, "mean_accepted_tokens", cells.number)
+            self.report.add("#Mean accepted tokens by task" + place, accepted)
+        speeds = self._by_task(own, every, "tokens_per_second", "{:.1f}".format)
+        counts: list[Cell] = ["questions", *(one.questions for one in own if one.method == PLAIN)]
+        table = Table(speeds.columns, [*speeds.rows, counts])
+        self.report.add("Tokens a second by task" + place, table)
+
+    def _published(self, own: Sequence[TaskFigures], tasks: Sequence[str]) -> Table:
+        """Spec-Bench's leaderboard: speedup by task, #mean accepted tokens, overall."""
+        many = any(one.task == OVERALL for one in own)
+        shown, whole = (tasks, OVERALL) if many else ((), tasks[0])
+        rows = {
+            name: [name, *speedups]
+            for name, speedups in self.by_method(own, shown, "task", "speedup", cells.times).items()
+        }
+        for value, form in (("mean_accepted_tokens", cells.number), ("speedup", cells.times)):
+            for name, cell in self.by_method(own, [whole], "task", value, form).items():
+                rows[name] += cell
+        heads = ["Models", *shown, "#Mean Accepted Tokens", "Overall" if many else "Speedup"]
+        return Table(heads, list(rows.values()), note=_NOTE)
+
+    def _by_task(
+        self,
+        own: Sequence[TaskFigures],
+        tasks: Sequence[str],
+        value: str,
+        form: Callable[[float], str],
+    ) -> Table:
+        found = self.by_method(own, tasks, "task", value, form)
+        return Table(["Models", *tasks], [[name, *values] for name, values in found.items()])

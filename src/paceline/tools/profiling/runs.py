@@ -106,9 +106,7 @@ class RunProfile:
             "profiler_slowdown": self.slowdown,
             "profiled_steps": self.profiled_steps,
             "phases": phases,
-            "operators": [
-                {"name": o.name, "calls": o.calls, "seconds": o.seconds} for o in self.operators
-            ],
+            "operators": [asdict(operator) for operator in self.operators],
             "warnings": self.warnings(),
             "verdict": self.sentences(machine),
         }

@@ -6,16 +6,14 @@ cannot disagree. Figures are drawn only when a file is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
 
 Cell = str | int | float | None
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -30,30 +28,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        items: Iterable[Item],
-        columns: Mapping[str, Callable[[Item], Cell]],
-        title: str = "",
-        note: str = "",
-    ) -> Table:
-        """A row for each item; ``columns`` say by their headings what stands in it."""
-        rows = [[cell(item) for cell in columns.values()] for item in items]
-        return cls(list(columns), rows, title, note)
-
-    @classmethod
-    def across(
-        cls,
-        corner: str,
-        items: Mapping[str, Item],
-        rows: Mapping[str, Callable[[Item], Cell]],
-        note: str = "",
-    ) -> Table:
-        """A column for each item, under its name; ``rows`` say by their names what it has."""
-        body = [[name, *map(cell, items.values())] for name, cell in rows.items()]
-        return cls([corner, *items], body, note=note)
 
 
 @dataclass(frozen=True)
@@ -121,11 +95,6 @@ def check_path(path: str | Path) -> None:
     """Refuse a report of unknown kind before the measuring begins. Raises ConfigError."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
-
-
-def shown(value: float | None, form: str) -> str | None:
-    """A number as a cell, as in ``shown(speedup, "{:.2f}x")``; what is not known is empty."""
-    return None if value is None else form.format(value)
 
 
 def show(cell: Cell) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.engine.driver import Drive, DrivenStep, sequence
+from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -34,49 +34,13 @@ class MeasuredStep:
 
 
 @dataclass
-class Levels:
-    """How drafts fared, level by level, over the steps that had room for the longest."""
-
-    longest: int
-    steps: int = 0
-    nodes: int = 0
-    accepted: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.accepted = self.accepted or [0] * self.longest
-        self.reached = self.reached or [0] * self.longest
-
-    def record(self, commit: Commit) -> None:
-        self.steps += 1
-        self.nodes += commit.drafted
-        for level in range(self.longest):
-            self.accepted[level] += level < len(commit.path)
-            self.reached[level] += level < commit.reached
-
-    def add(self, other: Levels) -> None:
-        self.steps += other.steps
-        self.nodes += other.nodes
-        for level in range(self.longest):
-            self.accepted[level] += other.accepted[level]
-            self.reached[level] += other.reached[level]
-
-    def survival(self) -> tuple[float, ...]:
-        return tuple(won / max(1, self.steps) for won in self.accepted)
-
-    def acceptance(self) -> tuple[float, ...]:
-        """Conditional, up to the last position that any draft reached."""
-        pairs = zip(self.accepted, self.reached, strict=True)
-        return tuple(won / tried for won, tried in pairs if tried)
-
-
-@dataclass
 class Run:
-    """What a run took and yielded. ``seconds`` is wall time, prompts included."""
+    """What a run took and yielded. ``seconds`` is wall time, prompts included. ``levels``: how the
+    drafts of those fared that had room for the longest."""
 
-    levels: Levels
     concurrency: int = 1
     steps: list[MeasuredStep] = field(default_factory=list)
+    levels: StepSums = field(default_factory=StepSums)
     outputs: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     target_steps: int = 0  # summed over sequences
@@ -105,19 +69,23 @@ def decode(
     """
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
     drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], concurrency).run()
-    counts = drive.counts
-    run = Run(Levels(longest), concurrency, seconds=drive.seconds)
-    run.outputs = [seq.tokens[seq.prompt_length :] for seq in drive.seqs]
-    run.target_steps, run.drafted = counts.target_steps, counts.drafted
     seqs = {seq.seq_id: seq for seq in drive.seqs}
+    steps, whole = [], []
     for step in drive.steps:
-        unhindered = [_remaining(seqs[c.seq_id], c) > longest for c in step.commits]
-        for commit, free in zip(step.commits, unhindered, strict=True):
-            if commit.tokens and free and commit.finish_reason is None:
-                run.levels.record(commit)
+        free = [c for c in step.commits if _remaining(seqs[c.seq_id], c) > longest]
+        going = [commit for commit in free if commit.tokens and commit.finish_reason is None]
+        whole.append(DrivenStep(going, step.ended))
         if step.decodes:
-            run.steps.append(_measured(step, all(unhindered)))
-    return run
+            steps.append(_measured(step, len(free) == len(step.commits)))
+    return Run(
+        concurrency,
+        steps,
+        StepSums.of(whole),
+        [seq.tokens[seq.prompt_length :] for seq in drive.seqs],
+        drive.seconds,
+        drive.counts.target_steps,
+        drive.counts.drafted,
+    )
 
 
 def _remaining(seq: SequenceState, commit: Commit) -> int:

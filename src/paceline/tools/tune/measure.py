@@ -14,13 +14,14 @@ from paceline.budget import Budget
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
+from paceline.engine.driver import StepSums
 from paceline.errors import DataError
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
 from paceline.pace.costs import made_up_chains, measure
 from paceline.pace.worth import Profile
 from paceline.tools.tune.candidates import DrafterCandidate
-from paceline.tools.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tools.tune.decode import MeasuredStep, Run, decode
 from paceline.tools.tune.search import MeasuredMethod, TargetCosts
 
 if TYPE_CHECKING:
@@ -135,12 +136,10 @@ def measure_method(
     # A draft must have room in the answers, or nothing is learnt of it.
     longest = max(1, min(profile.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest)
-    levels = Levels(longest)
-    for run in runs:
-        levels.add(run.levels)
-    fill = levels.nodes / max(1, levels.steps * profile.nodes[longest])
+    levels = sum((run.levels for run in runs), StepSums())
+    fill = levels.drafted / max(1, levels.sequences * profile.nodes[longest])
     nodes = tuple(fill * most for most in profile.nodes)
-    deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
+    deepest = max(1, len(levels.reached))  # others never drafted so far
     long = _typical_pair(runs, target)
     short = long
     if profile.passes[longest] > profile.passes[min(_SHORT, longest)]:
@@ -151,9 +150,9 @@ def measure_method(
         spec=candidate.spec,
         family=candidate.family,
         shape=candidate.shape,
-        survival=levels.survival()[:deepest],
-        acceptance=levels.acceptance()[:deepest],
-        reached=tuple(levels.reached[:deepest]),
+        survival=tuple(won / levels.sequences for won in levels.accepted_at),
+        acceptance=levels.rates,
+        reached=levels.reached,
         nodes=nodes[: deepest + 1],
         passes=profile.passes[: deepest + 1],
         **_drafting(
