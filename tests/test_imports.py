@@ -19,6 +19,7 @@ SOURCE = ROOT / "src" / "paceline"
 LAYERS = (
     {"budget", "core", "config", "errors", "files", "stages"},
     {"model/paged"},
+    {"model/quantised"},
     {"model/backends"},
     {"model"},
     {"draft/trees"},

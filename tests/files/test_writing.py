@@ -318,6 +318,9 @@ FREE = {
     ("pull/convert.py", "save_file"),
     ("pull/run.py", "write_text"),
     ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
+    ("tools/quantize.py", "write_text"),
+    ("tools/quantize.py", "save_pretrained"),
+    ("tools/quantize.py", "save_file"),
     ("tools/profiling/trace.py", "open"),  # whether the place can be written to at all
     ("tools/profiling/trace.py", "export_chrome_trace"),
 }

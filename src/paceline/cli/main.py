@@ -10,7 +10,19 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import bench, certify, demo, doctor, generate, profile, pull, serve, train, tune
+from paceline.cli import (
+    bench,
+    certify,
+    demo,
+    doctor,
+    generate,
+    profile,
+    pull,
+    quantize,
+    serve,
+    train,
+    tune,
+)
 from paceline.cli.options import debugging
 from paceline.errors import PacelineError
 
@@ -87,6 +99,7 @@ app.command("certify")(certify.certify)
 app.command("profile")(profile.profile)
 app.command("tune")(tune.tune)
 app.command("doctor")(doctor.doctor)
+app.command("quantize")(quantize.quantize)
 app.add_typer(train.app, name="train")
 
 

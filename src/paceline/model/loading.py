@@ -15,6 +15,13 @@ import torch
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.gguf import SUFFIX, dequantising, gguf_file, read_gguf
 from paceline.model.names import resolve
+from paceline.model.precision import (
+    dense_tensors,
+    keeps,
+    library_of,
+    put_back,
+    quantization_of,
+)
 from paceline.model.tensorfile import read_table, verify
 from paceline.model.tokenizer import first_line
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
@@ -59,8 +66,29 @@ def load_module(
     with _quiet():
         config = read_config(name, path)
         check_architecture(config)
-        module = _weights(name, path, config, number, attention or ATTENTION)
+        options = quantization_of(config)
+        if options is not None and is_path(path) and keeps(options, place):
+            module = _quantised(name, Path(path), config, number, attention or ATTENTION, options)
+        else:
+            module = _weights(name, path, config, number, attention or ATTENTION)
     return module.to(place)
+
+
+def _quantised(
+    name: str,
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype | None,
+    attention: str,
+    options: dict[str, Any],
+) -> Any:
+    """The module of a quantised checkpoint, its weights kept as they are."""
+    number = dtype or torch.float32
+    tensors, weights = dense_tensors(name, weight_files(folder), options, number)
+    del config.quantization_config  # transformers is to see a plain model
+    module = _weights(name, str(folder), config, number, attention, tensors)
+    put_back(name, module, weights)
+    return module
 
 
 def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | None) -> Any:
@@ -254,15 +282,26 @@ def check_architecture(config: Any) -> None:
 # -- weights ---------------------------------------------------------------------------------
 
 
-def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, attention: str) -> Any:
+def _weights(
+    name: str,
+    path: str,
+    config: Any,
+    dtype: torch.dtype | None,
+    attention: str,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> Any:
+    """The module with its weights from ``path`` or, where they are given, ``tensors``."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     place, options = _source(path)
+    given = tensors is not None  # which the automatic class cannot be told
+    loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if given else AutoModelForCausalLM
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            place,
+        module, info = loader.from_pretrained(
+            None if given else place,
             **options,
+            state_dict=tensors,
             config=config,
             dtype=dtype or "auto",
             attn_implementation=attention,
@@ -272,6 +311,15 @@ def _weights(name: str, path: str, config: Any, dtype: torch.dtype | None, atten
     except SafetensorError as error:
         raise ModelLoadError(
             f"a weights file of {name} is damaged ({first_line(error)}); download or copy it again"
+        ) from None
+    except ImportError as error:
+        quantization = quantization_of(config)
+        if quantization is None:
+            raise
+        raise ModelLoadError(
+            f"{name} is quantised in the format {quantization.get('quant_method')}, whose library "
+            f"is missing or too old ({first_line(error)}); pip install "
+            f"{library_of(quantization)}, or take another form of the model"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if is_path(path):

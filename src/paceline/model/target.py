@@ -64,6 +64,7 @@ class CausalModel:
         device: str | torch.device = "auto",
         quick: bool = True,
         check_values: bool = False,
+        quantize: str | None = None,
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
@@ -71,15 +72,19 @@ class CausalModel:
         checkpoint's own on CUDA. ``quick`` lays the model out for speed (see prepack.py).
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
+        ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised).
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
+        from paceline.model.precision import quantise_loaded
         from paceline.model.tensorfile import check_finite
 
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
+        if quantize is not None:
+            quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         return quicken(model) if quick else model
 

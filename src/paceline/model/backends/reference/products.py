@@ -30,11 +30,18 @@ def can_prepack(weight: torch.Tensor) -> bool:
     """
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.dim() != 2:
         return False
+    if not is_plain(weight):
+        return False
     if platform.machine() not in ("x86_64", "AMD64") or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether these are numbers, not a tensor of a library that multiplies in its own way."""
+    return type(weight.detach()) is torch.Tensor
 
 
 def _product(prepacked: torch.Tensor, bias: torch.Tensor | None) -> Product:
@@ -125,7 +132,7 @@ def cat_linears(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tenso
 
 def mergeable(linears: Sequence[object]) -> TypeGuard[Sequence[nn.Linear]]:
     """Whether these are plain ``nn.Linear`` that take the same input width and kind of bias."""
-    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    plain = [linear for linear in linears if type(linear) is nn.Linear and is_plain(linear.weight)]
     return len(plain) == len(linears) and (
         len({(p.in_features, p.weight.dtype, p.weight.device, p.bias is None) for p in plain}) == 1
     )

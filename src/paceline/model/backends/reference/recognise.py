@@ -15,7 +15,12 @@ from torch import nn
 
 from paceline.model.backends.reference.lean import LeanLayer, LeanModel, Residual, Rotary
 from paceline.model.backends.reference.norms import as_rms_norm
-from paceline.model.backends.reference.products import PrepackedLinear, merged_product, product_of
+from paceline.model.backends.reference.products import (
+    PrepackedLinear,
+    is_plain,
+    merged_product,
+    product_of,
+)
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -49,7 +54,7 @@ def _has_shape(hf: Any) -> bool:
             return False
         linears = [getattr(layer.self_attn, name) for name in sorted(_PROJECTIONS)]
         linears += [getattr(layer.mlp, name) for name in sorted(_MLP - {"act_fn"})]
-        if any(type(linear) is not nn.Linear for linear in linears):
+        if any(type(part) is not nn.Linear or not is_plain(part.weight) for part in linears):
             return False
     return len(base.layers) > 0
 

@@ -1,0 +1,95 @@
+"""``paceline quantize``: write a checkpoint of eight or four bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.output import print_json
+from paceline.cli.progress import showing
+
+if TYPE_CHECKING:
+    from paceline.tools.quantize import QuantizeReport
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder, GGUF file, built-in or hub name.")],
+    to: Annotated[str, typer.Option(metavar="int8|int4", help="Precision of the weights.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; replaced if it is there.")],
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text to round by (GPTQ), JSONL of messages or text. Without it numbers are "
+            "rounded to the nearest code.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=512, help="Tokens of the calibration text to read.")
+    ] = 32_768,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text for the perplexity; without it other documents of the calibration text, "
+            "else the prompts that bench has.",
+        ),
+    ] = None,
+    group: Annotated[
+        int, typer.Option(help="Inputs that share a scale, at 4 bits: 32, 64 or 128.")
+    ] = 32,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|int4",
+            help="Quantise the language-model head, too (vLLM wants it left as it is).",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of texts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
+
+    The folder has the layout of compressed-tensors, which vLLM and transformers load as well.
+    """
+    from paceline.model.quantised.convert import Scheme
+    from paceline.tools.quantize import QuantizeOptions
+    from paceline.tools.quantize import quantize as run
+
+    options = QuantizeOptions(Scheme(to, group, head), calibrate, tokens, evaluate, seed)
+    with showing():
+        report = run(model, out, options)
+    if as_json:
+        print_json(report.record())
+    else:
+        Console().print(_table(report))
+
+
+def _table(report: QuantizeReport) -> Table:
+    found = report.found
+    table = Table(
+        title=f"{report.model} in {report.scheme.precision}, rounding {report.kind}: {report.out}",
+        caption=f"Perplexity of {report.before.tokens:,} tokens ({report.text}), as the engine "
+        "computes it.",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("")
+    for heading in ("before", "after"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        f"{found.layers} linear layers",
+        f"{found.before / 2 / 1e6:.1f} MB (bf16)",
+        f"{found.after / 1e6:.1f} MB",
+    )
+    table.add_row(
+        "perplexity",
+        f"{report.before.value:.3f}",
+        f"{report.after.value:.3f} ({report.loss:+.2%})",
+    )
+    return table

@@ -1,0 +1,106 @@
+"""Quantised checkpoints in compressed-tensors' layout, which vLLM and transformers load.
+
+Beside the plain tensors stand, for a linear layer ``L`` with weight ``[out, in]``:
+
+===============  ======================================================================
+int-quantized    ``L.weight`` int8 ``[out, in]``, ``L.weight_scale`` ``[out, 1]``
+pack-quantized   ``L.weight_packed`` int32 ``[out, in / 8]``: element k in bits 4 (k % 8) of
+                 word k // 8, plus 8; ``L.weight_scale`` ``[out, in / group]``;
+                 ``L.weight_shape`` int64 ``[2]``; ``L.weight_zero_point`` packed along out
+===============  ======================================================================
+
+and config.json says under ``quantization_config`` which layers they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.model.quantised.convert import Scheme
+from paceline.model.quantised.weights import QuantisedLinear
+
+METHOD = "compressed-tensors"
+_FORMATS = {8: "int-quantized", 4: "pack-quantized"}
+_PER_WORD = 8  # four-bit codes in an int32
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7, the last word padded by 0."""
+    rows, columns = codes.shape
+    padded = nn.functional.pad(codes.long() + 8, (0, -columns % _PER_WORD))
+    shifts = 4 * torch.arange(_PER_WORD)
+    words = (padded.reshape(rows, -1, _PER_WORD) << shifts).sum(-1)
+    packed: torch.Tensor = words.to(torch.uint32).view(torch.int32)
+    return packed
+
+
+def unpack(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Codes int8 ``[rows, columns]`` of int32 words, of ``bits`` each, the lowest bits first."""
+    shifts = bits * torch.arange(32 // bits)
+    codes = (words.long()[..., None] >> shifts) & (2**bits - 1)
+    signed: torch.Tensor = codes.flatten(1) - 2 ** (bits - 1)
+    return signed.to(torch.int8)
+
+
+def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors of a model with quantised layers, by the layout's names, others in ``dtype``."""
+    quantised = {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
+    tensors = {name: t.to(dtype).contiguous() for name, t in hf.state_dict().items()}
+    if hf.config.get_text_config(decoder=True).tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    for name, module in quantised.items():
+        weight = module.quantised
+        tensors[f"{name}.weight_scale"] = weight.scales.to(torch.bfloat16).contiguous()
+        if module.bias is not None:
+            tensors[f"{name}.bias"] = module.bias.to(dtype).contiguous()
+        if weight.bits == 8:
+            tensors[f"{name}.weight"] = weight.codes.contiguous()
+        else:
+            tensors[f"{name}.weight_packed"] = pack(weight.codes).contiguous()
+            if weight.offsets is not None:
+                points = (-weight.offsets / weight.scales).round().to(torch.int8)
+                tensors[f"{name}.weight_zero_point"] = pack(points.t()).t().contiguous()
+            tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+    return tensors
+
+
+def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
+    """What config.json says of the layers of ``hf``: those left as they are, by name."""
+    four = scheme.precision == "int4"
+    weights = {
+        "num_bits": 4 if four else 8,
+        "type": "int",
+        "symmetric": not four or scheme.zero == "none",
+        "strategy": "group" if four else "channel",
+        "group_size": scheme.group if four else None,
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    # Engines with products of 8 by 8 bits round activations per token, ours per group of it.
+    activations = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    kind = _FORMATS[4 if four else 8]
+    plain = [name for name, module in hf.named_modules() if type(module) is nn.Linear]
+    return {
+        "quant_method": METHOD,
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": plain,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None if four else activations,
+                "output_activations": None,
+                "format": kind,
+            }
+        },
+    }

@@ -1,0 +1,181 @@
+"""Linear layers as the formats of the field store them, read into ``QuantisedWeight``.
+
+==================  =========================================================================
+compressed-tensors  see checkpoint.py
+GPTQ                ``qweight`` int32 ``[in / 8, out]``, element k of a column in word k // 8;
+                    ``scales`` ``[groups, out]``; ``qzeros`` int32 ``[groups, out / 8]``, one less
+                    than the zero point (not so in ``gptq_v2``); ``g_idx``: the group of an input
+AWQ (gemm)          ``qweight`` int32 ``[in, out / 8]``, the outputs of a word in the order 0 2 4 6
+                    1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` like the weights
+==================  =========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.errors import ModelLoadError, UnsupportedModelError
+from paceline.model.quantised.checkpoint import METHOD, unpack
+from paceline.model.quantised.weights import QuantisedWeight
+
+Tensors = Mapping[str, torch.Tensor]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 to 7 of a word are found
+
+
+def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str, QuantisedWeight]:
+    """The quantised weights of a checkpoint by layer. ``options``: its ``quantization_config``.
+
+    Raises ModelLoadError that names a tensor, and UnsupportedModelError that names what of the
+    format is not read here.
+    """
+    method = str(options.get("quant_method"))
+    reader, suffix = _READERS[method]
+    found: dict[str, QuantisedWeight] = {}
+    for key in tensors:
+        if not key.endswith(suffix):
+            continue
+        name = key.removesuffix(suffix)
+        try:
+            found[name] = reader(name, tensors, options).check(f"{name}.weight")
+        except KeyError as error:
+            raise ModelLoadError(
+                f"the checkpoint has {key} but no {error.args[0]}; copy its files again"
+            ) from None
+        except RuntimeError as error:
+            raise ModelLoadError(
+                f"the tensors of {name} do not fit together ({error}); copy the files again"
+            ) from None
+    if not found:
+        raise ModelLoadError(
+            f"the config.json asks for {method} weights, but the checkpoint has none; "
+            "the files do not belong together"
+        )
+    return found
+
+
+def is_kept(options: Mapping[str, Any]) -> bool:
+    """Whether weights of this ``quantization_config`` are read and kept as they are.
+
+    Others are left to transformers and the library of their format.
+    """
+    method = options.get("quant_method")
+    if method in ("gptq", "awq"):
+        return True
+    groups = (options.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
+    return method == METHOD and all(
+        item.get("type", "int") == "int"
+        and item.get("num_bits") in (4, 8)
+        and item.get("strategy") in ("group", "channel", "tensor")
+        and not item.get("actorder")
+        for item in weights
+    )
+
+
+def owned(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Endings of the tensor names that belong to quantised layers, besides their biases."""
+    if options.get("quant_method") == METHOD:
+        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight")
+        return tuple(f".{name}" for name in names)
+    return (".qweight", ".qzeros", ".scales", ".g_idx")
+
+
+def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+    scales = tensors[f"{name}.weight_scale"].float()
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    packed = tensors.get(f"{name}.weight_packed")
+    zeros = tensors.get(f"{name}.weight_zero_point")
+    if packed is None:
+        codes, bits = tensors[f"{name}.weight"], 8
+        if zeros is not None:
+            zeros = zeros.reshape(scales.shape)
+    else:
+        rows, columns = (int(size) for size in tensors[f"{name}.weight_shape"])
+        bits = _packed_bits(options)
+        codes = unpack(packed, bits)[:, :columns]
+        if zeros is not None:
+            zeros = unpack(zeros.t(), bits)[:, :rows].t()
+    if codes.dtype != torch.int8:
+        raise ModelLoadError(
+            f"{name}.weight is {codes.dtype}, where its config.json promises int8; "
+            "the files do not belong together"
+        )
+    scales = scales.expand(len(codes), -1).contiguous()  # a tensor's one scale is every row's
+    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
+
+
+def _packed_bits(options: Mapping[str, Any]) -> int:
+    found = {group["weights"]["num_bits"] for group in options["config_groups"].values()}
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"the checkpoint packs weights of {sorted(found)} bits side by side, which is not read "
+            "here; quantise the model to one precision"
+        )
+    return int(found.pop())
+
+
+def _gptq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+    bits = _bits(options)
+    codes = unpack(tensors[f"{name}.qweight"].t(), bits)
+    scales = tensors[f"{name}.scales"].float().t().contiguous()
+    group, rest = divmod(codes.shape[1], max(1, scales.shape[1]))
+    order = tensors.get(f"{name}.g_idx")
+    if (
+        order is not None
+        and not rest
+        and not torch.equal(order.long(), torch.arange(len(order)) // group)
+    ):
+        raise UnsupportedModelError(
+            f"{name} has its inputs in an order of its own (GPTQ's desc_act), which is not read "
+            "here; take a checkpoint made without it"
+        )
+    zeros = unpack(tensors[f"{name}.qzeros"], bits)
+    if options.get("checkpoint_format") != "gptq_v2":
+        zeros = zeros + 1
+    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros.t(), scales))
+
+
+def _awq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+    version = str(options.get("version", "gemm")).lower()
+    bits = _bits(options)
+    if version != "gemm" or bits != 4:
+        raise UnsupportedModelError(
+            f"AWQ weights of version {version!r} with {bits} bits are not read here; take a "
+            "checkpoint of 4 bits and version gemm"
+        )
+
+    def outputs(words: torch.Tensor) -> torch.Tensor:
+        found = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
+        return found.flatten(1).t()
+
+    codes = outputs(tensors[f"{name}.qweight"])
+    zeros = outputs(tensors[f"{name}.qzeros"])
+    scales = tensors[f"{name}.scales"].float().t().contiguous()
+    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
+
+
+def _bits(options: Mapping[str, Any]) -> int:
+    bits = options.get("bits", options.get("w_bit"))
+    if bits not in (4, 8):
+        raise UnsupportedModelError(
+            f"weights of {bits} bits are not read here; take a checkpoint of 4 or 8 bits"
+        )
+    return int(bits)
+
+
+def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
+    """Offsets of whole zero points ``[out, groups]``; None where all are 0."""
+    if zeros is None or not zeros.any():
+        return None
+    return -zeros.float() * scales if zeros.shape == scales.shape else zeros.float()
+
+
+_Reader = Callable[[str, Tensors, Mapping[str, Any]], QuantisedWeight]
+_READERS: dict[str, tuple[_Reader, str]] = {
+    METHOD: (_compressed, ".weight_scale"),
+    "gptq": (_gptq, ".qweight"),
+    "awq": (_awq, ".qweight"),
+}

@@ -1,0 +1,158 @@
+"""From a weight to codes: nearest, on the grid that loses least, or by GPTQ.
+
+GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds the inputs of a layer one after the
+other and lets those that are still to come make up for the error, weighted by how the layer's
+inputs go together: ``H = X^T X`` over calibration text. Grids are chosen per group before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.model.quantised.weights import QuantisedWeight
+
+# Where the codes of a group may stand: around 0; around a whole multiple of the scale, as most
+# formats store it; or anywhere.
+Zero = Literal["none", "whole", "free"]
+
+_SHRINKS = tuple(1 - 0.025 * step for step in range(17))  # of the group's range: 1.0 to 0.6
+_DAMPING = 0.01  # of the mean of H's diagonal, as in the paper
+_BLOCK = 128  # columns whose updates of the columns behind are made at once
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes stand for scale * code + offset; ``scales``, ``offsets`` or None ``[out, groups]``."""
+
+    bits: int
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        """Nearest codes (float) of ``values [out, groups, ...]``."""
+        more = values.dim() - self.scales.dim()
+        scales = self.scales.reshape(*self.scales.shape, *[1] * more)
+        if self.offsets is not None:
+            values = values - self.offsets.reshape(scales.shape)
+        most = 2 ** (self.bits - 1) - 1
+        codes: torch.Tensor = (values / scales).round().clamp(_least(self.bits), most)
+        return codes
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        more = codes.dim() - self.scales.dim()
+        scales = self.scales.reshape(*self.scales.shape, *[1] * more)
+        found = codes * scales
+        return found if self.offsets is None else found + self.offsets.reshape(scales.shape)
+
+
+def _least(bits: int) -> int:
+    """Eight bits leave -128 out: products of two such sums would overflow in some instructions."""
+    return -8 if bits == 4 else -127
+
+
+def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
+    """Of some shrunk ranges of each group, that of least squared error of rounding.
+
+    But for a "free" zero, scales are numbers that bf16 holds: checkpoints store them in it. Raises
+    ConfigError where ``group`` does not divide the inputs of ``weight [out, in]``.
+    """
+    if weight.shape[1] % group:
+        raise ConfigError(
+            f"a weight of {weight.shape[1]} inputs does not divide into groups of {group}; "
+            "choose a group that divides it"
+        )
+    parts = weight.float().reshape(len(weight), -1, group)
+    best: Grid | None = None
+    least = torch.full(parts.shape[:2], torch.inf)
+    for shrink in _SHRINKS:
+        grid = _grid(parts, bits, zero, shrink)
+        error = (grid.values(grid.codes(parts)) - parts).square().sum(-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = grid if best is None else _mixed(better, grid, best)
+    assert best is not None
+    return best
+
+
+def _grid(parts: torch.Tensor, bits: int, zero: Zero, shrink: float) -> Grid:
+    low, high = parts.amin(-1) * shrink, parts.amax(-1) * shrink
+    most = 2 ** (bits - 1) - 1
+    if zero == "none":
+        if bits == 8:
+            scales = torch.maximum(-low, high) / most
+        else:  # one code more below 0: for the larger side of the group, whose sign the scale has
+            scales = torch.where(-low > high, -low, -high) / (most + 1)
+    else:
+        scales = (high - low) / (2**bits - 1)
+    scales = torch.where(scales == 0, 1.0, scales)
+    if zero == "free":
+        return Grid(bits, scales, low - _least(bits) * scales)
+    scales = scales.bfloat16().float()
+    if zero == "none":
+        return Grid(bits, scales, None)
+    points = (_least(bits) - low / scales).round().clamp(_least(bits), most)
+    return Grid(bits, scales, -points * scales)
+
+
+def _mixed(better: torch.Tensor, grid: Grid, best: Grid) -> Grid:
+    scales = torch.where(better, grid.scales, best.scales)
+    if grid.offsets is None or best.offsets is None:
+        return Grid(grid.bits, scales, None)
+    return Grid(grid.bits, scales, torch.where(better, grid.offsets, best.offsets))
+
+
+def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
+    """Each number to the nearest code. ``weight`` ``[out, in]``; ``group`` inputs share a scale."""
+    grid = best_grid(weight, bits, group, zero)
+    codes = grid.codes(weight.float().reshape(len(weight), -1, group))
+    return QuantisedWeight(codes.flatten(1).to(torch.int8), grid.scales, bits, grid.offsets)
+
+
+def gptq(
+    weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: Zero = "none"
+) -> QuantisedWeight:
+    """As ``nearest``, the error of each input made up for by those behind it.
+
+    ``hessian`` ``[in, in]`` float32: the sum over calibration rows of ``x^T x``. Grids are those
+    of the weights as they are when their group is reached.
+    """
+    left = weight.float().clone()
+    factor = _inverse_factor(hessian)
+    left[:, hessian.diagonal() == 0] = 0  # an input that never speaks may have any weight
+    columns = left.shape[1]
+    codes = torch.empty_like(left)
+    grids: list[Grid] = []
+    for start in range(0, columns, _BLOCK):
+        end = min(start + _BLOCK, columns)
+        errors = torch.empty(len(left), end - start)
+        for column in range(start, end):
+            if column % group == 0:
+                grids.append(best_grid(left[:, column : column + group], bits, group, zero))
+            values = left[:, column : column + 1]
+            codes[:, column : column + 1] = code = grids[-1].codes(values)
+            error = (values - grids[-1].values(code))[:, 0] / factor[column, column]
+            left[:, column:end] -= error[:, None] * factor[column, column:end]
+            errors[:, column - start] = error
+        left[:, end:] -= errors @ factor[start:end, end:]
+    offsets = [grid.offsets for grid in grids if grid.offsets is not None]
+    return QuantisedWeight(
+        codes.to(torch.int8),
+        torch.cat([grid.scales for grid in grids], 1),
+        bits,
+        torch.cat(offsets, 1) if offsets else None,
+    )
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Upper Cholesky factor of the damped inverse of ``H``, float32."""
+    damped = hessian.double()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1
+    diagonal += _DAMPING * diagonal.mean()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper.float()

@@ -1,0 +1,163 @@
+"""A linear layer's weight in 8 or 4 bits, and the arithmetic that is meant by it.
+
+::
+
+    weight[n, k]  =  codes[n, k] * scales[n, g] + offsets[n, g]           g = k // group
+
+    x[t, k]      ~=  x_codes[t, k] * x_scales[t, h],   h = k // ROW_GROUP, x_codes in -127 .. 127
+
+    y[t, n]  =  sum over h, in order, of  (s * scales[n, g] + x_sums * offsets[n, g]) * x_scales
+    s[t, n, h]     =  sum over the k of group h of  codes[n, k] * x_codes[t, k]
+    x_sums[t, h]   =  sum over the k of group h of  x_codes[t, k]
+
+``s`` and ``x_sums`` are sums of whole numbers and exact in any order; the groups are added in
+order, in float32. So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride along:
+what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in plain torch; it
+is the readable truth that kernels are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.errors import ModelLoadError
+
+ROW_GROUP = 32  # activations that share a scale; also the group of four-bit weights
+BITS = {"int8": 8, "int4": 4}
+_MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """``codes`` int8 ``[out, in]``; ``scales`` and ``offsets`` float32 ``[out, groups]``.
+
+    ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
+    ``offsets`` the codes are symmetric around 0. Whole zero points ``z``, as most formats have
+    them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bits: int
+    offsets: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product has to read: codes at their own width, scales and offsets."""
+        offsets = 0 if self.offsets is None else self.offsets.numel()
+        return self.codes.numel() * self.bits // 8 + 4 * (self.scales.numel() + offsets)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers that the codes stand for, ``[out, in]``."""
+        found = self.codes.float() * self.scales.repeat_interleave(self.group, 1)
+        if self.offsets is not None:
+            found += self.offsets.repeat_interleave(self.group, 1)
+        return found.to(dtype)
+
+    def rows(self, part: slice) -> QuantisedWeight:
+        """Some of its outputs."""
+        offsets = None if self.offsets is None else self.offsets[part]
+        return QuantisedWeight(self.codes[part], self.scales[part], self.bits, offsets)
+
+    def check(self, name: str) -> QuantisedWeight:
+        """Itself, if it can be a weight. Raises ModelLoadError that names the tensor."""
+        columns, groups = self.codes.shape[1], self.scales.shape[1]
+        if self.scales.shape[0] != self.codes.shape[0] or groups == 0 or columns % groups:
+            raise ModelLoadError(
+                f"the scales of {name} are {list(self.scales.shape)}, which divides no weight of "
+                f"{list(self.codes.shape)} into equal groups; the file is damaged or mixes formats"
+            )
+        if self.offsets is not None and self.offsets.shape != self.scales.shape:
+            raise ModelLoadError(
+                f"{name} has zero points {list(self.offsets.shape)} for scales "
+                f"{list(self.scales.shape)}; the file is damaged or mixes formats"
+            )
+        bad = ~torch.isfinite(self.scales) | (self.scales == 0)
+        if bool(bad.any()):
+            row, group = (int(index) for index in bad.nonzero()[0])
+            raise ModelLoadError(
+                f"the scale of {name} at row {row}, group {group} is "
+                f"{float(self.scales[row, group]):g}; quantise the model again"
+            )
+        return self
+
+
+def quantise_rows(x: torch.Tensor, group: int = ROW_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[T, in]`` (whole numbers, float32) and scales ``[T, in / group]`` of activations.
+
+    Symmetric: a scale is the group's largest magnitude over 127. What a group of zeros is scaled by
+    is 0, and its codes are 0.
+    """
+    parts = x.float().reshape(len(x), -1, group)
+    scales = parts.abs().amax(-1) / 127
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    codes = (parts * inverse[..., None]).round().clamp(-127, 127)
+    return codes.flatten(1), scales
+
+
+class QuantisedLinear(nn.Module):
+    """Stands for an ``nn.Linear`` whose weight is quantised; see the formulas above."""
+
+    def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.quantised = weight
+        self.bias = None if bias is None else bias.detach()
+        if weight.group % ROW_GROUP or self.in_features % ROW_GROUP:
+            raise ModelLoadError(
+                f"a weight of {self.in_features} inputs in groups of {weight.group} cannot be "
+                f"multiplied in groups of {ROW_GROUP}; leave it unquantised"
+            )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dense copy of what the codes stand for; costs memory and time."""
+        return self.quantised.dense()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        result = quantised_product(rows, self.quantised)
+        if self.bias is not None:
+            result += self.bias.float()
+        return result.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        w = self.quantised
+        return f"in={self.in_features}, out={self.out_features}, bits={w.bits}, group={w.group}"
+
+
+def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    """``[T, out]`` float32 from ``x [T, in]``, by the formulas at the top."""
+    codes, x_scales = quantise_rows(x)
+    groups = x_scales.shape[1]
+    parts = codes.reshape(len(x), groups, ROW_GROUP)
+    x_sums = parts.sum(-1)
+    repeat = weight.group // ROW_GROUP
+    result = torch.empty(len(x), weight.shape[0], device=x.device)
+    step = max(1, _MOST_SUMS // (max(1, len(x)) * groups))
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        part = weight.rows(rows)
+        # Whole numbers below 2^24: a float32 product of 32 of them is exact in any order.
+        matrix = part.codes.float().reshape(-1, groups, ROW_GROUP)
+        sums = torch.einsum("tgk,ngk->gtn", parts, matrix)
+        total = torch.zeros(len(x), len(matrix), device=x.device)
+        for group in range(groups):
+            term = sums[group] * part.scales[:, group // repeat]
+            if part.offsets is not None:
+                term += x_sums[:, group, None] * part.offsets[:, group // repeat]
+            total += term * x_scales[:, group, None]
+        result[:, rows] = total
+    return result

@@ -1,0 +1,264 @@
+"""Quantised checkpoints: written, read again, and read as other engines write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import ConfigError, ModelLoadError, PacelineError
+from paceline.model.loading import load_module
+from paceline.model.quantised.checkpoint import pack, unpack
+from paceline.model.quantised.convert import Scheme
+from paceline.model.quantised.rounding import nearest
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+from paceline.tools.quantize import QuantizeOptions, quantize
+
+LAYER = "model.layers.0.self_attn.q_proj"
+TEXT = [
+    {"text": f"Once upon a time there were {n} little pigs, and {n * 7} wolves."} for n in range(40)
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in TEXT), encoding="utf-8")
+    return file
+
+
+def layers(hf: Any) -> dict[str, QuantisedLinear]:
+    return {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
+
+
+def test_packing_four_bits_is_undone_by_unpacking() -> None:
+    codes = torch.randint(-8, 8, (5, 24), dtype=torch.int8)
+    assert torch.equal(unpack(pack(codes)), codes)
+    assert pack(codes).shape == (5, 3)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_what_was_written_is_read_again(
+    plain_folder: Path, tmp_path: Path, text: Path, precision: str, calibrated: bool
+) -> None:
+    out = tmp_path / "out"
+    options = QuantizeOptions(Scheme(precision), text if calibrated else None, tokens=600)
+    report = quantize(str(plain_folder), out, options)
+    assert report.kind == ("GPTQ" if calibrated else "nearest")
+    assert report.found.layers == 14
+    assert abs(report.loss) < (0.01 if precision == "int8" else 0.15)
+    model = CausalModel.load(str(out), dtype="float32", device="cpu")
+    kept = layers(model.hf)
+    assert len(kept) == 14
+    assert {m.quantised.bits for m in kept.values()} == {8 if precision == "int8" else 4}
+    plain = load_module(str(plain_folder), "float32", "cpu").get_submodule(LAYER).weight
+    if not calibrated:
+        wanted = nearest(plain.detach(), *((8, 64) if precision == "int8" else (4, 32, "whole")))
+        assert torch.equal(kept[LAYER].quantised.codes, wanted.codes)
+        assert torch.equal(kept[LAYER].quantised.scales, wanted.scales)
+        assert torch.equal(kept[LAYER].weight, wanted.dense())
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"{report.before.value:.3f}" in card
+    assert f"{report.after.value:.3f}" in card
+
+
+def test_the_library_of_the_layout_reads_the_same_numbers(
+    plain_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    for precision in ("int8", "int4"):
+        out = tmp_path / precision
+        quantize(str(plain_folder), out, QuantizeOptions(Scheme(precision)))
+        ours = layers(load_module(str(out), "float32", "cpu"))
+        theirs = AutoModelForCausalLM.from_pretrained(
+            out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
+        )
+        for name, module in ours.items():
+            weight = theirs.get_submodule(name).weight.detach()
+            assert torch.equal(weight, module.weight.bfloat16().float()), name  # it works in bf16
+
+
+def test_the_engine_writes_the_text_of_the_quantised_model(
+    plain_folder: Path, tmp_path: Path
+) -> None:
+    """Plain and speculative decoding agree, and with the logits of the module itself."""
+    from paceline import LLM, SamplingParams
+
+    out = tmp_path / "four"
+    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", head="int8")))
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = LLM(str(out), dtype="float32", device="cpu")
+    ids = [5, 9, 7, 5, 9, 7, 5, 9]
+    (wanted,) = plain.generate([ids], params)
+    drafted = plain.beside("ngram")
+    (found,) = drafted.generate([ids], params)
+    assert found.token_ids == wanted.token_ids
+    hf = load_module(str(out), "float32", "cpu", attention="sdpa")
+    tokens = list(ids)
+    with torch.inference_mode():
+        for _ in range(24):
+            logits = hf(input_ids=torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    assert tokens[len(ids) :] == list(wanted.token_ids)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_model_is_quantised_when_it_is_loaded(plain_folder: Path, precision: str) -> None:
+    model = CausalModel.load(str(plain_folder), device="cpu", quantize=precision)
+    kept = layers(model.hf)
+    assert len(kept) == 15
+    assert kept["lm_head"].quantised.bits == 8
+    assert kept[LAYER].quantised.bits == (8 if precision == "int8" else 4)
+
+
+# -- what other engines write ------------------------------------------------------------------
+
+
+def as_gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """A weight as AutoGPTQ stores it, by its own conventions: words along the inputs."""
+    found = nearest(weight, 4, 32)
+    columns = weight.shape[1]
+    zeros = torch.full((columns // 32, weight.shape[0]), 7 - 8, dtype=torch.int8)
+    return {
+        "qweight": pack(found.codes).t().contiguous(),
+        "scales": found.scales.t().contiguous(),
+        "qzeros": pack(zeros),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // 32 if order is None else order,
+    }
+
+
+def as_awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight as AutoAWQ stores it: outputs interleaved in each word."""
+    found = nearest(weight, 4, 32)
+
+    def words(codes: torch.Tensor) -> torch.Tensor:
+        mixed = codes.t().reshape(codes.shape[1], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        return pack(mixed.flatten(1))
+
+    zeros = torch.randint(-2, 3, found.scales.shape, dtype=torch.int8)
+    moved = (found.codes + zeros.repeat_interleave(32, 1)).clamp(-8, 7).to(torch.int8)
+    return {
+        "qweight": words(moved),
+        "scales": found.scales.t().contiguous(),
+        "qzeros": words(zeros),
+    }
+
+
+def rewritten(
+    folder: Path,
+    out: Path,
+    config: dict[str, Any],
+    store: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        weight = tensors.pop(key)
+        stem = key.removesuffix("weight")
+        tensors |= {stem + name: tensor for name, tensor in store(weight).items()}
+    out.mkdir()
+    for file in folder.iterdir():
+        if file.name != "model.safetensors":
+            (out / file.name).write_bytes(file.read_bytes())
+    options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    options["quantization_config"] = config
+    (out / "config.json").write_text(json.dumps(options), encoding="utf-8")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def test_gptq_checkpoints_keep_their_codes(plain_folder: Path, tmp_path: Path) -> None:
+    folder = rewritten(plain_folder, tmp_path / "gptq", GPTQ, as_gptq)
+    model = CausalModel.load(str(folder), dtype="float32", device="cpu")
+    plain = load_file(plain_folder / "model.safetensors")[f"{LAYER}.weight"]
+    kept = layers(model.hf)
+    assert len(kept) == 14
+    assert torch.equal(kept[LAYER].weight, nearest(plain, 4, 32).dense())
+    assert kept[LAYER].quantised.offsets is None
+
+
+def test_awq_checkpoints_keep_their_codes_and_zero_points(
+    plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = rewritten(plain_folder, tmp_path / "awq", AWQ, as_awq)
+    model = CausalModel.load(str(folder), dtype="float32", device="cpu")
+    plain = load_file(plain_folder / "model.safetensors")[f"{LAYER}.weight"]
+    kept = layers(model.hf)[LAYER]
+    assert kept.quantised.offsets is not None
+    # Moving codes and zero points together changes nothing but where codes ran out of range.
+    wanted = nearest(plain, 4, 32).dense()
+    assert float((kept.weight - wanted).norm() / wanted.norm()) < 0.12
+
+
+def damaged(change: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+    def store(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        tensors = as_gptq(weight)
+        if change == "order":
+            tensors["g_idx"] = tensors["g_idx"].flip(0).contiguous()
+        elif change == "zero scale":
+            tensors["scales"][0, 0] = 0
+        elif change == "groups":
+            tensors["scales"] = torch.ones(3, weight.shape[0])
+        elif change == "missing":
+            del tensors["scales"]
+        return tensors
+
+    return store
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("order", "desc_act"),
+        ("zero scale", r"the scale of model\.layers\.\d.*\.weight at row 0, group 0 is 0"),
+        ("groups", r"scales of model\.layers\.0.* divides no weight"),
+        ("missing", r"has model\.layers.*qweight but no model\.layers.*scales"),
+    ],
+)
+def test_damaged_checkpoints_are_refused_by_the_tensor(
+    plain_folder: Path, tmp_path: Path, change: str, message: str
+) -> None:
+    folder = rewritten(plain_folder, tmp_path / "bad", GPTQ, damaged(change))
+    with pytest.raises(PacelineError, match=message):
+        CausalModel.load(str(folder), dtype="float32", device="cpu")
+
+
+def test_a_missing_library_is_one_line(plain_folder: Path, tmp_path: Path) -> None:
+    config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
+    folder = rewritten(plain_folder, tmp_path / "hqq", config, lambda w: {"weight": w})
+    with pytest.raises(ModelLoadError, match=r"hqq.*pip install hqq"):
+        load_module(str(folder), "float32", "cpu")
+
+
+def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "eight"
+    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int8")))
+    with pytest.raises(ConfigError, match="quantised already"):
+        quantize(str(out), tmp_path / "again", QuantizeOptions(Scheme("int4")))
+    with pytest.raises(ConfigError, match="quantised already"):
+        CausalModel.load(str(out), device="cpu", quantize="int4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "int3"}, "use int8 or int4"),
+        ({"precision": "int4", "group": 48}, "not a multiple of 32"),
+        ({"precision": "int4", "head": "fp8"}, "use int8 or int4"),
+    ],
+)
+def test_schemes_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scheme(**arguments)

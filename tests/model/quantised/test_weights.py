@@ -1,0 +1,157 @@
+"""The arithmetic of quantised weights: exact in a group, in order between groups, row by row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.quantised.rounding import Zero, best_grid, gptq, nearest
+from paceline.model.quantised.weights import (
+    QuantisedLinear,
+    QuantisedWeight,
+    quantise_rows,
+    quantised_product,
+)
+
+
+def weight_of(bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
+    weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(bits)) + 0.3
+    return nearest(weight, bits, group, zero)
+
+
+def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> float:
+    """The formulas of weights.py, with Python's whole numbers and one rounding to float32 each."""
+    total = torch.tensor(0.0)
+    for start in range(0, x.shape[1], 32):
+        part = x[row, start : start + 32].float()
+        scale = part.abs().max() / 127
+        codes = (part * (1 / scale)).round().clamp(-127, 127)
+        group = start // weight.group
+        whole = [int(code) for code in codes]
+        exact = sum(int(weight.codes[out, start + k]) * whole[k] for k in range(32))
+        term = torch.tensor(float(exact)) * weight.scales[out, group]
+        if weight.offsets is not None:
+            term = term + torch.tensor(float(sum(whole))) * weight.offsets[out, group]
+        total = total + term * scale
+    return float(total)
+
+
+@pytest.mark.parametrize("zero", ["none", "whole", "free"])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 64)])
+def test_a_product_is_what_the_formulas_say(bits: int, group: int, zero: Zero) -> None:
+    weight = weight_of(bits, group, zero)
+    assert (weight.offsets is None) == (zero == "none")
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7))
+    found = quantised_product(x, weight)
+    for row in range(3):
+        for out in range(weight.shape[0]):
+            assert float(found[row, out]) == by_hand(x, weight, row, out)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 40), pick=st.integers(0, 39), bits=st.sampled_from([4, 8]))
+def test_a_row_has_the_same_bits_whatever_rides_along(rows: int, pick: int, bits: int) -> None:
+    weight = weight_of(bits, 32 if bits == 4 else 128)
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows))
+    row = pick % rows
+    alone = quantised_product(x[row : row + 1], weight)
+    assert torch.equal(quantised_product(x, weight)[row], alone[0])
+
+
+@pytest.mark.parametrize(("bits", "group", "limit"), [(8, 128, 0.011), (4, 32, 0.1)])
+def test_a_quantised_layer_is_near_the_plain_one(bits: int, group: int, limit: float) -> None:
+    plain = torch.nn.Linear(128, 24)
+    x = torch.randn(2, 5, 128)
+    found = QuantisedLinear(nearest(plain.weight.detach(), bits, group), plain.bias)(x)
+    wanted = plain(x).detach()
+    assert found.shape == wanted.shape
+    assert float((found - wanted).norm() / wanted.norm()) < limit
+
+
+def test_a_row_of_zeros_is_zero() -> None:
+    codes, scales = quantise_rows(torch.zeros(2, 64))
+    assert not codes.any()
+    assert not scales.any()
+    assert not quantised_product(torch.zeros(2, 128), weight_of(4, 32)).any()
+
+
+def test_gptq_leaves_less_error_in_what_the_layer_computes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(32, 128, generator=generator)
+    x = torch.randn(400, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
+    x += 0.1 * torch.randn(400, 128, generator=generator)
+
+    def error(found: QuantisedWeight) -> float:
+        return float((x @ (found.dense() - weight).t()).norm())
+
+    assert error(gptq(weight, x.t() @ x, 4, 32)) < 0.6 * error(nearest(weight, 4, 32))
+
+
+def test_gptq_without_relations_between_inputs_is_nearest_rounding() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    found, wanted = gptq(weight, torch.eye(64), 4, 32), nearest(weight, 4, 32)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scales, wanted.scales)
+
+
+def test_scales_can_be_stored_in_bf16_and_lose_least() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    scales = best_grid(weight, 4, 32, "none").scales
+    assert torch.equal(scales, scales.bfloat16().float())
+    widest = weight.unflatten(1, (-1, 32)).abs().amax(-1) / 7
+    codes = (weight.unflatten(1, (-1, 32)) / widest[..., None]).round()
+    plain = (codes * widest[..., None]).flatten(1)
+    assert float((nearest(weight, 4, 32).dense() - weight).norm()) < float((plain - weight).norm())
+
+
+def test_a_free_offset_finds_back_the_numbers_of_sixteen_steps() -> None:
+    """What GGUF's Q4_1 stands for is on such a grid, wherever it begins: nothing is lost."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 16, (16, 2, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    weight = codes * torch.rand(16, 2, 1, generator=generator) + torch.randn(16, 2, 1)
+    found = nearest(weight.flatten(1), 4, 32, "free").dense()
+    assert torch.allclose(found, weight.flatten(1), atol=1e-5)
+
+
+def test_whole_zero_points_fit_a_shifted_group_better_than_none() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)) + 1
+
+    def error(zero: Zero) -> float:
+        return float((nearest(weight, 4, 32, zero).dense() - weight).norm())
+
+    assert error("free") <= error("whole") < 0.8 * error("none")
+
+
+def test_a_group_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not divide into groups of 32"):
+        best_grid(torch.randn(4, 40), 4, 32, "none")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": torch.zeros(24, 4)}, r"the scale of layer\.weight at row 0, group 0 is 0"),
+        ({"scales": torch.full((24, 4), math.nan)}, "is nan; quantise the model again"),
+        ({"scales": torch.ones(24, 3)}, "divides no weight of"),
+        ({"offsets": torch.zeros(24, 2)}, r"has zero points \[24, 2\]"),
+    ],
+)
+def test_what_can_be_no_weight_is_named(change: dict[str, torch.Tensor], message: str) -> None:
+    good = weight_of(4, 32)
+    bad = QuantisedWeight(
+        good.codes, change.get("scales", good.scales), 4, change.get("offsets", good.offsets)
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        bad.check("layer.weight")
+
+
+def test_bytes_are_those_that_a_product_reads() -> None:
+    four, eight = weight_of(4, 32), weight_of(8, 128)
+    assert four.nbytes == 24 * 128 // 2 + 4 * 24 * 4
+    assert eight.nbytes == 24 * 128 + 4 * 24

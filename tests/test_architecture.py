@@ -1,0 +1,36 @@
+"""docs/architecture.md draws the layers that tests/test_imports.py enforces."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from test_imports import FOREIGN, LAYERS, SOURCE
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+
+
+def built(room: str) -> bool:
+    """The rule also knows rooms that are planned; the drawing shows those that stand."""
+    return (SOURCE / room).is_dir() or (SOURCE / f"{room}.py").is_file()
+
+
+def test_the_drawing_shows_every_room_in_the_order_of_the_layers() -> None:
+    drawing = re.search(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert drawing is not None
+    at = {
+        word: number
+        for number, line in enumerate(drawing[1].splitlines())
+        for word in line[24:].replace("-", " ").replace("|", " ").split()
+    }
+    rooms = [{room for room in layer if built(room)} for layer in LAYERS]
+    assert set(at) == set().union(*rooms)
+    for below, above in pairwise(rooms):
+        assert max(at[room] for room in above) <= min(at[room] for room in below)
+
+
+def test_the_page_names_who_may_use_foreign_libraries() -> None:
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    for library in FOREIGN.keys() - {"ray"}:
+        assert f"`{library}` in" in page
