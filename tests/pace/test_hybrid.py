@@ -12,8 +12,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
 from paceline.pace.hybrid import Hybrid
-from paceline.pace.steptime import StepTime
-from simulated_time import REST, STEP, Chance, Guesser, Machine, always, costs, profile
+from simulated_time import REST, STEP, Chance, Guesser, Machine, always, calibrated
 
 PLAIN = 1 / (STEP + REST)  # tokens a second
 
@@ -95,9 +94,10 @@ class Sure(Guesser):
 
 
 def test_acceptance_is_learnt_for_each_confidence() -> None:
-    drafter = Hybrid([Sure()], "cpu")
-    Machine(drafter).decode(1000)
-    unsure, sure = (drafter._acceptance.of(9, (0, kind)).rates()[0] for kind in (0, 1))
+    machine = Machine(Hybrid([Sure()], "cpu"))
+    machine.decode(1000)
+    acceptance = machine.controller.cost.acceptance
+    unsure, sure = (acceptance.of(9, (0, kind)).rates()[0] for kind in (0, 1))
     assert unsure < 0.2 and sure > 0.9
 
 
@@ -149,9 +149,9 @@ def test_a_model_before_a_look_up_goes_first_without_costs() -> None:
 def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
     lookup = Recorder("lookup", always(1.0))
     drafter = Hybrid([lookup], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(lookup)])
+    risk, _ = calibrated(drafter)
     for _ in range(40):  # known: the first token is right, the rest is not
-        drafter._acceptance.record(0, (0, 0), 2, 1)
+        risk.cost.acceptance.record(0, 0, 2, 1)
     (tree,) = drafter.propose(Plan((part(0, length=8),)))
     assert lookup.asked[0] == {0: 8}
     assert 0 < lookup.asked[1][0] == len(tree) < 8
@@ -169,12 +169,12 @@ def test_prefill_chunks_reach_every_member() -> None:
 def test_forget_reaches_every_member_and_frees_what_was_learnt() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
     drafter = Hybrid([lookup, model], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(lookup), profile(model)])
+    risk, _ = calibrated(drafter)
     drafter.propose(Plan((part(5),)))
     drafter.observe([Commit(5, (4, 0), (0,), 4, 2, scheduled=1)], ModelOutput(None))  # type: ignore[arg-type]
     drafter.forget(5)
     assert lookup.forgotten == model.forgotten == [5]
-    assert not drafter._states and not drafter._acceptance._each
+    assert not drafter._trials and not risk.cost.acceptance._each
 
 
 def test_features_are_those_of_all_members() -> None:
@@ -187,12 +187,14 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
     """A pass costs the same for one sequence as for eight; here it is good for one of them."""
     model = Recorder("model", always(1.0), 0.5)
     drafter = Hybrid([model], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(model)])
+    risk, _ = calibrated(drafter)
+    risk.ledger.charge(0, 8, -100.0, 1.0)  # it has won enough to risk anything
+    risk.ledger.charge(0, 1, -100.0, 1.0)
     everyone = Plan(tuple(part(i) for i in range(8)))
     assert sum(len(tree) > 0 for tree in drafter.propose(everyone)) == 8
     for _ in range(40):
         for seq_id in range(8):
-            drafter._acceptance.record(seq_id, (0, 0), 4, 4 if seq_id == 0 else 0)
+            risk.cost.acceptance.record(seq_id, 0, 4, 4 if seq_id == 0 else 0)
     (alone,) = drafter.propose(Plan((part(0),)))
     assert len(alone) > 0
     assert sum(len(tree) for tree in drafter.propose(everyone)) == 0

@@ -68,6 +68,7 @@ _PREDICTION = (
         Column("", name, f"prediction.{name}", cells.times)
         for name in ("textbook", "predicted", "decoding", "measured")
     ),
+    Column("", "pred./meas.", "prediction.predicted_by_measured", cells.number),
     Column("", "step ms predicted", "prediction.step", cells.milliseconds),
     Column("", "step ms measured", "prediction.measured_step", cells.milliseconds),
 )

@@ -197,7 +197,7 @@ def _sizes(left: Sequence[tuple[int, BenchJob]]) -> list[tuple[str, int]]:
     return [(k, sum(len(job.asks) for _, job in left if _kind(job) == k)) for k in kinds]
 
 
-def spread(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
+def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
     """One of each kind in turn, so that any beginning of the list has all kinds."""
     kinds: dict[object, list[Element]] = {}
     for item in items:
@@ -225,7 +225,7 @@ class Sweep:
             jobs(prompts, self.settings, concurrency, temperature, most_waves)
             for temperature in self.temperatures
         )
-        return spread(found, lambda job: (job.temperature, job.category))
+        return in_turn(found, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: Sequence[tuple[str, Sequence[int]]]) -> int:
         """How many heats a round has."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.engine.clock import PHASES
 from paceline.engine.driver import Drive, StepSums, sequence
-from paceline.tools.bench.predict import expected_tokens, textbook_speedup
+from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
+_DRAFTER, _REPEATED = "drafter", 100  # its name in the cost model; times to show it a step
 SECONDS = 10.0  # of measuring, by default
 LONG, _SHORT = 8, 2  # draft lengths of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
@@ -32,65 +32,29 @@ _MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
 
 
 @dataclass(frozen=True)
-class TrialCounts:
-    """Steps that only decode: the one that reads the prompt is left out.
-
-    ``nodes`` drafted in all; ``reached[i]`` drafts had a token to try at position i, and of
-    ``accepted[i]`` it was right.
-    """
-
-    tokens: int
-    steps: int
-    seconds: dict[str, float]  # by phase
-    nodes: int = 0
-    reached: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-    def __add__(self, other: TrialCounts) -> TrialCounts:
-        return TrialCounts(
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-            {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
-            self.nodes + other.nodes,
-            _sums(self.reached, other.reached),
-            _sums(self.accepted, other.accepted),
-        )
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / sum(self.seconds.values())
-
-    def each(self, *phases: str) -> float:
-        """Seconds of these phases in a step."""
-        return sum(self.seconds[phase] for phase in phases) / self.steps
-
-
-@dataclass(frozen=True)
 class Exploration:
-    """Plain decoding, and that with drafts of ``LONG`` and of fewer tokens, on the same prompts.
+    """Plain decoding, and that with drafts of ``LONG`` and of fewer tokens, on the same prompts:
+    steps that only decode, the one that reads the prompt is left out.
 
     ``passes[g]`` and ``nodes[g]``: the drafter's forwards for a draft of g tokens, and its most
     nodes.
     """
 
-    plain: TrialCounts
-    long: TrialCounts
-    short: TrialCounts
+    plain: StepSums
+    long: StepSums
+    short: StepSums
     passes: tuple[int, ...]
     nodes: tuple[int, ...]
 
     @property
     def acceptance(self) -> float:
         """Of the drafted tokens that were tried, the share that was accepted."""
-        tried = sum(self.long.reached)
-        return sum(self.long.accepted) / tried if tried else 0.0
+        return self.long.acceptance
 
     @property
     def per_position(self) -> tuple[float, ...]:
         """Conditional: given that all tokens before were accepted."""
-        pairs = zip(self.long.accepted, self.long.reached, strict=True)
-        return tuple(won / tried for won, tried in pairs if tried)
+        return self.long.rates
 
     @property
     def cost_ratio(self) -> float | None:
@@ -100,17 +64,20 @@ class Exploration:
     @property
     def _pass(self) -> float:
         """Seconds of one pass of the drafter."""
-        made = self.long.nodes if self.chain else self.passes[-1] * self.long.steps
+        made = self.long.drafted if self.chain else self.passes[-1] * self.long.steps
         return self.long.seconds["draft"] / max(1, made)
 
     @cached_property
     def target(self) -> CostCurve:
         """Seconds of a target forward by its rows, which are means over steps and rounded."""
-        points = {1: self.plain.each("target")}
+        return self._by_rows("target")
+
+    def _by_rows(self, *phases: str) -> CostCurve:
+        points = {1: self.plain.each(*phases)}
         for decoded in (self.short, self.long):
-            rows = round(1 + decoded.nodes / decoded.steps)
+            rows = round(1 + decoded.drafted / decoded.steps)
             if rows > max(points):
-                points[rows] = max(decoded.each("target"), max(points.values()))
+                points[rows] = max(decoded.each(*phases), max(points.values()))
         return CostCurve(tuple(points), tuple(points.values()))
 
     @property
@@ -118,25 +85,40 @@ class Exploration:
         """Whether every draft is a chain of as many tokens as were asked for."""
         return self.passes[-1] == self.nodes[-1] == len(self.nodes) - 1
 
+    @cached_property
+    def cost(self) -> CostModel:
+        """What steps take and gain, from the phases of those that were run."""
+        # Look-up drafters do not always find something: as many nodes as they did.
+        found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
+        nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
+        profile = Profile(nodes, self.passes, CostCurve((1,), (self._pass,)))
+        rest = self._by_rows("target", "verify", "other")
+        cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: profile})
+        rates: Sequence[float] = self.per_position  # shorter ones were cut by the request's end
+        if not self.chain:
+            pairs = zip(
+                self.long.accepted_at, (self.long.steps, *self.long.accepted_at), strict=False
+            )
+            rates = [after / before if before else 0.0 for after, before in pairs]
+        cost.acceptance.everyone(_DRAFTER).know(rates)
+        if profile.costless:
+            drafting, mean = self.long.each("draft"), round(self.long.drafted / self.long.steps)
+            for _ in range(_REPEATED):
+                seconds = drafting + cost.verify(1, mean)
+                cost.learn(1, mean, seconds, drafting, passes={_DRAFTER: 0.0})
+        return cost
+
     def tokens(self, length: int) -> float:
         """Expected in a step: the target's own, and each drafted one by how often it was gained."""
-        if self.chain:  # shorter ones were cut by the end of the request
-            return expected_tokens(self.per_position[:length])
-        return 1 + sum(self.long.accepted[:length]) / self.long.steps
+        return self.cost.tokens(_DRAFTER, length)
 
     def step(self, length: int) -> float:
-        """Seconds of a step with drafts of ``length`` tokens, from the phases of the others."""
-        passes = self.passes[length]
-        drafting = passes * self._pass if self.passes[-1] else self.long.each("draft")
-        # Look-up drafters do not always find something: as many nodes as they did.
-        found = self.long.nodes / self.long.steps / max(1, self.nodes[-1])
-        rows = 1 + self.nodes[length] * (1 if self.chain else found)
-        return drafting + self.target(rows) + self.long.each("verify", "other")
+        """Seconds of a step with drafts of ``length`` tokens."""
+        return self.cost.table(_DRAFTER, 1)[length]
 
     def speedup(self, length: int) -> float:
         """Predicted, over plain decoding."""
-        plain = sum(self.plain.seconds.values()) / self.plain.tokens
-        return self.tokens(length) * plain / self.step(length)
+        return self.cost.speedup(_DRAFTER, length)
 
     @property
     def predicted(self) -> tuple[float, ...]:
@@ -146,7 +128,7 @@ class Exploration:
     @property
     def best(self) -> int:
         """The draft length that promises most."""
-        return 1 + self.predicted.index(max(self.predicted))
+        return self.cost.best_length(_DRAFTER)
 
     @property
     def textbook(self) -> float | None:
@@ -164,6 +146,11 @@ class SpeedupTrial:
     measured: float
     seconds: float
 
+    @property
+    def predicted_by_measured(self) -> float:
+        """1.1 promises 10 % too much."""
+        return predicted_by_measured(self.explored.speedup(self.explored.best), self.measured)
+
     def record(self) -> dict[str, Any]:
         found = self.explored
         curve = zip(found.target.tokens, found.target.seconds, strict=True)
@@ -179,6 +166,7 @@ class SpeedupTrial:
             "predicted_speedup": found.speedup(found.best),
             "textbook_speedup": found.textbook,
             "measured_speedup": self.measured,
+            "predicted_by_measured": self.predicted_by_measured,
             "seconds": self.seconds,
         }
 
@@ -199,7 +187,7 @@ def run_trial(
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
-    def turn(ids: list[int], tokens: int, *lengths: int) -> list[TrialCounts]:
+    def turn(ids: list[int], tokens: int, *lengths: int) -> list[StepSums]:
         found = []
         for length in lengths:
             found.append(decode(spec if length else plain, ids, tokens, length))
@@ -235,21 +223,9 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         yield ids
 
 
-def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> TrialCounts:
+def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> StepSums:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
     drive = Drive(llm.engine, [sequence(ids, params)]).run()
     read = next(place for place, step in enumerate(drive.steps) if step.commits[0].tokens)
-    sums = StepSums.of(drive.steps[read + 1 :])
-    return TrialCounts(
-        tokens=sums.tokens,
-        steps=sums.steps,
-        seconds=dict(sums.seconds),
-        nodes=sums.drafted,
-        reached=sums.reached,
-        accepted=sums.accepted_at,
-    )
-
-
-def _sums(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in itertools.zip_longest(one, other, fillvalue=0))
+    return StepSums.of(drive.steps[read + 1 :])

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.budget import Budget
+from paceline.core.costs import TargetCosts
 from paceline.errors import DataError, PacelineError
 from paceline.model.identity import count_parameters
 from paceline.tools.bench.prompts import BenchPrompt, fit
-from paceline.tools.bench.runner import spread
+from paceline.tools.bench.runner import in_turn
 from paceline.tools.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.tools.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
 from paceline.tools.tune.decode import Run, decode
@@ -18,7 +19,6 @@ from paceline.tools.tune.measure import Sample, measure_method, measure_plain, t
 from paceline.tools.tune.search import (
     MeasuredMethod,
     PredictedSetting,
-    TargetCosts,
     batch_sizes,
     best_batch,
     break_even,
@@ -116,7 +116,7 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
-    ordered = spread(candidates, lambda candidate: candidate.family)
+    ordered = in_turn(candidates, lambda candidate: candidate.family)
     _Tuning(llm, outcome, advance, budget or Budget(), ordered).run(prompts)
 
 
@@ -154,7 +154,7 @@ class _Tuning:
         part of them has all."""
         llm, outcome = self.llm, self.outcome
         most = outcome.options.max_tokens
-        ids, left_out = fit(spread(prompts, lambda prompt: prompt.category), llm, most)
+        ids, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
         if not ids:
             raise DataError(
                 f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "

@@ -10,10 +10,10 @@ from paceline.model.identity import ModelIdentity
 from paceline.tools.report.columns import Column, record_of, table_of
 from paceline.tools.report.document import Figure, Report, Text
 from paceline.tools.report.plots import lines
-from paceline.tools.tune.advice import advise, cost_ratio
+from paceline.tools.tune.advice import advise
 from paceline.tools.tune.confirm import Confirmation
 from paceline.tools.tune.plan import CALM, TuningOutcome
-from paceline.tools.tune.search import PredictedSetting, batch_sizes, speedups
+from paceline.tools.tune.search import PredictedSetting, batch_sizes, pass_ratio, speedups
 from paceline.tuned import (
     VERSION,
     DraftChoice,
@@ -40,8 +40,8 @@ _PREDICTED = (
 )
 _CONFIRMATION = (
     "All by plain decoding. predicted and decoding: without reading prompts. whole: with it, the "
-    "median of {} rounds in turns; it decides. Length auto is taken unless a fixed one beats it by "
-    "3 %."
+    "median of {} rounds in turns; it decides. pred./meas.: predicted by decoding. Length auto is "
+    "taken unless a fixed one beats it by 3 %."
 )
 
 
@@ -54,11 +54,12 @@ class _Found:
 
     @property
     def draft_share(self) -> float:
-        return self.setting.cost.draft / self.setting.cost.total
+        return self.setting.drafting / self.setting.seconds
 
     @property
-    def ratio(self) -> float:
-        return cost_ratio(self.outcome, self.setting.method)
+    def ratio(self) -> float | None:
+        target = self.outcome.target
+        return target and pass_ratio(self.setting.method, target)
 
     @property
     def gain(self) -> float:
@@ -90,28 +91,16 @@ _SEARCH = (
     Column("reached", "", "setting.method.reached"),
     Column("", "acc.", "setting.method.mean_acceptance", "{:.2f}".format),
     Column("tokens_per_step", "tok/step", "setting.tokens_per_step", "{:.2f}".format),
-    Column("step_seconds", "ms", "setting.cost", lambda cost: f"{cost.total * 1e3:.1f}", asdict),
+    Column(
+        *("step_seconds", "ms", "setting"),
+        lambda setting: f"{setting.seconds * 1e3:.1f}",
+        lambda setting: {"draft": setting.drafting, "total": setting.seconds},
+    ),
     Column("", "draft", "draft_share", "{:.0%}".format),
     Column("cost_ratio", "", "ratio"),
     Column("predicted_tokens_per_second", "tok/s", "setting.rate", "{:.0f}".format),
     Column("predicted_speedup", "speedup", "gain", "{:.2f}x".format),
     Column("break_even_batch", "until", "until"),
-)
-_CONFIRMED = (
-    Column("contestant", "contestant", "contestant.name"),
-    Column("spec", "", "contestant.spec"),
-    Column("draft_length", "", "contestant.length"),
-    Column("batch", "batch", "contestant.batch"),
-    Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
-    Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
-    Column("decoding_tokens_per_second", "", "decoding_rate"),
-    Column("drafted", "", "drafted"),
-    Column("predicted_speedup", "predicted", "contestant.predicted", "{:.2f}x".format),
-    Column("", "whole", "", _whole),
-    Column("speedup", "", "speedup"),
-    Column(
-        "ratios", "spread", "ratios", lambda all: f"{min(all):.2f} to {max(all):.2f}" if all else ""
-    ),
 )
 _ADVICE = (
     Column("", "rule of the field", "rule"),
@@ -119,6 +108,37 @@ _ADVICE = (
     Column("", "so", "verdict"),
     Column("", "rule", "holds", lambda holds: "agrees" if holds else "DISAGREES"),
 )
+
+
+def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
+    """Beside plain decoding's rate once the prompts are read."""
+    plain = outcome.results[0].decoding_rate if outcome.results else 0.0
+
+    def ratio(result: Confirmation) -> float:
+        return result.predicted_by_measured(plain)
+
+    return (
+        Column("contestant", "contestant", "contestant.name"),
+        Column("spec", "", "contestant.spec"),
+        Column("draft_length", "", "contestant.length"),
+        Column("batch", "batch", "contestant.batch"),
+        Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
+        Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
+        Column("drafted", "", "drafted"),
+        Column("predicted_speedup", "predicted", "contestant.predicted", "{:.2f}x".format),
+        Column(
+            *("decoding_tokens_per_second", "decoding", "decoding_rate"),
+            lambda rate: f"{rate / max(plain, 1e-9):.2f}x",
+        ),
+        Column("speedup", "", "speedup"),
+        Column("", "whole", "", lambda r: f"{r.speedup:.2f}x" if r.ran else "never drafted"),
+        Column(
+            *("predicted_by_measured", "pred./meas.", ""),
+            lambda result: f"{ratio(result):.2f}" if plain else "",
+            ratio,
+        ),
+        Column("ratios", "spread", "ratios", _spread),
+    )
 
 
 def decision(outcome: TuningOutcome) -> str:
@@ -165,12 +185,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         )
     if outcome.results and outcome.results[0].ratios:
         rounds = max(len(result.ratios) for result in outcome.results)
-        plain = outcome.results[0].decoding_rate
-        decoding = Column(
-            "", "decoding", "decoding_rate", lambda rate: f"{rate / max(plain, 1e-9):.2f}x"
-        )
-        columns = (*_CONFIRMED[:-3], decoding, *_CONFIRMED[-3:])
-        table = table_of(outcome.results, columns, _CONFIRMATION.format(rounds))
+        table = table_of(outcome.results, _confirmed(outcome), _CONFIRMATION.format(rounds))
         report.add("Confirmed by decoding", table)
     advice = advise(outcome)
     if advice:
@@ -234,7 +249,7 @@ def outcome_record(outcome: TuningOutcome) -> dict[str, Any]:
             "seconds": [curve.seconds for curve in target.curves],
         },
         "search": [record_of(found, _SEARCH) for found in _sought(outcome)],
-        "confirmation": [record_of(result, _CONFIRMED) for result in outcome.results],
+        "confirmation": [record_of(result, _confirmed(outcome)) for result in outcome.results],
         "advice": [asdict(item) for item in advise(outcome)],
         "budget": None if outcome.bought is None else asdict(outcome.bought),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],

@@ -1,20 +1,23 @@
-"""Measuring, once at start-up, what target steps and drafter passes cost on this machine."""
+"""Measuring, outside decoding, what target steps and drafter passes cost on this machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.tree import chain_parents
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 
 _BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
+_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
 def synchronise(device: torch.device) -> None:
@@ -83,3 +86,38 @@ def measure(
             best[index] = min(best[index], time.perf_counter() - start)
     bounds = accumulate(reversed(best), min)
     return CostCurve(tuple(counts), tuple(bounds)[::-1])
+
+
+@torch.inference_mode()
+def measure_target(
+    target: CausalModel,
+    cache: PagedCache,
+    counts: Mapping[int, Sequence[int]],
+    features: Sequence[int] = (),
+    context: int = _CONTEXT,
+    rounds: Callable[[int], int] = lambda batch: 5,
+    begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
+) -> TargetCosts:
+    """Target forwards over chains after ``context`` tokens; the cache is as before afterwards.
+
+    ``counts``: tokens per sequence to measure, by numbers of sequences, the least first; those for
+    which the cache has no room are left out. ``rounds`` by numbers of sequences. ``begin`` is asked
+    before each of them for a context to measure it in; None ends the measuring.
+    """
+    context = max(1, min(context, target.max_positions // 2))
+    most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
+    wanted = {batch: [n for n in own if n <= most] or [1] for batch, own in counts.items()}
+    reach = max(own[-1] for own in wanted.values())
+    room = max(1, cache.num_blocks // -(-(context + reach) // cache.block_size))
+    sizes = [batch for batch in wanted if batch <= room] or [1]
+    curves: dict[int, CostCurve] = {}
+    with made_up_chains(target, cache, max(sizes), context, reach, features) as run:
+        for size in sizes:
+            around = begin(size)
+            if around is None and curves:
+                break
+            with around or nullcontext():
+                own, times = wanted.get(size, [1]), rounds(size)
+                curve = measure(partial(run, size), own, target.device, times, 0.06 * times)
+            curves[size] = curve
+    return TargetCosts(tuple(curves), tuple(curves.values()))
