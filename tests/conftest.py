@@ -33,6 +33,24 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     )
 
 
+@pytest.fixture(scope="session")
+def random_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a random target and of a draft that is often right. Nobody writes into them."""
+    from engine_models import write_pair
+
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def pair_room(
+    random_pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
+    """A folder for heads of the random pair's target, and the pair's folders by name."""
+    return tmp_path_factory.mktemp("heads"), dict(
+        zip(("target", "draft"), random_pair, strict=True)
+    )
+
+
 def pytest_configure() -> None:
     """A suite in the background of a shell ignores Ctrl-C, and so would the commands it tests."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

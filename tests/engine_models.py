@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
-from tiny_models import SENTENCES
+from tiny_models import SENTENCES, SMALL
 
 VOCAB = 97
 
@@ -20,12 +23,7 @@ def random_llama(seed: int = 0, layers: int = 2, noise: float = 0.0, vocab: int 
 
     register()
     config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SMALL | {"vocab_size": vocab, "num_hidden_layers": layers},
         max_position_embeddings=160,
         initializer_range=0.25,  # far from uniform distributions, so that wrong rows show
         attn_implementation=ATTENTION,
@@ -66,3 +64,29 @@ def write_pair(root: Path, noise: float = 0.15) -> tuple[str, str]:
         tokenizer.save_pretrained(folder)
         folders.append(str(folder))
     return folders[0], folders[1]
+
+
+def cramped(target: str, spec: str, blocks: int, models: int = 2, **options: Any) -> LLM:
+    """An engine whose cache, of so many models of ``write_pair``, cannot hold five sequences."""
+    per_token = 2 * (2 * 2 * 8) * 4  # layers x kv heads x (key + value) x float32
+    options["kv_cache_memory"] = 16 * blocks * models * per_token
+    llm = LLM(target, spec, dtype="float32", draft_length=3, **options)
+    llm.engine.scheduler.config = type(llm.engine.scheduler.config)(
+        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
+    )
+    return llm
+
+
+def drawn_pairs(target: str, spec: str | None) -> Counter[tuple[int, ...]]:
+    """The first two tokens of 400 runs, out of at most nine pairs; the engine's seed is fixed."""
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
+    llm = LLM(target, spec, dtype="float32", draft_length=2, max_batch_size=200, seed=3)
+    done = llm.generate("The quick brown fox", params)
+    return Counter(tuple(completion.token_ids) for completion in done)
+
+
+def check_one_distribution(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> None:
+    """A two-sample chi-square; with 8 degrees of freedom 27.9 is the 0.05 % point."""
+    pairs = one.keys() | other.keys()
+    assert len(pairs) <= 9
+    assert sum((one[p] - other[p]) ** 2 / (one[p] + other[p]) for p in pairs) < 27.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,16 +42,19 @@ def write_eagle(root: Path, target: str, version: int) -> str:
     return str(folder)
 
 
+def eagle_config(**changes: Any) -> EagleConfig:
+    """Of a head of width 32 for a target of six layers; it drafts 5 of 40 tokens."""
+    shape = {"version": 3, "hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    target = {"vocab_size": 40, "target_hidden_size": 24, "target_layers": 6}
+    own = {"ffn_size": 48, "draft_vocab_size": 5, "max_positions": 64}
+    return EagleConfig(**{**shape, **target, **own, **changes})
+
+
 def random_head(target: CausalModel, version: int) -> EagleHead:
     """Float32; logits far from uniform, so that wrong rows show."""
     small = 40 if version == 3 else VOCAB
-    config = EagleConfig(
+    config = eagle_config(
         version=version,
-        hidden_size=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_size=48,
         vocab_size=VOCAB,
         target_hidden_size=32,
         target_layers=target.num_layers,

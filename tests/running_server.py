@@ -17,7 +17,7 @@ from paceline.server.client import Limits
 from paceline.server.desk import Desk
 from paceline.server.records import Facts
 from paceline.server.remote import RemoteEngine
-from paceline.server.security import RequestLimits, Security
+from paceline.server.security import Security
 from paceline.server.service import Service
 
 if TYPE_CHECKING:
@@ -69,15 +69,9 @@ class SocketEngine(RemoteEngine):
         self._reader.join(10)
 
 
-def socket_service(
-    llm: LLM,
-    model: str,
-    limits: Limits | None = None,
-    asks: RequestLimits | None = None,
-    log_prompts: bool = False,
-) -> Service:
+def socket_service(llm: LLM, model: str, limits: Limits | None = None, **more: Any) -> Service:
     """Like ``local_service``, over a socket."""
-    return Service(SocketEngine(llm, limits), llm.tokenizer, model, asks, log_prompts)
+    return Service(SocketEngine(llm, limits), llm.tokenizer, model, **more)
 
 
 def serve(

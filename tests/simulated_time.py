@@ -10,7 +10,7 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, NoDrafter
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
 from paceline.pace.hybrid import Hybrid
@@ -28,10 +28,8 @@ def always(chance: float | None) -> Chance:
     return lambda position: chance
 
 
-class Guesser:
+class Guesser(NoDrafter):
     """Proposes chains out of the known text, in which every token is wrong by some chance."""
-
-    features: tuple[int, ...] = ()
 
     def __init__(self, name: str, chance: Chance, pass_seconds: float = 0.0, seed: int = 0) -> None:
         self.name = name
@@ -60,15 +58,6 @@ class Guesser:
         # As with a look-up, a shorter draft is the beginning of a longer one.
         dice = random.Random(f"{self._seed} {item.seq.seq_id} {position}")
         return TokenTree.chain([token if dice.random() < chance else -1 for token in right])
-
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        pass
-
-    def rehearse(self, batch_size: int) -> None:
-        pass
-
-    def forget(self, seq_id: int) -> None:
-        pass
 
 
 def costs() -> TargetCosts:

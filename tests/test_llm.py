@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_models import write_pair
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Plan
 from paceline.core.tree import TokenTree
@@ -24,13 +23,8 @@ FREE = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return write_pair(Path(tmp_path_factory.mktemp("llm")))
-
-
-@pytest.fixture(scope="module")
-def llm(folders: tuple[str, str]) -> Iterator[LLM]:
-    engine = LLM(folders[0], folders[1], dtype="float32", draft_length=3, max_batch_size=4)
+def llm(random_pair: tuple[str, str]) -> Iterator[LLM]:
+    engine = LLM(random_pair[0], random_pair[1], dtype="float32", draft_length=3, max_batch_size=4)
     yield engine
     assert not engine.engine.has_work
     assert engine.engine.cache.pool.available == engine.engine.cache.num_blocks
@@ -67,9 +61,9 @@ def test_statistics_add_up(llm: LLM) -> None:
     assert stats.tokens_per_second == pytest.approx(20 / stats.decode_seconds)
 
 
-def test_acceptance_per_position_is_conditional(folders: tuple[str, str]) -> None:
+def test_acceptance_per_position_is_conditional(random_pair: tuple[str, str]) -> None:
     """The target as its own draft: every position that is reached is accepted."""
-    own = LLM(folders[0], folders[0], dtype="float32", draft_length=4)
+    own = LLM(random_pair[0], random_pair[0], dtype="float32", draft_length=4)
     (completion,) = own.generate(PROMPT, FREE)
     assert completion.stats.acceptance_per_position == [1.0] * 4
     assert completion.stats.target_steps == 4  # 5 tokens a step
@@ -115,8 +109,8 @@ def test_max_tokens_and_context_end_with_length(llm: LLM) -> None:
     assert len(full.token_ids) == 3 and full.finish_reason == "length"
 
 
-def test_logprobs_do_not_depend_on_speculation(llm: LLM, folders: tuple[str, str]) -> None:
-    plain = LLM(folders[0], dtype="float32")
+def test_logprobs_do_not_depend_on_speculation(llm: LLM, random_pair: tuple[str, str]) -> None:
+    plain = LLM(random_pair[0], dtype="float32")
     params = SamplingParams(
         max_tokens=16, temperature=0.8, seed=2, logprobs=3, frequency_penalty=0.5, ignore_eos=True
     )
@@ -193,8 +187,8 @@ def test_a_stream_that_is_dropped_half_read_is_released(
     llm.engine.cache.check()
 
 
-def test_a_closed_llm_says_so(folders: tuple[str, str]) -> None:
-    closed = LLM(folders[0], dtype="float32")
+def test_a_closed_llm_says_so(random_pair: tuple[str, str]) -> None:
+    closed = LLM(random_pair[0], dtype="float32")
     reading = closed.stream(PROMPT, FREE)
     next(reading)
     closed.close()
@@ -222,9 +216,9 @@ def test_two_streams_in_turn(llm: LLM) -> None:
     assert texts == expected
 
 
-def test_prefix_sharing_can_be_switched_off(folders: tuple[str, str]) -> None:
+def test_prefix_sharing_can_be_switched_off(random_pair: tuple[str, str]) -> None:
     for shared in (True, False):
-        engine = LLM(folders[0], dtype="float32", prefix_sharing=shared)
+        engine = LLM(random_pair[0], dtype="float32", prefix_sharing=shared)
         texts = [engine.generate([[7] * 40], FREE)[0].token_ids for _ in range(2)]
         assert texts[0] == texts[1]
         assert engine.engine.cache.admit(-5, [7] * 40) == (32 if shared else 0)
@@ -296,30 +290,30 @@ def test_parameters_out_of_range(changes: dict[str, object], word: str) -> None:
     ],
 )
 def test_bad_options_of_the_engine(
-    folders: tuple[str, str], options: dict[str, object], error: type[Exception], word: str
+    random_pair: tuple[str, str], options: dict[str, object], error: type[Exception], word: str
 ) -> None:
     if isinstance(options.get("draft"), str):
-        options = {**options, "draft": str(options["draft"]).format(draft=folders[1])}
+        options = {**options, "draft": str(options["draft"]).format(draft=random_pair[1])}
     with pytest.raises(error, match=word) as caught:
-        LLM(folders[0], **options)  # type: ignore[arg-type]
+        LLM(random_pair[0], **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
-def small_cache(folders: tuple[str, str], draft: str | None = None) -> LLM:
+def small_cache(random_pair: tuple[str, str], draft: str | None = None) -> LLM:
     """A cache of four blocks, 64 tokens, where the model sees 160."""
     each = 2 if draft else 1
     memory = each * 4 * 16 * 2 * 2 * 16 * 4
-    return LLM(folders[0], draft, dtype="float32", kv_cache_memory=memory, draft_length=3)
+    return LLM(random_pair[0], draft, dtype="float32", kv_cache_memory=memory, draft_length=3)
 
 
-def test_the_cache_limits_a_sequence_as_the_context_does(folders: tuple[str, str]) -> None:
+def test_the_cache_limits_a_sequence_as_the_context_does(random_pair: tuple[str, str]) -> None:
     """What the cache cannot hold ends with "length", with a draft too, to the last token."""
     endless = SamplingParams(max_tokens=1000, ignore_eos=True)
-    whole = LLM(folders[0], dtype="float32")
+    whole = LLM(random_pair[0], dtype="float32")
     assert whole.max_model_len == whole.target.max_positions == 160
     expected = whole.generate([[7] * 20], endless)[0].token_ids
-    for draft in (None, folders[1]):
-        small = small_cache(folders, draft)
+    for draft in (None, random_pair[1]):
+        small = small_cache(random_pair, draft)
         assert small.max_model_len == 64
         assert small.engine.cache.num_blocks == 4
         (full,) = small.generate([[7] * 20], endless)
@@ -331,8 +325,8 @@ def test_the_cache_limits_a_sequence_as_the_context_does(folders: tuple[str, str
         small.engine.cache.check()
 
 
-def test_a_prompt_longer_than_the_cache_is_refused(folders: tuple[str, str]) -> None:
-    small = small_cache(folders)
+def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str]) -> None:
+    small = small_cache(random_pair)
     with pytest.raises(PromptError, match="has 64 tokens, but the cache holds 64 of the 160") as no:
         small.generate([[7] * 64])
     assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)
@@ -340,38 +334,38 @@ def test_a_prompt_longer_than_the_cache_is_refused(folders: tuple[str, str]) -> 
     assert len(small.generate([[7] * 63], FREE)[0].token_ids) == 1
 
 
-def test_another_vocabulary_is_translated(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_another_vocabulary_is_translated(random_pair: tuple[str, str], tmp_path: Path) -> None:
     from paceline.train.tokenizer import train_tokenizer
 
     other = train_tokenizer(["Ein ganz anderer Text mit anderen Wörtern."], 300)
     foreign = tmp_path / "foreign"
     for name in ("config.json", "model.safetensors"):
         foreign.mkdir(exist_ok=True)
-        (foreign / name).write_bytes((Path(folders[1]) / name).read_bytes())
+        (foreign / name).write_bytes((Path(random_pair[1]) / name).read_bytes())
     other.save_pretrained(foreign)
-    expected = LLM(folders[0], dtype="float32").generate(PROMPT, FREE)[0]
-    llm = LLM(folders[0], str(foreign), dtype="float32", draft_length=2)
+    expected = LLM(random_pair[0], dtype="float32").generate(PROMPT, FREE)[0]
+    llm = LLM(random_pair[0], str(foreign), dtype="float32", draft_length=2)
     assert llm.generate(PROMPT, FREE)[0].token_ids == expected.token_ids
     assert llm.draft_vocabulary is not None
     assert "% of text" in llm.draft_vocabulary
 
 
-def test_a_padded_vocabulary_is_fine(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_a_padded_vocabulary_is_fine(random_pair: tuple[str, str], tmp_path: Path) -> None:
     """The draft has 30 more rows of logits than the target; no token stands for them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     padded = tmp_path / "padded"
-    model = AutoModelForCausalLM.from_pretrained(folders[1])
+    model = AutoModelForCausalLM.from_pretrained(random_pair[1])
     model.resize_token_embeddings(model.config.vocab_size + 30)
     model.save_pretrained(padded)
-    AutoTokenizer.from_pretrained(folders[1]).save_pretrained(padded)
-    plain = LLM(folders[0], dtype="float32")
-    for target, draft in ((folders[0], str(padded)), (str(padded), folders[1])):
+    AutoTokenizer.from_pretrained(random_pair[1]).save_pretrained(padded)
+    plain = LLM(random_pair[0], dtype="float32")
+    for target, draft in ((random_pair[0], str(padded)), (str(padded), random_pair[1])):
         llm = LLM(target, draft, dtype="float32", draft_length=3)
         for params in (FREE, SamplingParams(max_tokens=20, temperature=1.0)):
             (completion,) = llm.generate(PROMPT, params)
             assert len(completion.token_ids) >= 1
-        if target == folders[0]:
+        if target == random_pair[0]:
             assert (
                 llm.generate(PROMPT, FREE)[0].token_ids == plain.generate(PROMPT, FREE)[0].token_ids
             )

@@ -11,23 +11,13 @@ import pytest
 
 import paceline
 
-NAMES = [
-    "LLM",
-    "CacheMemoryError",
-    "Completion",
-    "ConfigError",
-    "DataError",
-    "EngineLostError",
-    "Grammar",
-    "ModelLoadError",
-    "PacelineError",
-    "PromptError",
-    "SamplingParams",
-    "UnsupportedModelError",
-    "VocabularyMismatchError",
-    "WriteError",
-    "__version__",
-]
+NAMES = str.split(
+    """
+    LLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar ModelLoadError
+    PacelineError PromptError SamplingParams UnsupportedModelError VocabularyMismatchError
+    WriteError __version__
+    """
+)
 
 
 def test_exports() -> None:
@@ -51,46 +41,23 @@ def test_every_error_is_a_paceline_error() -> None:
 
 
 def test_sampling_params_fields() -> None:
-    assert [item.name for item in fields(paceline.SamplingParams)] == [
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "n",
-        "drafter",
-        "draft_length",
-        "grammar",
-        "skip_special_tokens",
-    ]
+    assert [item.name for item in fields(paceline.SamplingParams)] == str.split(
+        """
+        temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
+        logit_bias seed max_tokens min_tokens stop stop_token_ids ignore_eos logprobs n drafter
+        draft_length grammar skip_special_tokens
+        """
+    )
 
 
 def test_llm_signature() -> None:
     names = list(inspect.signature(paceline.LLM.__init__).parameters)
-    assert names[1:] == [
-        "model",
-        "draft",
-        "dtype",
-        "device",
-        "max_batch_size",
-        "kv_cache_memory",
-        "draft_length",
-        "rule",
-        "prefix_sharing",
-        "seed",
-        "lossy",
-        "profile",
-    ]
+    assert names[1:] == str.split(
+        """
+        model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
+        seed lossy profile
+        """
+    )
     for method in ("generate", "stream", "chat", "close"):
         assert callable(getattr(paceline.LLM, method))
 
@@ -98,32 +65,18 @@ def test_llm_signature() -> None:
 def test_completion_and_its_stats() -> None:
     from paceline.request.completion import CompletionStats
 
-    assert [item.name for item in fields(paceline.Completion)] == [
-        "prompt",
-        "text",
-        "token_ids",
-        "logprobs",
-        "finish_reason",
-        "index",
-        "draft_mask",
-        "stats",
-        "lossy",
-        "error",
-    ]
-    assert [item.name for item in fields(CompletionStats)] == [
-        "drafted_tokens",
-        "accepted_tokens",
-        "acceptance_rate",
-        "mean_accepted_length",
-        "acceptance_per_position",
-        "target_steps",
-        "decode_seconds",
-        "tokens_per_second",
-        "lossy",
-        "time_to_first_token",
-        "reached_per_position",
-        "arrivals",
-    ]
+    assert [item.name for item in fields(paceline.Completion)] == str.split(
+        """
+        prompt text token_ids logprobs finish_reason index draft_mask stats lossy error
+        """
+    )
+    assert [item.name for item in fields(CompletionStats)] == str.split(
+        """
+        drafted_tokens accepted_tokens acceptance_rate mean_accepted_length
+        acceptance_per_position target_steps decode_seconds tokens_per_second lossy
+        time_to_first_token reached_per_position arrivals
+        """
+    )
 
 
 def test_version_is_the_newest_of_the_changelog() -> None:

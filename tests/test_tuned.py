@@ -9,21 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_models import write_pair
-from paceline import LLM, ConfigError, SamplingParams
+from paceline import LLM, ConfigError, SamplingParams, tuned
 from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength
-from paceline.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    KnownCosts,
-    MachineIdentity,
-    Measured,
-    PassCosts,
-    TunedProfile,
-)
+from paceline.tuned import TunedProfile
 from tiny_models import TinyPair
 
 PROMPT = "Once upon a time there was a little"
@@ -31,23 +21,18 @@ FREE = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return write_pair(Path(tmp_path_factory.mktemp("tuned")))
+def target(random_pair: tuple[str, str]) -> CausalModel:
+    return CausalModel.load(random_pair[0], dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def target(folders: tuple[str, str]) -> CausalModel:
-    return CausalModel.load(folders[0], dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
+def profile(random_pair: tuple[str, str], target: CausalModel) -> TunedProfile:
     return TunedProfile(
-        version=VERSION,
+        version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=DraftChoice(f"model:{folders[1]}", "auto", 5),
-        engine=EngineChoice(3, "block"),
-        measured=Measured(
+        draft=tuned.DraftChoice(f"model:{random_pair[1]}", "auto", 5),
+        engine=tuned.EngineChoice(3, "block"),
+        measured=tuned.Measured(
             concurrency=2,
             temperature=0.0,
             prompts="some.jsonl",
@@ -61,13 +46,13 @@ def profile(folders: tuple[str, str], target: CausalModel) -> TunedProfile:
             break_even_batch=6,
             why=("it was faster", 'says "so"'),
         ),
-        costs=KnownCosts(
+        costs=tuned.KnownCosts(
             batches=(1, 2, 4),
             tokens=(1, 2, 8),
             target=((0.004, 0.004, 0.005), (0.005, 0.006, 0.008), (0.006, 0.009, 0.02)),
-            passes={"model": PassCosts((1, 4), (0.001, 0.002))},
+            passes={"model": tuned.PassCosts((1, 4), (0.001, 0.002))},
         ),
-        machine=MachineIdentity.of(target),
+        machine=tuned.MachineIdentity.of(target),
     )
 
 
@@ -153,45 +138,45 @@ def test_a_profile_cannot_be_written_everywhere(profile: TunedProfile, tmp_path:
 # -- whose it is -----------------------------------------------------------------------------
 
 
-def test_a_model_is_known_in_any_dtype(folders: tuple[str, str], target: CausalModel) -> None:
+def test_a_model_is_known_in_any_dtype(random_pair: tuple[str, str], target: CausalModel) -> None:
     mine = ModelIdentity.of(target)
     assert mine.difference(ModelIdentity.of(target)) is None
-    other = CausalModel.load(folders[0], dtype="bfloat16")
+    other = CausalModel.load(random_pair[0], dtype="bfloat16")
     assert mine.difference(ModelIdentity.of(other)) is None
-    plain = CausalModel.load(folders[0], dtype="float32", quick=False)
+    plain = CausalModel.load(random_pair[0], dtype="float32", quick=False)
     assert mine.difference(ModelIdentity.of(plain)) is None
     assert count_parameters(target) == sum(p.numel() for p in plain.hf.parameters())
 
 
 def test_other_models_are_told_apart(
-    folders: tuple[str, str], target: CausalModel, tiny_pair: TinyPair
+    random_pair: tuple[str, str], target: CausalModel, tiny_pair: TinyPair
 ) -> None:
     mine = ModelIdentity.of(target)
-    noisy = ModelIdentity.of(CausalModel.load(folders[1], dtype="float32"))
+    noisy = ModelIdentity.of(CausalModel.load(random_pair[1], dtype="float32"))
     assert mine.difference(noisy) == "its weights are others"
     deeper = ModelIdentity.of(CausalModel.load(tiny_pair.target, dtype="float32"))
     assert mine.difference(deeper) == "its number of layers is 3, not 2"
     assert mine.difference(replace(mine, config="0")) == "its configuration is another one"
 
 
-def test_a_profile_of_another_model_is_refused(path: Path, folders: tuple[str, str]) -> None:
+def test_a_profile_of_another_model_is_refused(path: Path, random_pair: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"was made for .*target, not for .*draft: its weights"):
-        LLM(folders[1], dtype="float32", profile=path)
+        LLM(random_pair[1], dtype="float32", profile=path)
 
 
 # -- what an LLM takes from it ---------------------------------------------------------------
 
 
 def test_an_llm_takes_what_is_left_open(
-    path: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    path: Path, random_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = LLM(folders[0], dtype="float32")
+    plain = LLM(random_pair[0], dtype="float32")
 
     def never(*args: object) -> None:
         raise AssertionError("measured although the costs are known")
 
     monkeypatch.setattr("paceline.build.measure", never)
-    llm = LLM(folders[0], dtype="float32", profile=path)
+    llm = LLM(random_pair[0], dtype="float32", profile=path)
     assert llm.notes == ()
     assert llm.drafters == ("model",)
     assert llm.engine.scheduler.config.max_batch_size == 3
@@ -200,38 +185,43 @@ def test_an_llm_takes_what_is_left_open(
     assert isinstance(llm.engine.controller, AdaptiveLength)
 
 
-def test_what_is_given_wins(path: Path, folders: tuple[str, str]) -> None:
+def test_what_is_given_wins(path: Path, random_pair: tuple[str, str]) -> None:
     llm = LLM(
-        folders[0], dtype="float32", profile=path, draft_length=2, max_batch_size=1, rule="token"
+        random_pair[0],
+        dtype="float32",
+        profile=path,
+        draft_length=2,
+        max_batch_size=1,
+        rule="token",
     )
     assert llm.engine.scheduler.config.max_batch_size == 1
     stats = llm.generate(PROMPT, FREE)[0].stats
     assert 1 < stats.drafted_tokens / stats.target_steps <= 2
-    own = LLM(folders[0], "ngram", dtype="float32", profile=path)
+    own = LLM(random_pair[0], "ngram", dtype="float32", profile=path)
     assert own.drafters == ("ngram",)
     assert own.engine.scheduler.config.max_batch_size == 3
-    none = LLM(folders[0], "none", dtype="float32", profile=path)
+    none = LLM(random_pair[0], "none", dtype="float32", profile=path)
     assert none.generate(PROMPT, FREE)[0].stats.drafted_tokens == 0
     with pytest.raises(ConfigError, match="max_batch_size is 0"):
-        LLM(folders[0], profile=path, max_batch_size=0)
+        LLM(random_pair[0], profile=path, max_batch_size=0)
 
 
 def test_a_fixed_length_comes_from_the_profile(
-    profile: TunedProfile, tmp_path: Path, folders: tuple[str, str]
+    profile: TunedProfile, tmp_path: Path, random_pair: tuple[str, str]
 ) -> None:
     fixed = replace(profile, draft=replace(profile.draft, length=3))
     fixed.write(tmp_path / "p.toml")
-    llm = LLM(folders[0], dtype="float32", profile=tmp_path / "p.toml")
+    llm = LLM(random_pair[0], dtype="float32", profile=tmp_path / "p.toml")
     stats = llm.generate(PROMPT, FREE)[0].stats
     assert 2 < stats.drafted_tokens / stats.target_steps <= 3
 
 
 def test_on_another_machine_costs_are_measured_anew(
-    profile: TunedProfile, tmp_path: Path, folders: tuple[str, str]
+    profile: TunedProfile, tmp_path: Path, random_pair: tuple[str, str]
 ) -> None:
     elsewhere = replace(profile, machine=replace(profile.machine, processor="abacus", threads=99))
     elsewhere.write(tmp_path / "p.toml")
-    llm = LLM(folders[0], dtype="float32", profile=tmp_path / "p.toml")
+    llm = LLM(random_pair[0], dtype="float32", profile=tmp_path / "p.toml")
     (note,) = llm.notes
     assert "measured elsewhere (processor abacus, here" in note
     assert "threads 99, here" in note
@@ -239,7 +229,7 @@ def test_on_another_machine_costs_are_measured_anew(
 
 
 def test_costs_of_a_batch() -> None:
-    costs = KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
+    costs = tuned.KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
     target = costs.target_costs(8)
     assert target.batches == (1, 2, 4)
     assert target(1, 1) == 1.0

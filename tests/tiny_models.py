@@ -14,6 +14,11 @@ SENTENCES = [
 ]
 
 
+# Of a Llama with grouped queries.
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 def write_tiny_model(
     folder: Path, *, sentences: list[str] = SENTENCES, layers: int = 2, seed: int = 0
 ) -> Path:
@@ -24,13 +29,10 @@ def write_tiny_model(
     from paceline.train.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(sentences, 320)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(
+        **SMALL | heads | {"intermediate_size": 64, "num_hidden_layers": layers},
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

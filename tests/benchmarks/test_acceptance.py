@@ -4,21 +4,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from acceptance import Walk, greedy_drafts, greedy_texts, walk
+from tiny_models import SMALL
 
 
 def tiny(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=31, initializer_range=0.3)).eval()
 
 
 def test_walk_counts_by_hand() -> None:

@@ -1,6 +1,7 @@
 """The decoding benchmark: its arithmetic, its fairness, and one tiny run of the whole script."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, sprea
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
 from stepclock import StepClock, shares
+
+Start = Callable[..., tuple[Any, str, Any]]
 
 
 def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> TimedRun:
@@ -141,10 +144,7 @@ def arguments(pair: tuple[str, str], *more: str) -> list[str]:
 
 
 def test_the_whole_script(
-    pair: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
     pytest.importorskip("paceline.llm")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -152,12 +152,8 @@ def test_the_whole_script(
     monkeypatch.setattr(decoding.inflate, "PRESETS", small)
     file = tmp_path / "figures.json"
     more = ("--suites", "arith,chat", "--lookup", "--rules", "--json", str(file))
-    monkeypatch.setattr("sys.argv", ["decoding.py", *arguments(pair, *more)])
-    with pytest.raises(SystemExit) as ended:
-        decoding.main()
-    assert ended.value.code == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
-    result = json.loads(last)
+    code, _, result = start(decoding, *arguments(pair, *more))
+    assert code == 0
     assert json.loads(file.read_text()) == result
     for name in ("tiny", "inflated"):
         figure = result[name]
@@ -178,26 +174,12 @@ def test_the_whole_script(
 
 
 def test_ctrl_c_prints_what_was_measured(
-    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: tuple[str, str], start: Start, interrupt: Callable[[type, int], None]
 ) -> None:
     pytest.importorskip("paceline.llm")
-    calls = []
-    run = Paceline.run
-
-    def interrupted(self: Any, *call: Any) -> TimedRun:
-        calls.append(self.name)
-        if len(calls) > 4:
-            raise KeyboardInterrupt
-        return run(self, *call)
-
-    monkeypatch.setattr(Paceline, "run", interrupted)
-    monkeypatch.setattr(
-        "sys.argv", ["decoding.py", *arguments(pair, "--pairs", "tiny", "--no-rules")]
-    )
-    with pytest.raises(SystemExit) as ended:
-        decoding.main()
-    assert ended.value.code == 130
-    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    interrupt(Paceline, 4)
+    code, _, result = start(decoding, *arguments(pair, "--pairs", "tiny", "--no-rules"))
+    assert code == 130
     assert result["tiny"]["plain_vs_transformers"] > 0
     assert result["tiny"]["batch8_adaptive_vs_plain"] is None
 

@@ -1,6 +1,7 @@
 """The drafters' benchmark: its arithmetic, and tiny runs of the whole script."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.drafters import DRAFTERS
 from prompts import ALL_SUITES
 from random_heads import write_eagle
 from standings import Standings, expectations, main_rows, markdown, merged, position_rows
+
+Start = Callable[..., tuple[Any, str, Any]]
 
 ISSUE = (
     "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,layer_skip,medusa,eagle,eagle2,"
@@ -150,22 +153,8 @@ def arguments(folders: dict[str, str], *more: str) -> list[str]:
     return [*paths, *nowhere, *sizes, "--prompts-dir", folders["target"], *more]
 
 
-def start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: list[str]
-) -> tuple[Any, str, dict[str, Any]]:
-    """Exit code, output, and the JSON object of its last line."""
-    monkeypatch.setattr("sys.argv", ["drafters.py", *line])
-    with pytest.raises(SystemExit) as ended:
-        drafters.main()
-    out = capsys.readouterr().out
-    return ended.value.code, out, json.loads(out.strip().splitlines()[-1])
-
-
 def test_the_whole_script(
-    folders: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
@@ -174,7 +163,7 @@ def test_the_whole_script(
     wanted = ("draft", "ngram", "suffix", "layer_skip", "medusa", "eagle3")
     line = arguments(folders, "--models", "tiny,inflated", "--only", ",".join(wanted))
     line += ["--suites", "arith,summ", "--markdown", str(tmp_path / "tables.md")]
-    code, out, figures = start(monkeypatch, capsys, [*line, "--json", str(tmp_path / "all.json")])
+    code, out, figures = start(drafters, *line, "--json", str(tmp_path / "all.json"))
     assert code == 0
     assert "left out medusa: its weights are not here" in out
     there = {name for name in wanted if name in DRAFTERS or name == "draft"} - {"medusa"}
@@ -192,20 +181,11 @@ def test_the_whole_script(
 
 
 def test_ctrl_c_prints_what_was_measured(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, str], start: Start, interrupt: Callable[[type, int], None]
 ) -> None:
-    calls = []
-    inner = Entrant.run
-
-    def interrupted(self: Entrant, *call: Any) -> Run:
-        calls.append(self.name)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-        return inner(self, *call)
-
-    monkeypatch.setattr(Entrant, "run", interrupted)
+    interrupt(Entrant, 5)
     line = arguments(folders, "--only", "draft", "--suites", "arith,chat", "--temperatures", "0")
-    code, _, figures = start(monkeypatch, capsys, line)
+    code, _, figures = start(drafters, *line)
     assert code == 130
     assert figures["draft"]["chat"]["mean_accepted_length"] > 1
     assert figures["draft"]["chat"]["vs_plain"] is None

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from checkpoint import ShardWriter
 from inflate import InflateError, Sizes, inflate, resolve
 from record import kinship
+from tiny_models import SMALL
 
 EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
 ROUNDED = Sizes(hidden=144, layers=4, ffn=100)
@@ -19,12 +20,8 @@ def small_model(folder: Path, tied: bool, dtype: torch.dtype) -> LlamaForCausalL
     """A random Llama with grouped queries, whose weights are large enough to say something."""
     torch.manual_seed(3)
     config = LlamaConfig(
+        **SMALL,
         vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,  # not hidden / heads: the head dimension must be taken from the file
         max_position_embeddings=256,
         rms_norm_eps=1e-3,  # large, so that a forgotten rescaling shows

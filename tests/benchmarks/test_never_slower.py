@@ -1,6 +1,7 @@
 """The never-slower benchmark: its arithmetic, and a tiny run of the whole script."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import never_slower
 from engine_models import write_pair
 from never_slower_report import as_record, as_report, cell_record, useless_record
 from waves import Contestant, Run, StepTrace
+
+Start = Callable[..., tuple[Any, str, Any]]
 
 
 def run(seconds: float, tokens: int = 100, late: float = 1.0) -> Run:
@@ -76,28 +79,18 @@ def line(pair: tuple[str, str], *more: str) -> list[str]:
     return [*models, *sizes, *more]
 
 
-def start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> tuple[Any, Any]:
-    monkeypatch.setattr("sys.argv", ["never_slower.py", *arguments])
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(never_slower, "EARLY", 12)
     monkeypatch.setattr(never_slower, "PHASES", (1, 2))
-    with pytest.raises(SystemExit) as ended:
-        never_slower.main()
-    return ended.value.code, capsys.readouterr().out
 
 
-def test_the_whole_script(
-    pair: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.usefixtures("short")
+def test_the_whole_script(pair: tuple[str, str], tmp_path: Path, start: Start) -> None:
     files = ["--json", str(tmp_path / "all.json"), "--report", str(tmp_path / "all.md")]
     sections = ["--sections", "sweep,sampled,load,useless"]
-    code, out = start(monkeypatch, capsys, line(pair, *files, *sections))
+    code, _, worst = start(never_slower, *line(pair, *files, *sections))
     assert code == 0
-    worst = json.loads(out.strip().splitlines()[-1])
     assert set(worst) == {"sweep", "sampled", "load", "useless"}
     record = json.loads((tmp_path / "all.json").read_text())
     assert record["worst"] == worst and set(record["sweep/2"]["tokens_per_second"]) == {
@@ -110,25 +103,14 @@ def test_the_whole_script(
     assert len(list(tmp_path.glob("*never_slower*.svg"))) == 2
 
 
+@pytest.mark.usefixtures("short")
 def test_ctrl_c_prints_what_was_measured(
-    pair: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pair: tuple[str, str], start: Start, interrupt: Callable[[type, int], None]
 ) -> None:
-    calls: list[str] = []
-    inner = Contestant.run
-
-    def interrupted(self: Contestant, *call: Any, **options: Any) -> Run:
-        calls.append(self.name)
-        if len(calls) > 9:  # warm-up of two cells, one whole cell
-            raise KeyboardInterrupt
-        return inner(self, *call, **options)
-
-    monkeypatch.setattr(Contestant, "run", interrupted)
-    code, out = start(monkeypatch, capsys, line(pair, "--sections", "sweep"))
+    interrupt(Contestant, 9)  # warm-up of two cells, one whole cell
+    code, _, worst = start(never_slower, *line(pair, "--sections", "sweep"))
     assert code == 130
-    assert set(json.loads(out.strip().splitlines()[-1])) == {"sweep"}
+    assert set(worst) == {"sweep"}
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

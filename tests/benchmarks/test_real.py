@@ -1,6 +1,7 @@
 """The scripts with ``--pairs smollm2``: with a tiny target, and with the real one where it is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,22 @@ import matrix
 import never_slower
 import real
 import serving
-from engine_models import write_pair
 from entrants import PLAIN, Run
 from random_heads import write_eagle
 from real_prompts import write_prompts
 from report import ADAPTIVE, FIXED, THEIRS
 from standings import Standings, real_expectations
 
+Start = Callable[..., tuple[Any, str, Any]]
+
 FEW = "mt_bench,qa"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("real"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "eagle3": write_eagle(root, target, 3),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "eagle3": write_eagle(root, pair["target"], 3),
         "prompts-dir": str(write_prompts(root / "prompts")),
     }
 
@@ -38,29 +37,12 @@ def line(folders: dict[str, str], *names: str) -> list[str]:
     return [part for name in names for part in (f"--{name}", folders[name])]
 
 
-def start(
-    module: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-) -> tuple[Any, str, dict[str, Any]]:
-    """Exit code, output, and the JSON object of its last line."""
-    monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *arguments])
-    code: Any = 0
-    try:
-        module.main()
-    except SystemExit as ended:
-        code = ended.code
-    out = capsys.readouterr().out
-    return code, out, json.loads(out.strip().splitlines()[-1])
-
-
 def test_drafters(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, str], start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--pairs", "smollm2", *line(folders, *folders), "--medusa", "none", "--quick"]
     arguments += ["--only", "ngram,eagle3,hybrid,medusa", "--suites", FEW, "--max-tokens", "8"]
-    code, out, figures = start(drafters, monkeypatch, capsys, [*arguments, "--dtype", "float32"])
+    code, out, figures = start(drafters, *arguments, "--dtype", "float32")
     assert code == 0
     assert {PLAIN, "ngram", "eagle3", "hybrid"} <= set(figures)
     for name in ("ngram", "eagle3", "hybrid"):
@@ -92,14 +74,10 @@ def test_what_was_asked_of_the_real_model() -> None:
     ]
 
 
-def test_decoding(
-    folders: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_decoding(folders: dict[str, str], start: Start) -> None:
     arguments = ["--pairs", "smollm2", *line(folders, *folders), "--suites", FEW, "--quick"]
     arguments += ["--per-suite", "1", "--rounds", "1", "--max-tokens", "8", "--dtype", "float32"]
-    code, _, found = start(decoding, monkeypatch, capsys, [*arguments, "--rules"])
+    code, _, found = start(decoding, *arguments, "--rules")
     assert code == 0
     figures = found["smollm2"]
     for key in ("speculative_vs_plain", "adaptive_vs_plain", "speculative_vs_assisted"):
@@ -121,12 +99,12 @@ def test_decoding_without_a_draft_model_has_no_assistant(folders: dict[str, str]
 
 
 def test_never_slower(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--pairs", "smollm2", *line(folders, "target", "prompts-dir"), "--quick"]
     arguments += ["--draft", f"eagle3:{folders['eagle3']}", "--tokens", "8", "--rounds", "1"]
     arguments += ["--concurrency", "1,2", "--lengths", "2", "--dtype", "float32"]
-    code, _, found = start(never_slower, monkeypatch, capsys, arguments)
+    code, _, found = start(never_slower, *arguments)
     assert code == 0 and found is not None
     monkeypatch.setattr(real, "DRAFTS", {"eagle3": "nowhere"})
     args = never_slower.parse(["--pairs", "smollm2", *line(folders, "target")])
@@ -136,6 +114,7 @@ def test_never_slower(
 def test_the_matrix(
     folders: dict[str, str],
     tmp_path: Path,
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -143,11 +122,8 @@ def test_the_matrix(
     arguments = ["--matrix", "--pairs", "smollm2", *line(folders, *folders), "--medusa", "none"]
     arguments += ["--drafters", "eagle3,ngram", "--batches", "1,2", "--temperatures", "0"]
     arguments += ["--quick", "--rounds", "1", "--tokens", "40", "--wait", "0", "--json", str(file)]
-    monkeypatch.setattr("sys.argv", ["never_slower.py", *arguments])
     monkeypatch.setattr(matrix, "EARLY", 4)
-    with pytest.raises(SystemExit) as ended:
-        never_slower.main()
-    assert ended.value.code == 0
+    assert start(never_slower, *arguments)[0] == 0
     cells = json.loads(file.read_text())["cells"]
     assert set(cells) == {f"{name}/b{n}/t0" for name in ("eagle3", "ngram") for n in (1, 2)}
     assert all(own["ratio"] > 0 and own["tokens"] <= 40 * 2 for own in cells.values())
@@ -189,9 +165,7 @@ def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) 
     assert serving.counted(llm, work).tokens == 8
 
 
-def test_the_real_model_in_quick_form(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_real_model_in_quick_form(start: Start, tmp_path: Path) -> None:
     try:
         target = real.target_folder(None)
     except SystemExit as error:
@@ -200,5 +174,5 @@ def test_the_real_model_in_quick_form(
     arguments = ["--pairs", "smollm2", "--target", str(target), "--prompts-dir", str(prompts)]
     arguments += ["--suites", "qa", "--quick", "--max-tokens", "12", "--only", "ngram"]
     arguments += ["--temperatures", "0"]
-    code, _, figures = start(drafters, monkeypatch, capsys, arguments)
+    code, _, figures = start(drafters, *arguments)
     assert code == 0 and figures["ngram"]["qa"]["vs_plain"] > 0

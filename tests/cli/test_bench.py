@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from command_lines import assert_one_line, refusals
 from made_outcomes import Fake
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
@@ -180,35 +181,30 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["-m", "ngrm"], "no method 'ngrm'; there are plain"),
-        (["-m", "transformers:assisted", "--draft", "ngram"], "needs a draft model"),
-        (["-m", "draft", "--draft", "none"], "no draft is named"),
-        (["--lengths", "0"], "--lengths '0'"),
-        (["--price", "-1"], "--price is -1"),
-        (["--price", "nan"], "--price is nan"),
-        (["--rounds", "0"], "--rounds is 0"),
-        (["--max-tokens", "0"], "--max-tokens is 0"),
-        (["--concurrency", "0"], "--concurrency '0'"),
-        (["--concurrency", "1,x"], "--concurrency '1,x'"),
-        (["--temperature", "-1"], "--temperature '-1'"),
-        (["--temperature", "hot"], "--temperature 'hot'"),
-        (["--seed", "-1"], "--seed is -1"),
-        (["--max-batch-size", "4"], "--concurrency"),
-        (["--category", "cooking"], "no category cooking in the shipped prompt set; there are"),
-        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["--report", "x.pdf"], ".md or .html"),
-        (["--max-tokens", "2000"], "too long: paceline/tiny sees 1024"),
-        (["-m", "model:/no/where"], "/no/where"),
-    ],
+    refusals("""
+    -m ngrm | no method 'ngrm'; there are plain
+    -m transformers:assisted --draft ngram | needs a draft model
+    -m draft --draft none | no draft is named
+    --lengths 0 | --lengths '0'
+    --price -1 | --price is -1
+    --price nan | --price is nan
+    --rounds 0 | --rounds is 0
+    --max-tokens 0 | --max-tokens is 0
+    --concurrency 0 | --concurrency '0'
+    --concurrency 1,x | --concurrency '1,x'
+    --temperature -1 | --temperature '-1'
+    --temperature hot | --temperature 'hot'
+    --seed -1 | --seed is -1
+    --max-batch-size 4 | --concurrency
+    --category cooking | no category cooking in the shipped prompt set; there are
+    --prompts /nowhere.jsonl | /nowhere.jsonl
+    --report x.pdf | .md or .html
+    --max-tokens 2000 | too long: paceline/tiny sees 1024
+    -m model:/no/where | /no/where
+    """),
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
-    result = run("--rounds", "1", *arguments)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("error: ") and "unexpected" not in line
-    assert words in line
+    assert_one_line(run("--rounds", "1", *arguments), words)
 
 
 def test_a_file_without_prompts(tmp_path: Path) -> None:

@@ -22,17 +22,9 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
 
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
-    return Measurement(
-        name=name,
-        plain_tokens=100,
-        tokens=100,
-        plain_seconds=2.0,
-        speculative_seconds=1.0,
-        drafted=80,
-        accepted=60,
-        target_steps=40,
-        difference=difference,
-    )
+    tokens = {"plain_tokens": 100, "tokens": 100, "drafted": 80, "accepted": 60}
+    took = {"plain_seconds": 2.0, "speculative_seconds": 1.0, "target_steps": 40}
+    return Measurement(name=name, difference=difference, **tokens, **took)
 
 
 def test_figures() -> None:

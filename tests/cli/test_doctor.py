@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
 from paceline.model.names import resolve
 from tiny_models import TinyPair
@@ -88,20 +89,16 @@ def test_ctrl_c_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["--model", "/nowhere/at/all"], "does not exist"),
-        (["--draft", "eagle3"], "needs a head"),
-        (["--draft", "ngram:colour=red"], "no option colour"),
-        (["--dtype", "int3"], "dtype 'int3'"),
-        (["--report", "x.pdf"], ".md or .html"),
-    ],
+    refusals("""
+    --model /nowhere/at/all | does not exist
+    --draft eagle3 | needs a head
+    --draft ngram:colour=red | no option colour
+    --dtype int3 | dtype 'int3'
+    --report x.pdf | .md or .html
+    """),
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and words in line
+    assert_one_line(run(*arguments), words)
 
 
 def test_a_run_needs_a_draft() -> None:

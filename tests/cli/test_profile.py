@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
 from tiny_models import TinyPair
 
@@ -61,20 +62,16 @@ def test_tables_of_several_sequences(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "words"),
-    [
-        (["--trace", "trace.txt"], "end its name in .json or .json.gz"),
-        (["--trace", "no/such/folder/t.json"], "there is no folder no/such/folder"),
-        (["--report", "profile.pdf"], "end its name in .md or .html"),
-        (["--prompts", "no/such/prompts.txt"], "no/such/prompts.txt"),
-        (["--concurrency", "4", "--max-batch-size", "2"], "add --max-batch-size 4"),
-    ],
+    refusals("""
+    --trace trace.txt | end its name in .json or .json.gz
+    --trace no/such/folder/t.json | there is no folder no/such/folder
+    --report profile.pdf | end its name in .md or .html
+    --prompts no/such/prompts.txt | no/such/prompts.txt
+    --concurrency 4 --max-batch-size 2 | add --max-batch-size 4
+    """),
 )
 def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: str) -> None:
-    result = run([*arguments, *extra])
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert "unexpected" not in result.stderr
+    assert_one_line(run([*arguments, *extra]), words)
 
 
 def test_commands_of_the_page_parse() -> None:

@@ -14,22 +14,15 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from paceline import LLM
+from command_lines import assert_one_line
+from paceline import LLM, tuned
 from paceline.cli import serve
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.loading import load_llm
-from paceline.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    KnownCosts,
-    MachineIdentity,
-    Measured,
-    TunedProfile,
-)
+from paceline.tuned import TunedProfile
 from served_process import ServedProcess
 
 PROMPT = "Once upon a time"
@@ -114,15 +107,6 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
-def assert_one_line(result: Result, *words: str) -> None:
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and "unexpected" not in line
-    for word in words:
-        assert word in line
-
-
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gets as far as loading a model hears of it."""
@@ -194,18 +178,18 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
     target = LLM(MODEL, dtype="float32").target
     path = tmp_path / "tuned.toml"
     TunedProfile(
-        version=VERSION,
+        version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=DraftChoice("ngram:max=3", 3, 5),
-        engine=EngineChoice(5, "block"),
-        measured=Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
-        costs=KnownCosts((1,), (1,), ((0.004,),), {}),
-        machine=MachineIdentity.of(target),
+        draft=tuned.DraftChoice("ngram:max=3", 3, 5),
+        engine=tuned.EngineChoice(5, "block"),
+        measured=tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (0.5,), 2, ("so",)),
+        costs=tuned.KnownCosts((1,), (1,), ((0.004,),), {}),
+        machine=tuned.MachineIdentity.of(target),
     ).write(path)
     said = {"profile": str(path), "dtype": "float32"}
-    tuned = load_llm(configure(said))
-    assert tuned.drafters == ("ngram",)
-    assert tuned.engine.scheduler.config.max_batch_size == 5
+    found = load_llm(configure(said))
+    assert found.drafters == ("ngram",)
+    assert found.engine.scheduler.config.max_batch_size == 5
     own = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
     assert own.drafters == ("none",)
     assert own.engine.scheduler.config.max_batch_size == 2

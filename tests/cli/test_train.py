@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -16,41 +13,25 @@ from paceline.cli.main import app
 from paceline.cli.train import RunOptions
 from paceline.cli.training import TextOptions
 from paceline.train.lm import LMConfig
+from training_runs import SHORTEST, SMALLEST, check_ctrl_c, options, write_records
 
-SIZES = [
-    f"--{name}={value}"
-    for name, value in {
-        "vocab-size": 280,
-        "hidden-size": 16,
-        "layers": 1,
-        "heads": 1,
-        "kv-heads": 1,
-        "ffn-size": 32,
-        "max-positions": 32,
-        "seq-len": 16,
-        "batch-tokens": 64,
-        "micro-tokens": 64,
-        "warmup": 1,
-    }.items()
-]
+SIZES = options(vocab_size=280, micro_tokens=64, **SMALLEST, **SHORTEST)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    record = {"text": "The dog saw the cat and the cat saw the dog.", "license": "MIT"}
-    path.write_text("".join(json.dumps(record) + "\n" for _ in range(40)))
-    return str(path)
+    return write_records(path, ["The dog saw the cat and the cat saw the dog."] * 40)
 
 
 def test_options_are_the_fields_of_the_config() -> None:
     """Written twice so that --help stays fast; here they are held together."""
     defaults = {item.name: item.default for item in fields(LMConfig)}
-    options = {}
+    given = {}
     for item in (*fields(RunOptions), *fields(TextOptions)):
         factory = item.default_factory
-        options[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    assert options == defaults
+        given[item.name] = tuple(factory()) if factory is not MISSING else item.default
+    assert given == defaults
 
 
 def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> None:
@@ -75,27 +56,4 @@ def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> 
 def test_ctrl_c_saves_and_the_same_command_resumes(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "lm", "--data", corpus, "--valid", corpus, "--out", str(out), *SIZES]
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
-    with subprocess.Popen(
-        [*command, "--steps", "1000000", "--eval-every", "5"],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr
-        for line in process.stderr:
-            if "validation" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        code = process.wait(timeout=60)
-    assert code == 130, rest
-    last = rest.splitlines()[-1]
-    assert last.startswith("interrupted at step ")
-    assert "run the same command again to resume" in last
-    assert "Traceback" not in rest
-    step = int(last.split(";")[0].split()[-1])
-    assert step >= 5
-    # A shorter schedule than the step reached: the resumed run has nothing left but to finish.
-    result = CliRunner().invoke(app, [*arguments, "--steps", str(step), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == step
+    assert check_ctrl_c(arguments, "validation") >= 5

@@ -14,32 +14,14 @@ from paceline.cli.train_draft import DraftOptions
 from paceline.cli.training import TextOptions
 from paceline.train.draft import DraftConfig
 from tiny_models import SENTENCES, TinyPair
+from training_runs import SHORTEST, SMALLEST, options, write_records
 
-SIZES = [
-    f"--{name}={value}"
-    for name, value in {
-        "hidden-size": 16,
-        "layers": 1,
-        "heads": 1,
-        "kv-heads": 1,
-        "ffn-size": 32,
-        "max-positions": 32,
-        "seq-len": 16,
-        "batch-tokens": 64,
-        "micro-tokens": 64,
-        "warmup": 1,
-        "held-out": 2,
-        "held-out-tokens": 12,
-    }.items()
-]
+SIZES = options(micro_tokens=64, held_out=2, held_out_tokens=12, **SMALLEST, **SHORTEST)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    records = [{"text": text, "license": "MIT"} for text in SENTENCES * 8]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return write_records(tmp_path_factory.mktemp("corpus") / "toy.jsonl", SENTENCES * 8)
 
 
 def run(*arguments: str) -> Result:
@@ -51,12 +33,12 @@ def test_options_are_the_fields_of_the_config() -> None:
     known = {item.name: item.default for item in fields(DraftConfig)}
     for name in ("vocab_size", "tokenizer", "teacher", "init"):  # settled by target and draft
         del known[name]
-    options = {}
+    given = {}
     for item in (*fields(DraftOptions), *fields(TextOptions)):
         factory = item.default_factory
-        options[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    del options["target"], options["draft"]
-    assert options == known
+        given[item.name] = tuple(factory()) if factory is not MISSING else item.default
+    del given["target"], given["draft"]
+    assert given == known
 
 
 def test_a_run_ends_with_a_draft_that_the_engine_takes(

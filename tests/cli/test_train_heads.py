@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -13,31 +10,22 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from command_lines import refusals
 from paceline.cli.main import app
 from paceline.cli.train_heads import Eagle3Options, EagleOptions, HeadOptions, parse_layers
 from paceline.cli.training import TextOptions
 from paceline.train.eagle import EagleTrainConfig
 from paceline.train.head_config import HeadConfig
 from tiny_models import SENTENCES, TinyPair
+from training_runs import check_ctrl_c, options, write_records
 
-SIZES = [
-    "--seq-len=24",
-    "--long-every=0",
-    "--batch-tokens=48",
-    "--micro-tokens=48",
-    "--warmup=1",
-    "--held-out=2",
-    "--held-out-tokens=6",
-    "--threads=1",
-]
+SIZES = options(seq_len=24, long_every=0, batch_tokens=48, micro_tokens=48, warmup=1)
+SIZES += options(held_out=2, held_out_tokens=6, threads=1)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    records = [{"text": text, "license": "MIT"} for text in SENTENCES]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records * 3))
-    return str(path)
+    return write_records(tmp_path_factory.mktemp("corpus") / "toy.jsonl", SENTENCES * 3)
 
 
 def defaults(kind: type, *but: str) -> dict[str, Any]:
@@ -110,12 +98,12 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        (["--feature-layers", "2,9"], "feature layers [9] do not exist"),
-        (["--feature-layers", "two"], "write numbers"),
-        (["--data", "no.jsonl"], "data file no.jsonl does not exist"),
-        (["--target", "./nowhere"], "./nowhere"),
-    ],
+    refusals("""
+    --feature-layers 2,9 | feature layers [9] do not exist
+    --feature-layers two | write numbers
+    --data no.jsonl | data file no.jsonl does not exist
+    --target ./nowhere | ./nowhere
+    """),
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
     tiny_pair: TinyPair, corpus: str, tmp_path: Path, changes: list[str], message: str
@@ -133,24 +121,4 @@ def test_ctrl_c_saves_and_the_same_command_resumes(
     tiny_pair: TinyPair, corpus: str, tmp_path: Path
 ) -> None:
     command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
-    with subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli.main", *command, "--steps=1000000", "--eval-every=5"],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr
-        for line in process.stderr:
-            if "tokens per target step" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        code = process.wait(timeout=60)
-    assert code == 130, rest
-    last = rest.splitlines()[-1]
-    assert last.startswith("interrupted at step ")
-    assert "run the same command again to resume" in last
-    assert "Traceback" not in rest
-    step = int(last.split(";")[0].split()[-1])
-    result = CliRunner().invoke(app, [*command, "--steps", str(step), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == step
+    check_ctrl_c(command, "tokens per target step")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
 from paceline.tuned import TunedProfile
 
@@ -84,20 +85,16 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--category", "poetry"], "no category poetry"),
-        (["--report", "r.pdf"], "end its name in .md or .html"),
-        (["--out", "."], "--out . is a folder"),
-        (["--model", "nowhere/at/all"], "model folder nowhere/at/all does not exist"),
-    ],
+    refusals("""
+    --prompts nowhere.jsonl | nowhere.jsonl
+    --category poetry | no category poetry
+    --report r.pdf | end its name in .md or .html
+    --out . | --out . is a folder
+    --model nowhere/at/all | model folder nowhere/at/all does not exist
+    """),
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = tune("--out", str(tmp_path / "p.toml"), *arguments)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
+    assert_one_line(tune("--out", str(tmp_path / "p.toml"), *arguments), message)
 
 
 def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:

@@ -76,13 +76,14 @@ class Fault:
         return self._real(*args, **kwargs)
 
 
+def prepared(llm: LLM) -> list[Request]:
+    pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
+    return [request for number, pair in pairs for request in llm.prepare(*pair, number)]
+
+
 def run(llm: LLM) -> tuple[list[Request], list[list[StreamEvent]]]:
     """All requests together, as streams; step by step."""
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     llm.enqueue(requests)
     return requests, finish(llm, requests)
 
@@ -170,11 +171,7 @@ def test_what_fails_for_one_request_ends_that_one(
 
     Fault(*STAGES[stage](llm), takes_part, RuntimeError("planted"))
     llm._ids = iter(range(1, 100))  # type: ignore[assignment]  # 0 is falsy, see above
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     victim.append(requests[1])
     llm.enqueue(requests)
     with caplog.at_level(logging.WARNING, "paceline.engine"):
@@ -202,11 +199,7 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
         def allowed(self, path: tuple[int, ...]) -> None:
             return None
 
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     seq = requests[1].seq
     if where == "text":
         Fault(seq.text, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
@@ -248,11 +241,7 @@ def test_a_drafter_that_always_fails_costs_speed_alone(
 @pytest.mark.parametrize("calls", [1, 4])
 def test_when_every_forward_fails_all_requests_end_and_it_is_said(llm: LLM, calls: int) -> None:
     fault = Fault(llm.engine, "target", lambda own, *_: own.calls >= calls, RuntimeError("lost"))
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     llm.enqueue(requests)
     with pytest.raises(EngineLostError, match=r"every forward fails .RuntimeError: lost"):
         finish(llm, requests)
@@ -271,11 +260,7 @@ def test_when_every_forward_fails_all_requests_end_and_it_is_said(llm: LLM, call
 def test_a_cache_that_cannot_hold_one_sequence_ends_that_one(
     llm: LLM, alone: list[Completion]
 ) -> None:
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
 
     def third(_: Fault, seq: Any, *rest: Any) -> bool:
         return seq is requests[2].seq
@@ -296,11 +281,7 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
     llm: LLM, alone: list[Completion], stage: str, call: int
 ) -> None:
     error = KeyboardInterrupt() if call == 1 else SystemExit(3)
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     owner = {"push": (requests[1].seq.text, "push"), "commit": (llm.engine.cache, "commit")}
     place = owner[stage] if stage in owner else STAGES[stage](llm)
     fault = Fault(*place, lambda own, *_: own.calls == call, error)
@@ -324,11 +305,7 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
 def test_scores_that_are_no_numbers_end_their_own_request(
     llm: LLM, alone: list[Completion]
 ) -> None:
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     real = llm.engine.verifier
 
     def spoilt(logits: torch.Tensor, checks: Any) -> Any:
@@ -351,11 +328,7 @@ def test_a_text_that_cannot_be_given_out_ends_its_own_request(
     llm: LLM, alone: list[Completion]
 ) -> None:
     """Behind the engine: when the commit is turned into an event."""
-    requests = [
-        request
-        for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True))
-        for request in llm.prepare(*pair, number)
-    ]
+    requests = prepared(llm)
     Fault(requests[1]._text, "take", lambda own, *_: own.calls == 2, ValueError("planted"))
     llm.enqueue(requests)
     events = finish(llm, requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from paceline.model.tensorfile import verify
 from paceline.train.documents import Windows
 from paceline.train.feature_cache import FeatureCache
 from paceline.train.heldout import written_texts
-from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.lm import LMTrainer
 from paceline.train.observed import Observed
 from paceline.train.saved_run import previous, read_state, write_state
+from training_runs import smallest_run, write_words
 
 # -- the state of a training run -------------------------------------------------------------------
 
@@ -111,19 +111,11 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    words = ("the", "dog", "cat", "saw", "a", "ball", "and", "ran")
-    lines = [{"text": " ".join(rng.choices(words, k=20)), "license": "MIT"} for _ in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return write_words(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
 
 
 def new_trainer(corpus: str, out: Path) -> LMTrainer:
-    sizes = {"vocab_size": 280, "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1}
-    rest = {"ffn_size": 32, "max_positions": 32, "seq_len": 16, "batch_tokens": 64, "warmup": 1}
-    config = LMConfig(data=(corpus,), steps=4, **sizes, **rest)  # type: ignore[arg-type]
-    return LMTrainer(config, out, device="cpu")
+    return LMTrainer(smallest_run(corpus), out, device="cpu")
 
 
 def test_a_run_goes_on_from_the_checkpoint_before(corpus: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Planted at each system call, and for real by a limit of the kernel on the size o
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from full_disk import PLACES, content_of, full_disk, small_files
+from paceline import tuned
 from paceline.cli.main import app
 from paceline.core.batch import Commit
 from paceline.draft.heads.eagle_format import save_eagle
@@ -37,20 +37,12 @@ from paceline.train.documents import Windows
 from paceline.train.feature_cache import FeatureCache
 from paceline.train.head_card import write_card as write_lines
 from paceline.train.heldout import written_texts
-from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
 from paceline.train.observed import Observed
 from paceline.train.token_streams import TokenStreams
-from paceline.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    KnownCosts,
-    MachineIdentity,
-    Measured,
-    PassCosts,
-    TunedProfile,
-)
+from paceline.tuned import TunedProfile
+from training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 
@@ -132,13 +124,13 @@ class Recorder:
 
 def profile(folder: Path, number: int) -> None:
     made = TunedProfile(
-        VERSION,
+        tuned.VERSION,
         ModelIdentity("m", "llama", 1, 8, 20, 99, "x", (0.5,)),
-        DraftChoice("ngram", "auto", 5),
-        EngineChoice(number, "block"),
-        Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (), 1, ()),
-        KnownCosts((1,), (1,), ((0.1,),), {"model": PassCosts((1,), (0.1,))}),
-        MachineIdentity("x", "cpu", 1, "float32", "2", "5", "0", "3", "today"),
+        tuned.DraftChoice("ngram", "auto", 5),
+        tuned.EngineChoice(number, "block"),
+        tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (), 1, ()),
+        tuned.KnownCosts((1,), (1,), ((0.1,),), {"model": tuned.PassCosts((1,), (0.1,))}),
+        tuned.MachineIdentity("x", "cpu", 1, "float32", "2", "5", "0", "3", "today"),
     )
     made.write(folder / "p.toml")
 
@@ -217,23 +209,12 @@ def test_a_real_trace(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    words = ("the", "dog", "cat", "saw", "a", "ball", "and", "ran")
-    lines = [{"text": " ".join(rng.choices(words, k=20)), "license": "MIT"} for _ in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def lm_config(corpus: str, **changes: Any) -> LMConfig:
-    sizes = {"vocab_size": 280, "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1}
-    rest = {"ffn_size": 32, "max_positions": 32, "seq_len": 16, "batch_tokens": 64, "warmup": 1}
-    return LMConfig(data=(corpus,), steps=4, **{**sizes, **rest, **changes})
+    return write_words(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
 
 
 @pytest.fixture
 def trainer(corpus: str, tmp_path: Path) -> LMTrainer:
-    return LMTrainer(lm_config(corpus), tmp_path / "run", device="cpu")
+    return LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
 
 
 @pytest.mark.parametrize("fault", [*PLACES, "real"])
@@ -262,9 +243,9 @@ def test_a_card_beside_a_trained_model(trainer: LMTrainer) -> None:
 
 def test_the_tokenizer_that_a_run_begins_with(corpus: str, tmp_path: Path) -> None:
     with small_files(3000), pytest.raises(WriteError, match="the tokenizer"):
-        LMTrainer(lm_config(corpus), tmp_path / "run", device="cpu")
+        LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
     assert content_of(tmp_path) == {}
-    LMTrainer(lm_config(corpus), tmp_path / "run", device="cpu")
+    LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
 
 
 def test_a_run_ends_in_one_line_and_goes_on_from_the_old_checkpoint(
@@ -274,7 +255,7 @@ def test_a_run_ends_in_one_line_and_goes_on_from_the_old_checkpoint(
     trainer.save_checkpoint()
     with small_files(9999), pytest.raises(WriteError, match="cannot write the checkpoint"):
         trainer.run(save_seconds=0)
-    again = LMTrainer(lm_config(corpus), trainer.out, device="cpu")
+    again = LMTrainer(smallest_run(corpus), trainer.out, device="cpu")
     assert again.step == 1
     again.run()
     assert not list(trainer.out.glob("*previous*")), "a finished run needs one state"
@@ -308,10 +289,8 @@ def test_heads_and_the_target_that_they_were_trained_with(
 
 
 def test_the_command_line_says_it_in_one_line(corpus: str, tmp_path: Path) -> None:
-    sizes = ["--vocab-size=280", "--hidden-size=16", "--layers=1", "--heads=1", "--kv-heads=1"]
-    rest = ["--ffn-size=32", "--max-positions=32", "--seq-len=16", "--batch-tokens=64"]
-    out = tmp_path / "run"
-    command = ["train", "lm", "--data", corpus, "--out", str(out), "--steps=2", *sizes, *rest]
+    out, sizes = tmp_path / "run", options(vocab_size=280, **SMALLEST, **SHORTEST)
+    command = ["train", "lm", "--data", corpus, "--out", str(out), "--steps=2", *sizes]
     with small_files(30_000):  # room for the tokenizer, not for a checkpoint
         result = CliRunner().invoke(app, command)
     assert result.exit_code == 1

@@ -41,13 +41,8 @@ PARAMS = {
     "min_tokens": SamplingParams(temperature=0.9, min_tokens=2),
     "greedy": SamplingParams(temperature=0.0),
     "all": SamplingParams(
-        temperature=0.8,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.05,
-        repetition_penalty=1.2,
-        frequency_penalty=0.3,
-        logit_bias={1: 0.7},
+        **{"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {1: 0.7}},
         min_tokens=1,
     ),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import write_pair
+from engine_models import check_one_distribution, cramped, drawn_pairs
 from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
@@ -62,12 +62,8 @@ REQUESTS = {
     "top-p": SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, seed=13),
     "top-k, min-p": SamplingParams(max_tokens=24, temperature=1.0, top_k=7, min_p=0.05, seed=14),
     "penalties": SamplingParams(
-        max_tokens=24,
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        seed=15,
+        **{"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        **{"max_tokens": 24, "temperature": 0.8, "seed": 15},
     ),
     "greedy, penalised": SamplingParams(
         max_tokens=24, repetition_penalty=1.2, frequency_penalty=0.2, min_tokens=20
@@ -77,15 +73,12 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("parity"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "medusa": write_medusa(root / "medusa", target, heads=4, layers=2, shared=True),
-        "eagle": write_eagle(root, target, 1),
-        "eagle3": write_eagle(root, target, 3),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "medusa": write_medusa(root / "medusa", pair["target"], heads=4, layers=2, shared=True),
+        "eagle": write_eagle(root, pair["target"], 1),
+        "eagle3": write_eagle(root, pair["target"], 3),
     }
 
 
@@ -247,17 +240,7 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, 
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
     unlimited = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
     expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
-    per_token = 2 * 2 * (2 * 2 * 8) * 4  # two models, layers x kv heads x (key + value) x float32
-    tight = LLM(
-        folders["target"],
-        f"model:{folders['draft']}",
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=160 * per_token,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
     tight.engine.cache.check()
@@ -268,23 +251,6 @@ def test_unseeded_sampling_follows_the_distribution(folders: dict[str, str], pla
 
     A two-sample chi-square over the commonest pairs; the engine seeds are fixed.
     """
-    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
-    counts: list[dict[tuple[int, ...], int]] = []
-    for spec in (None, f"model:{folders['draft']}", f"tree:{folders['draft']},branching=2x2"):
-        llm = LLM(
-            folders["target"], spec, dtype="float32", draft_length=2, max_batch_size=200, seed=3
-        )
-        found: dict[tuple[int, ...], int] = {}
-        for completion in llm.generate("The quick brown fox", params):
-            pair = tuple(completion.token_ids)
-            found[pair] = found.get(pair, 0) + 1
-        counts.append(found)
-    for other in counts[1:]:
-        pairs = counts[0].keys() | other.keys()
-        statistic = sum(
-            (counts[0].get(p, 0) - other.get(p, 0)) ** 2 / (counts[0].get(p, 0) + other.get(p, 0))
-            for p in pairs
-        )
-        # 9 pairs, 8 degrees of freedom: 27.9 is the 0.05 % point.
-        assert len(pairs) <= 9
-        assert statistic < 27.9
+    plainly = drawn_pairs(folders["target"], None)
+    for spec in (f"model:{folders['draft']}", f"tree:{folders['draft']},branching=2x2"):
+        check_one_distribution(plainly, drawn_pairs(folders["target"], spec))

@@ -3,69 +3,41 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.train.acceptance import total
 from paceline.train.draft import DraftConfig, DraftTrainer
-from paceline.train.lm import LMConfig, LMTrainer, Progress
+from paceline.train.lm import Progress
 from paceline.train.losses import distillation_loss, total_variation
 from tiny_models import TinyPair
 
-SUBJECTS = ("Lily", "Tom", "the cat", "a little dog", "the king", "my friend Anna")
-VERBS = ("saw", "liked", "found", "painted", "wanted", "forgot")
-OBJECTS = ("a red ball", "the big tree", "some cake", "a shiny stone", "an old book")
-
-
-def write_corpus(path: Path, seed: int) -> str:
-    """Sentences of one form: what comes next is often, but not always, clear."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(200):
-            parts = [
-                " ".join(["Today", *(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS))])
-                for _ in range(3)
-            ]
-            file.write(json.dumps({"text": ". ".join(parts) + ".", "license": "MIT"}) + "\n")
-    return str(path)
+train = partial(training_runs.train, DraftTrainer)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("corpus")
     names = {"train": "toy.train.jsonl", "one": "one.valid.jsonl", "two": "two.valid.jsonl"}
-    return {key: write_corpus(root / name, i) for i, (key, name) in enumerate(names.items())}
+    return {
+        key: training_runs.write_stories(root / name, count=200, sentences=3, seed=seed)
+        for seed, (key, name) in enumerate(names.items())
+    }
 
 
 @pytest.fixture(scope="module")
 def target(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = LMConfig(
-        data=(files["train"],),
-        vocab_size=320,
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        ffn_size=64,
-        max_positions=128,
-        seq_len=32,
-        batch_tokens=512,
-        micro_tokens=512,
-        steps=40,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-    )
-    trainer = LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu")
-    return str(trainer.run(eval_every=100))
+    out = tmp_path_factory.mktemp("target")
+    sizes = {"seq_len": 32, "batch_tokens": 512, "steps": 40, "long_every": 10}
+    return training_runs.talking_target(files["train"], out, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -74,40 +46,17 @@ def config(files: dict[str, str], target: str) -> DraftConfig:
         data=(files["train"],),
         valid=(files["one"], files["two"]),
         teacher=target,
-        hidden_size=32,
-        layers=1,
-        heads=1,
-        kv_heads=1,
-        ffn_size=32,
-        max_positions=128,
-        seq_len=32,
-        long_every=4,
-        batch_tokens=512,
-        micro_tokens=256,
-        steps=24,
-        warmup=2,
-        lr=0.02,
-        adam_lr=0.02,
-        held_out=6,
-        held_out_tokens=40,
+        **training_runs.TALKING
+        | training_runs.SMALLEST
+        | {"hidden_size": 32, "warmup": 2, "seq_len": 32, "steps": 24},
+        **{"batch_tokens": 512, "micro_tokens": 256, "long_every": 4},
+        **{"held_out": 6, "held_out_tokens": 40},
     )
-
-
-def train(
-    config: DraftConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
-) -> DraftTrainer:
-    trainer = DraftTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=12)
-    return trainer
 
 
 @pytest.fixture(scope="module")
 def finished(config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> DraftTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def weights(trainer: DraftTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def test_acceptance_rises_while_training(config: DraftConfig, tmp_path: Path) -> None:
@@ -138,30 +87,16 @@ def test_the_number_while_training_is_the_engines(finished: DraftTrainer, target
     assert predicted.mean_accepted_length == pytest.approx(measured, rel=0.05)
 
 
-class Cut(Exception):
-    """Stands for a power cut between two steps."""
-
-
 def test_a_resumed_run_ends_with_the_same_weights(
     config: DraftConfig, finished: DraftTrainer, tmp_path: Path
 ) -> None:
-    def cut(progress: Progress) -> None:
-        if progress.step == 9:
-            trainer.save_checkpoint()
-        if progress.step == 11:  # two steps that the checkpoint does not know
-            raise Cut
+    def make() -> DraftTrainer:
+        assert not (tmp_path / "model").exists()
+        return DraftTrainer(config, tmp_path, device="cpu")
 
-    trainer = DraftTrainer(config, tmp_path, device="cpu")
-    with pytest.raises(Cut):
-        trainer.run(cut, eval_every=12)
-    assert not (tmp_path / "model").exists()
-    resumed = DraftTrainer(config, tmp_path, device="cpu")
-    assert resumed.step == 9
-    resumed.run(eval_every=12)
-    expected, found = weights(finished), weights(resumed)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert resumed.history == finished.history
+    again = training_runs.resumed(make, 9, eval_every=12)
+    assert training_runs.same_weights(again.model, finished.model)
+    assert again.history == finished.history
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"model", "tokens", "checkpoint.pt", "held_out.json"}
 
@@ -174,8 +109,7 @@ def test_a_draft_may_be_trained_further(
     start = str(finished.out / "model")
     further = replace(config, init=start, loss=loss, hidden_size=999, heads=7, adam_lr=0.005)
     trainer = DraftTrainer(further, tmp_path, device="cpu")
-    own, before = weights(trainer), weights(finished)
-    assert all(torch.equal(own[name], before[name]) for name in own)
+    assert training_runs.same_weights(trainer.model, finished.model)
     losses: list[float] = []
     trainer.run(lambda progress: losses.append(progress.loss), eval_every=50)
     assert sum(losses[-6:]) < sum(losses[:6])

@@ -2,109 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
+import training_runs
+from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.heads import HeadProgress
-from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.observed import Observed
 from paceline.train.unrolled import Places, UnrolledAttention
 
-PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
-DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
-THINGS = ("a red ball", "the big tree", "some cake", "a shiny stone", "two books", "the sun")
+train = partial(training_runs.train, EagleTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    with path.open("w") as file:
-        for _ in range(300):
-            story = [
-                f"Today {rng.choice(PEOPLE)} {rng.choice(DEEDS)} {rng.choice(THINGS)}."
-                for _ in range(4)
-            ]
-            file.write(json.dumps({"text": " ".join(story), "license": "MIT"}) + "\n")
-    return path
+def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
 
 
 @pytest.fixture(scope="module")
-def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that says something: a head has nothing to learn from a random one."""
-    config = LMConfig(
-        data=(str(corpus),),
-        vocab_size=320,
-        hidden_size=32,
-        layers=3,
-        heads=2,
-        kv_heads=1,
-        ffn_size=64,
-        max_positions=128,
-        seq_len=48,
-        long_every=0,
-        batch_tokens=768,
-        micro_tokens=768,
-        steps=60,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-    )
-    return str(LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu").run())
-
-
-@pytest.fixture(scope="module")
-def config(corpus: Path, target: str) -> EagleTrainConfig:
+def config(corpus: str, target: str) -> EagleTrainConfig:
     return EagleTrainConfig(
         target=target,
-        data=(str(corpus),),
-        valid=(str(corpus),),
-        dtype="float32",
+        data=(corpus,),
+        valid=(corpus,),
         draft_vocab_size=150,
         feature_layers=(1, 2, 3),
         ttt_steps=3,
-        seq_len=40,
-        long_every=5,
-        max_positions=64,
-        batch_tokens=640,
-        micro_tokens=320,
-        steps=60,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-        held_out=12,
-        held_out_tokens=40,
+        **training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02},
     )
 
 
 @pytest.fixture(scope="module")
 def finished(config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> EagleTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def train(
-    config: EagleTrainConfig,
-    out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
-) -> EagleTrainer:
-    trainer = EagleTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=30)
-    return trainer
-
-
-def weights(trainer: EagleTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.head.state_dict().items()}
 
 
 # -- the unrolled forward --------------------------------------------------------------------
@@ -184,32 +122,18 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(finished: EagleTrainer
     assert int(counts[chosen].min()) >= int(counts[~chosen].max())
 
 
-class Cut(Exception):
-    """Stands for a power cut between two steps."""
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_resumed_run_ends_with_the_same_weights(
     config: EagleTrainConfig, tmp_path: Path, cached: bool
 ) -> None:
     short = replace(config, steps=12, cache_features=cached)
 
-    def cut(progress: HeadProgress) -> None:
-        if progress.step == 5:
-            trainer.save_checkpoint()
-        if progress.step == 7:  # two steps that the checkpoint does not know
-            raise Cut
-
     whole = train(short, tmp_path / "whole")
-    trainer = EagleTrainer(short, tmp_path / "cut", device="cpu")
-    with pytest.raises(Cut):
-        trainer.run(cut, eval_every=30)
-    resumed = EagleTrainer(short, tmp_path / "cut", device="cpu")
-    assert resumed.step == 5
-    resumed.run(eval_every=30)
-    expected, found = weights(whole), weights(resumed)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert resumed.history == whole.history
+    again = training_runs.resumed(
+        lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30
+    )
+    assert training_runs.same_weights(whole.head, again.head)
+    assert again.history == whole.history
 
 
 def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_path: Path) -> None:
@@ -232,8 +156,8 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     files[0].write_bytes(b"damaged")  # found out, and made again
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()
-    resumed = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
-    resumed.run()
+    longer = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
+    longer.run()
 
 
 def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long(
@@ -335,26 +259,10 @@ def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
 def test_held_out_acceptance_is_what_the_engine_measures(
     finished: EagleTrainer, target: str
 ) -> None:
-    folder = finished.out / "head"
-    measured = total(finished.measure().values())
-    texts = json.loads((finished.out / "held_out.json").read_text())["texts"]
-    length = finished.config.draft_length
-    llm = LLM(
-        target,
-        draft=f"eagle3:{folder},nodes=0",
-        dtype="float32",
-        device="cpu",
-        draft_length=length,
-    )
-    prompts = [text["token_ids"][: text["prompt"]] for text in texts]
-    done = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
-    for completion, text in zip(done, texts, strict=True):
-        assert completion.token_ids == text["token_ids"][text["prompt"] :]
-    steps = sum(completion.stats.target_steps for completion in done)
-    tokens = sum(len(completion.token_ids) for completion in done)
-    assert measured.tokens == tokens
-    assert measured.mean_accepted_length == pytest.approx(tokens / steps, rel=0.05)
-    assert measured.mean_accepted_length > 1.5  # or the comparison would say little
+    spec, length = f"eagle3:{finished.out / 'head'},nodes=0", finished.config.draft_length
+    llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
+    # Or the comparison would say little.
+    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.5
 
 
 # -- bad input -------------------------------------------------------------------------------

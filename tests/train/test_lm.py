@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import ConfigError, DataError
 from paceline.train.card import write_card
 from paceline.train.lm import (
@@ -22,22 +23,19 @@ from paceline.train.lm import (
 )
 from paceline.train.losses import distillation_loss
 
-SUBJECTS = ("Lily", "Tom", "the cat", "a little dog")
-VERBS = ("saw", "liked", "found", "painted")
-OBJECTS = ("a red ball", "the big tree", "some cake", "a shiny stone")
+train = partial(training_runs.train, LMTrainer)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sentences of one form: 64 of them, so that a tiny model learns the form at once."""
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.train.jsonl"
-    with path.open("w") as file:
-        for index in range(300):
-            words = [rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS)]
-            licence = "CC-BY-SA-4.0" if index % 10 == 0 else "MIT"
-            text = "Today " + " ".join(words) + ". " + "It was a good day."
-            file.write(json.dumps({"text": text, "license": licence}) + "\n")
+    path, rng = tmp_path_factory.mktemp("corpus") / "toy.train.jsonl", random.Random(0)
+    texts = [training_runs.sentence(rng, choices=4) + " It was a good day." for _ in range(300)]
+    training_runs.write_records(path, texts[:270])
+    with path.open("a") as file:
+        file.writelines(
+            json.dumps({"text": text, "license": "CC-BY-SA-4.0"}) + "\n" for text in texts[270:]
+        )
     return path
 
 
@@ -46,39 +44,18 @@ def config(corpus: Path) -> LMConfig:
     return LMConfig(
         data=(f"{corpus}=2",),
         valid=(str(corpus),),
-        vocab_size=300,
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        ffn_size=64,
-        max_positions=64,
         seq_len=32,
         long_every=4,
         batch_tokens=256,
         micro_tokens=128,
         steps=24,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
+        **training_runs.TALKING | {"vocab_size": 300, "max_positions": 64},
     )
-
-
-def train(
-    config: LMConfig, out: Path, report: Callable[[Progress], None] = lambda progress: None
-) -> LMTrainer:
-    trainer = LMTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=12)
-    return trainer
 
 
 @pytest.fixture(scope="module")
 def finished(config: LMConfig, tmp_path_factory: pytest.TempPathFactory) -> LMTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def weights(trainer: LMTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def test_the_loss_goes_down(config: LMConfig, tmp_path: Path) -> None:
@@ -91,29 +68,14 @@ def test_the_loss_goes_down(config: LMConfig, tmp_path: Path) -> None:
     assert last < first
 
 
-class Cut(Exception):
-    """Stands for a power cut between two steps."""
-
-
 def test_a_resumed_run_ends_with_the_same_weights(
     config: LMConfig, finished: LMTrainer, tmp_path: Path
 ) -> None:
-    def cut(progress: Progress) -> None:
-        if progress.step == 9:
-            trainer.save_checkpoint()
-        if progress.step == 11:  # two steps that the checkpoint does not know
-            raise Cut
-
-    trainer = LMTrainer(config, tmp_path, device="cpu")
-    with pytest.raises(Cut):
-        trainer.run(cut, eval_every=12)
-    resumed = LMTrainer(config, tmp_path, device="cpu")
-    assert resumed.step == 9
-    resumed.run(eval_every=12)
-    expected, found = weights(finished), weights(resumed)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert resumed.history == finished.history
+    again = training_runs.resumed(
+        lambda: LMTrainer(config, tmp_path, device="cpu"), 9, eval_every=12
+    )
+    assert training_runs.same_weights(again.model, finished.model)
+    assert again.history == finished.history
 
 
 def test_other_options_do_not_resume(config: LMConfig, finished: LMTrainer) -> None:

@@ -2,109 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import training_runs
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.heads import HeadProgress
-from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
 from paceline.train.unrolled import Places
 
-PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
-DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
-THINGS = ("a red ball", "the big tree", "some cake", "a shiny stone", "two books", "the sun")
+train = partial(training_runs.train, MedusaTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    with path.open("w") as file:
-        for _ in range(300):
-            story = [
-                f"Today {rng.choice(PEOPLE)} {rng.choice(DEEDS)} {rng.choice(THINGS)}."
-                for _ in range(4)
-            ]
-            file.write(json.dumps({"text": " ".join(story), "license": "MIT"}) + "\n")
-    return path
+def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
-def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that says something: heads have nothing to learn from a random one."""
-    config = LMConfig(
-        data=(str(corpus),),
-        vocab_size=320,
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        ffn_size=64,
-        max_positions=128,
-        seq_len=48,
-        long_every=0,
-        batch_tokens=768,
-        micro_tokens=768,
-        steps=60,
-        warmup=4,
-        lr=0.02,
-        adam_lr=0.02,
-    )
-    return str(LMTrainer(config, tmp_path_factory.mktemp("target"), device="cpu").run())
-
-
-@pytest.fixture(scope="module")
-def config(corpus: Path, target: str) -> MedusaTrainConfig:
+def config(corpus: str, target: str) -> MedusaTrainConfig:
     return MedusaTrainConfig(
         target=target,
-        data=(str(corpus),),
-        valid=(str(corpus),),
-        dtype="float32",
-        heads=3,
-        layers=1,
-        shared_head=True,
-        seq_len=40,
-        long_every=5,
-        max_positions=64,
-        batch_tokens=640,
-        micro_tokens=320,
-        steps=60,
-        warmup=4,
-        lr=0.03,
-        adam_lr=0.03,
-        held_out=12,
-        held_out_tokens=40,
+        data=(corpus,),
+        valid=(corpus,),
+        **training_runs.HEAD_RUN
+        | {"heads": 3, "layers": 1, "shared_head": True, "lr": 0.03, "adam_lr": 0.03},
     )
 
 
 @pytest.fixture(scope="module")
 def finished(config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> MedusaTrainer:
     return train(config, tmp_path_factory.mktemp("run"))
-
-
-def train(
-    config: MedusaTrainConfig,
-    out: Path,
-    report: Callable[[HeadProgress], None] = lambda progress: None,
-) -> MedusaTrainer:
-    trainer = MedusaTrainer(config, out, device="cpu")
-    trainer.run(report, eval_every=30)
-    return trainer
-
-
-def state(trainer: MedusaTrainer) -> dict[str, torch.Tensor]:
-    both = {**trainer.head.state_dict(), **trainer.target.state_dict()}
-    return {name: value.clone() for name, value in both.items()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -152,31 +87,19 @@ def test_the_heads_learn(config: MedusaTrainConfig, tmp_path: Path, shared: bool
     assert same(untouched, trainer.target.state_dict())
 
 
-class Cut(Exception):
-    """Stands for a power cut between two steps."""
-
-
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_resumed_run_ends_with_the_same_weights(
     config: MedusaTrainConfig, tmp_path: Path, joint: bool
 ) -> None:
     short = replace(config, steps=12, joint=joint, joint_after=3, held_out=2)
 
-    def cut(progress: HeadProgress) -> None:
-        if progress.step == 5:
-            trainer.save_checkpoint()
-        if progress.step == 7:  # two steps that the checkpoint does not know
-            raise Cut
-
     whole = train(short, tmp_path / "whole")
-    trainer = MedusaTrainer(short, tmp_path / "cut", device="cpu")
-    with pytest.raises(Cut):
-        trainer.run(cut, eval_every=30)
-    resumed = MedusaTrainer(short, tmp_path / "cut", device="cpu")
-    assert resumed.step == 5
-    resumed.run(eval_every=30)
-    assert same(state(whole), state(resumed))
-    assert resumed.history == whole.history
+    again = training_runs.resumed(
+        lambda: MedusaTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30
+    )
+    assert training_runs.same_weights(whole.head, again.head)
+    assert training_runs.same_weights(whole.target, again.target)
+    assert again.history == whole.history
 
 
 def test_medusa_2_trains_the_target_after_the_heads(
@@ -211,20 +134,11 @@ def test_medusa_2_trains_the_target_after_the_heads(
 def test_held_out_acceptance_is_what_the_engine_measures(
     finished: MedusaTrainer, target: str, length: int
 ) -> None:
-    trainer, folder = finished, finished.out / "head"
-    trainer.config = replace(trainer.config, draft_length=length)
-    measured = total(trainer.measure().values())
-    texts = json.loads((trainer.out / "held_out.json").read_text())["texts"]
-    llm = LLM(target, f"medusa:{folder}", dtype="float32", device="cpu", draft_length=length)
-    prompts = [text["token_ids"][: text["prompt"]] for text in texts]
-    done = llm.generate(prompts, SamplingParams(max_tokens=40))
-    for completion, text in zip(done, texts, strict=True):
-        assert completion.token_ids == text["token_ids"][text["prompt"] :]
-    steps = sum(completion.stats.target_steps for completion in done)
-    tokens = sum(len(completion.token_ids) for completion in done)
-    assert measured.tokens == tokens
-    assert measured.mean_accepted_length == pytest.approx(tokens / steps, rel=0.05)
-    assert measured.mean_accepted_length > 1.4  # or the comparison would say little
+    finished.config = replace(finished.config, draft_length=length)
+    spec = f"medusa:{finished.out / 'head'}"
+    llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
+    # Or the comparison would say little.
+    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.4
 
 
 def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:

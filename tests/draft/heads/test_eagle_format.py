@@ -18,24 +18,11 @@ from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagl
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
-from random_heads import write_eagle
+from random_heads import eagle_config, write_eagle
 
 TARGET = TargetShape(hidden_size=24, vocab_size=40, num_layers=6)
-EAGLE3 = EagleConfig(
-    version=3,
-    hidden_size=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=40,
-    target_hidden_size=24,
-    target_layers=6,
-    feature_layers=(1, 2, 5),
-    draft_vocab_size=5,
-    max_positions=64,
-    rope_theta=500000.0,
-    rms_norm_eps=1e-5,
+EAGLE3 = eagle_config(
+    hidden_size=24, feature_layers=(1, 2, 5), rope_theta=500000.0, rms_norm_eps=1e-5
 )
 EAGLE1 = replace(EAGLE3, version=1, feature_layers=(6,), draft_vocab_size=40, fc_bias=True)
 IDS = (1, 2, 5, 30, 39)

@@ -10,21 +10,9 @@ import torch.nn.functional as F
 
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
+from random_heads import eagle_config
 
-EAGLE3 = EagleConfig(
-    version=3,
-    hidden_size=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=40,
-    target_hidden_size=24,
-    target_layers=6,
-    feature_layers=(2, 3, 6),
-    draft_vocab_size=5,
-    max_positions=64,
-)
+EAGLE3 = eagle_config(feature_layers=(2, 3, 6))
 EAGLE1 = replace(EAGLE3, version=1, target_hidden_size=32, feature_layers=(6,), draft_vocab_size=40)
 IDS = (1, 2, 5, 30, 39)
 

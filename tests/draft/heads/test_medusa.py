@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import reference_logits, write_pair
+from engine_models import cramped, reference_logits
 from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.medusa import shapes_of
@@ -21,14 +21,11 @@ PROMPTS: list[str | list[int]] = ["The quick brown fox jumps over", "What is 12 
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("medusa"))
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "own": write_medusa(root / "own", target, steps=5),
-        "shared": write_medusa(root / "shared", target, layers=2, shared=True),
+def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    root, pair = pair_room
+    return pair | {
+        "own": write_medusa(root / "own", pair["target"], steps=5),
+        "shared": write_medusa(root / "shared", pair["target"], layers=2, shared=True),
     }
 
 
@@ -87,17 +84,7 @@ def test_nothing_is_drafted_before_a_hidden_state_is_seen(folders: dict[str, str
 def test_preempted_and_chunked_sequences_say_the_same(folders: dict[str, str]) -> None:
     spec, params = f"medusa:{folders['shared']}", SamplingParams(max_tokens=60, ignore_eos=True)
     plain = LLM(folders["target"], dtype="float32").generate(PROMPTS, params)
-    tight = LLM(
-        folders["target"],
-        spec,
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=128 * 2 * (2 * 2 * 8) * 4,
-        prefix_sharing=False,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], spec, blocks=8, models=1, prefix_sharing=False)
     got = tight.generate(PROMPTS, params)
     assert [c.token_ids for c in got] == [c.token_ids for c in plain]
     assert sum(c.stats.accepted_tokens for c in got) > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_models import random_llama, write_pair
+from engine_models import check_one_distribution, cramped, drawn_pairs, random_llama, write_pair
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary.matching import SAMPLE
@@ -164,17 +164,7 @@ def test_preemption_and_small_chunks_change_nothing(
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
-    per_token = 2 * 2 * (2 * 2 * 8) * 4
-    tight = LLM(
-        folders["target"],
-        spec.format(**folders),
-        dtype="float32",
-        draft_length=3,
-        kv_cache_memory=128 * per_token,
-    )
-    tight.engine.scheduler.config = type(tight.engine.scheduler.config)(
-        max_batch_size=5, prefill_chunk=3, max_step_tokens=7, max_positions=160
-    )
+    tight = cramped(folders["target"], spec.format(**folders), blocks=8)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
 
@@ -204,22 +194,8 @@ def test_a_text_without_borders_is_read_again_and_again(
 
 def test_unseeded_intersection_follows_the_distribution(folders: dict[str, str]) -> None:
     """First two tokens of many runs, plain and drafted: a two-sample chi-square."""
-    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
-    counts: list[dict[tuple[int, ...], int]] = []
-    for spec in (None, f"tree:{folders['near']},branching=2x1"):
-        llm = LLM(
-            folders["target"], spec, dtype="float32", draft_length=2, max_batch_size=200, seed=3
-        )
-        found: dict[tuple[int, ...], int] = {}
-        for completion in llm.generate("The quick brown fox", params):
-            pair = tuple(completion.token_ids)
-            found[pair] = found.get(pair, 0) + 1
-        counts.append(found)
-    pairs = counts[0].keys() | counts[1].keys()
-    a, b = ([one.get(pair, 0) for pair in pairs] for one in counts)
-    statistic = sum((x - y) ** 2 / (x + y) for x, y in zip(a, b, strict=True))
-    assert len(pairs) <= 9
-    assert statistic < 27.9  # 8 degrees of freedom: the 0.05 % point
+    drafted = drawn_pairs(folders["target"], f"tree:{folders['near']},branching=2x1")
+    check_one_distribution(drawn_pairs(folders["target"], None), drafted)
 
 
 # -- the pieces -----------------------------------------------------------------------------------

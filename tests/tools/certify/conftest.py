@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,3 +33,20 @@ def llm(loaded: LLM) -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def prompts(loaded: LLM) -> list[tuple[str, list[int]]]:
     return [(text, loaded.tokenizer(text)["input_ids"]) for text in TEXTS]
+
+
+@pytest.fixture
+def interrupt_at() -> Callable[[int], Callable[[str], None]]:
+    """Ctrl-C when the n-th piece of work is announced."""
+
+    def planted(number: int) -> Callable[[str], None]:
+        said: list[str] = []
+
+        def advance(what: str) -> None:
+            said.append(what)
+            if len(said) == number:
+                raise KeyboardInterrupt
+
+        return advance
+
+    return planted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from paceline.tools.certify.scoring import Scorer
 from paceline.tools.certify.tables import report_of
 from simulated_clock import SecondEach
 
+InterruptAt = Callable[[int], Callable[[str], None]]
 Named = Sequence[tuple[str, Sequence[int]]]
 SMALL = Effort(texts=2, max_tokens=16, prefixes=2, samples=600)
 
@@ -176,18 +177,12 @@ def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -
     assert place.drawn[200:] != place.drawn[:200]  # other random numbers
 
 
-def test_an_interruption_leaves_whole_pieces(llm: LLM, prompts: Named) -> None:
+def test_an_interruption_leaves_whole_pieces(
+    llm: LLM, prompts: Named, interrupt_at: InterruptAt
+) -> None:
     certifier = Certifier(llm, prompts, None, SMALL)
-    left = 6
-
-    def interrupt(what: str) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        certifier.run(interrupt)
+        certifier.run(interrupt_at(6))
     assert len(certifier.evidence.done) == 5
     assert certifier.certificate().verdict.startswith("NOT CERTIFIED: interrupted")
     again = Certifier(llm, prompts, None, SMALL, evidence=through_a_file(certifier.evidence))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.tools.certify.cells import Cells, String, make_cells
-from paceline.tools.certify.each import Scale
+from paceline.tools.certify.each import shares
 
 VOCAB = 6
 
@@ -66,14 +66,12 @@ def test_a_certain_distribution_has_one_cell() -> None:
     assert cells.counts([(2, 2), (2, 2)]) == [2]
 
 
-def test_a_scale_is_a_distribution_function() -> None:
+def test_tokens_fill_equal_bins_from_the_likeliest_down() -> None:
     distribution = torch.tensor([0.1, 0.6, 0.0, 0.3])
-    scale = Scale.of(distribution)
-    tokens = torch.tensor([1, 3, 0, 2])
-    low = scale.places(tokens, torch.zeros(4))
-    high = scale.places(tokens, torch.ones(4))
-    assert low.tolist() == pytest.approx([0.0, 0.6, 0.9, 1.0])
-    assert high.tolist() == pytest.approx([0.6, 0.9, 1.0, 1.0])
-    assert scale.masses(distribution, 10).tolist() == pytest.approx([0.1] * 10)
-    moved = scale.masses(torch.tensor([0.1, 0.3, 0.0, 0.6]), 10)
+    found = shares(distribution, 10)
+    first, last = torch.eye(10)[:6].sum(0) / 6, torch.eye(10)[9]
+    expected = torch.stack([last, first, last, torch.eye(10)[6:9].sum(0) / 3])
+    assert torch.allclose(found, expected.double())
+    assert torch.allclose(distribution.double() @ found, torch.full((10,), 0.1).double())
+    moved = torch.tensor([0.1, 0.3, 0.0, 0.6]).double() @ found
     assert moved.tolist() == pytest.approx([0.05] * 6 + [0.2] * 3 + [0.1])

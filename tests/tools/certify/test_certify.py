@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,14 +14,8 @@ from paceline.tools.certify.tables import report_of
 
 Named = Sequence[tuple[str, Sequence[int]]]
 SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
-PENALISED = SamplingParams(
-    temperature=0.8,
-    top_p=0.9,
-    repetition_penalty=1.2,
-    presence_penalty=0.5,
-    frequency_penalty=0.3,
-    logit_bias={7: 2.0},
-)
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+PENALISED = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={7: 2.0}, **PENALTIES)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), PENALISED])
@@ -89,18 +83,12 @@ def test_nothing_drafted_is_nothing_certified(llm: LLM, prompts: Named) -> None:
     assert "the drafter proposed nothing for greedy requests" in certificate.verdict
 
 
-def test_what_was_cut_short_is_never_certified(llm: LLM, prompts: Named) -> None:
+def test_what_was_cut_short_is_never_certified(
+    llm: LLM, prompts: Named, interrupt_at: Callable[[int], Callable[[str], None]]
+) -> None:
     certifier = Certifier(llm, prompts, None, SMALL)
-    left = 8
-
-    def interrupt(description: str) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        certifier.run(interrupt)
+        certifier.run(interrupt_at(8))
     certificate = certifier.certificate()
     assert certificate.texts and not certificate.lossless
     assert certificate.verdict.startswith("NOT CERTIFIED: interrupted")

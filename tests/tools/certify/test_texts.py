@@ -11,7 +11,7 @@ from paceline.difference import Difference, first_difference
 from paceline.engine.driver import StandstillError
 from paceline.llm import LLM
 from paceline.tools.certify.decoding import DecodedOutput, Start, decode
-from paceline.tools.certify.texts import Task, check_texts
+from paceline.tools.certify.texts import ComparedSetting, Task, check_texts
 
 Named = Sequence[tuple[str, Sequence[int]]]
 PARAMS = SamplingParams(max_tokens=12)
@@ -55,7 +55,7 @@ def test_what_comes_after_a_tie_is_looked_at(
 
     monkeypatch.setattr("paceline.tools.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.tools.certify.texts.explain", explained)
-    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", "x", 2)
+    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain.tokens[:3]]
 

@@ -52,7 +52,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None)
     """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
     load = MemoryNeeds(100 << 20, 1 << 10, 1024)
-    (found,) = check_memory(DeviceSettings(CPU, torch.bfloat16, 8, given), load)
+    found = check_memory(DeviceSettings(CPU, torch.bfloat16, 8, given), load)
     return found.code, found.severity.value
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from doctor_folders import Copy, Folder, codes, only
 from paceline.tools.doctor import Severity, examine
+from tiny_models import SMALL
 
 
 def shard(folder: Folder) -> list[str]:
@@ -102,15 +103,7 @@ def test_names_without_the_prefix_of_the_body(copy: Copy) -> None:
 def test_merged_experts_are_known_by_their_old_names(tmp_path: Any) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-    )
+    config = MixtralConfig(**SMALL, vocab_size=64, num_local_experts=2)
     MixtralForCausalLM(config).save_pretrained(tmp_path)
     found = examine(str(tmp_path))
     assert not {"tensors-missing", "tensors-extra", "tensors-misshapen"} & codes(found)

@@ -9,6 +9,7 @@ A cell is a likely string, or all other continuations of a likely beginning, or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,14 +24,13 @@ DistributionOf = Callable[[Sequence[String]], torch.Tensor]
 class Cells:
     """A partition of the strings of ``depth`` tokens.
 
-    ``leaves``: cell of each likely string; ``children``: the likely next tokens of each string
-    that is split; ``rest``: cell of its other next tokens. ``chances``: of each cell, under the
-    distribution that the cells were made for.
+    ``leaves``: cell of each likely string; ``rest``: of each string that is split, the cell of
+    what else may follow it. ``chances``: of each cell, under the distribution that the cells were
+    made for.
     """
 
     depth: int
     leaves: dict[String, int]
-    children: dict[String, tuple[int, ...]]
     rest: dict[String, int]
     chances: tuple[float, ...]
 
@@ -38,36 +38,34 @@ class Cells:
         return len(self.chances)
 
     def cell_of(self, string: String) -> int:
-        for length in range(self.depth):
-            head = string[: length + 1]
+        for length in range(1, self.depth + 1):
+            head = string[:length]
             if head in self.leaves:
                 return self.leaves[head]
-            if head not in self.children:
+            if head not in self.rest:
                 return self.rest[head[:-1]]
         raise AssertionError(f"{string} has fewer than {self.depth} tokens")
 
     def counts(self, strings: Iterable[String]) -> list[int]:
-        counted = [0] * len(self)
-        for string in strings:
-            counted[self.cell_of(string)] += 1
-        return counted
+        found = Counter(map(self.cell_of, strings))
+        return [found[cell] for cell in range(len(self))]
 
     def chances_under(self, distribution_of: DistributionOf) -> list[float]:
         """Chances of the same cells under another distribution."""
-        split = sorted(self.children, key=len)
-        distributions = dict(zip(split, distribution_of(split), strict=True))
+        split = list(self.rest)
+        after = dict(zip(split, distribution_of(split), strict=True))
         reached: dict[String, float] = {(): 1.0}
+        left = dict.fromkeys(split, 1.0)
+        for string in sorted({*self.leaves, *self.rest} - {()}, key=len):
+            head = string[:-1]
+            chance = float(after[head][string[-1]])
+            reached[string] = reached[head] * chance
+            left[head] -= chance
         found = [0.0] * len(self)
-        for string in split:
-            left = 1.0
-            for token in self.children[string]:
-                chance = float(distributions[string][token])
-                left -= chance
-                child = (*string, token)
-                reached[child] = reached[string] * chance
-                if child in self.leaves:
-                    found[self.leaves[child]] += reached[child]
-            found[self.rest[string]] += reached[string] * max(0.0, left)
+        for string, cell in self.leaves.items():
+            found[cell] += reached[string]
+        for string, cell in self.rest.items():
+            found[cell] += reached[string] * max(0.0, left[string])
         return found
 
 
@@ -79,7 +77,6 @@ def make_cells(
     A string is split if it is twice as likely as that; of each length at most ``most_splits``.
     """
     leaves: dict[String, int] = {}
-    children: dict[String, tuple[int, ...]] = {}
     chances: list[float] = []
     left_over: dict[String, float] = {}
     frontier: dict[String, float] = {(): 1.0}
@@ -92,7 +89,6 @@ def make_cells(
         ):
             own = distribution.double() * chance
             likely = (own >= least).nonzero().flatten().tolist()
-            children[string] = tuple(likely)
             following.update({(*string, token): float(own[token]) for token in likely})
             left_over[string] = max(0.0, chance - float(own[likely].sum()))
         splits = sorted(following, key=lambda s: -following[s]) if length < depth else []
@@ -101,27 +97,17 @@ def make_cells(
             if string not in frontier:
                 leaves[string] = len(chances)
                 chances.append(chance)
-    rest, chances = _pool(left_over, chances, least)
-    return Cells(depth, leaves, children, rest, tuple(chances))
-
-
-def _pool(
-    left_over: dict[String, float], chances: list[float], least: float
-) -> tuple[dict[String, int], list[float]]:
-    """Cells for the unlikely: one for each beginning, or one together where they are rare."""
+    # Cells for the unlikely: one for each beginning, or one together where they are rare.
     rest: dict[String, int] = {}
-    chances = list(chances)
     for string, chance in left_over.items():
         if chance >= least:
             rest[string] = len(chances)
             chances.append(chance)
-    rare = [string for string in left_over if string not in rest]
-    together = sum(left_over[string] for string in rare)
+    rare = {string: chance for string, chance in left_over.items() if string not in rest}
+    together = sum(rare.values())
     if rare and (together >= least or not chances):
-        place = len(chances)
-        chances.append(together)
-    elif rare:
-        place = min(range(len(chances)), key=lambda cell: chances[cell])
+        chances.append(0.0)
+    place = len(chances) - 1 if together >= least else chances.index(min(chances))
+    if rare:
         chances[place] += together
-    rest.update((string, place) for string in rare)
-    return rest, chances
+    return Cells(depth, leaves, rest | dict.fromkeys(rare, place), tuple(chances))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.tools.certify.chisquare import holm
+from paceline.tools.certify.columns import DISTRIBUTION_COLUMNS, TEXT_COLUMNS
+from paceline.tools.certify.evidence import Problem, TextCheck
 from paceline.tools.certify.exact import ExactCheck
-from paceline.tools.certify.findings import Problem
 from paceline.tools.certify.sampled import DistributionTest, Frequencies
-from paceline.tools.certify.texts import TaskDivergence, TextCheck
+from paceline.tools.report.columns import record_of
 
 POWER = 0.9
 MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
@@ -62,6 +62,34 @@ class DistributionResult:
     adjusted: float
     smallest_bias: float
 
+    @classmethod
+    def of(cls, tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionResult, ...]:
+        """The tests as one family (Holm 1979), each with what it could have found."""
+        adjusted = holm([test.outcome.p_value for test in tests])
+        share = alpha / max(1, len(tests))
+        return tuple(
+            cls(test, value, test.outcome.smallest_bias(share, POWER))
+            for test, value in zip(tests, adjusted, strict=True)
+        )
+
+    def problem(self) -> Problem:
+        """What it means that the test failed."""
+        test = self.test
+        odds = f"p = {self.adjusted:.1g} after correction, {test.samples} samples"
+        if test.draft_length < 0:
+            what = f"it does not draw from the distribution it declares ({odds})"
+            return Problem("drafter", what)
+        if test.draft_length == 0:
+            return Problem("plain sampling", f"{test.prefix}: {test.what} ({odds})")
+        where = f"{test.prefix}, draft length {test.draft_length}"
+        return Problem("sampling", f"{where}: biased, {test.what} ({odds})")
+
+
+def smallest_bias(results: Iterable[DistributionResult]) -> float:
+    """Total variation from the target's distribution that would have been found at every prefix."""
+    tested = [r for r in results if r.test.draft_length > 0 and "distribution" in r.test.what]
+    return max((result.smallest_bias for result in tested), default=1.0)
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -105,11 +133,7 @@ class Certificate:
 
     @property
     def smallest_bias(self) -> float:
-        """Total variation from the target's distribution that would have been found at every
-        prefix."""
-        tested = [r for r in self.distributions if r.test.draft_length > 0]
-        own = [r for r in tested if "distribution" in r.test.what]
-        return max((result.smallest_bias for result in own), default=1.0)
+        return smallest_bias(self.distributions)
 
     @property
     def verdict(self) -> str:
@@ -154,60 +178,8 @@ class Certificate:
             "power": POWER,
             "smallest_bias": self.smallest_bias,
             "problems": [asdict(problem) for problem in self.problems],
-            "texts": [_text_record(check) for check in self.texts],
-            "laws": [_distribution_record(result) for result in self.distributions],
+            "texts": [record_of(check, TEXT_COLUMNS) for check in self.texts],
+            "laws": [record_of(result, DISTRIBUTION_COLUMNS) for result in self.distributions],
             "exact": [{**asdict(check), "passed": check.passed} for check in self.exact],
             "notes": list(self.notes),
         }
-
-
-def _text_record(check: TextCheck) -> dict[str, Any]:
-    return {
-        **asdict(check),
-        "ties": [_parting_record(item) for item in check.ties],
-        "bugs": [_parting_record(item) for item in check.bugs],
-    }
-
-
-def _parting_record(item: TaskDivergence) -> dict[str, Any]:
-    found = item.difference
-    return {
-        "task": item.task,
-        "at": found.at,
-        "plain": item.plain,
-        "speculative": item.speculative,
-        "plain_id": found.left,
-        "speculative_id": found.right,
-        "scores": found.scores,
-        "gap": found.gap if math.isfinite(found.gap) else None,
-        "rounding_step": found.step,
-        "rounding_spread": found.spread,
-        "on_edge": found.on_edge,
-    }
-
-
-def _distribution_record(result: DistributionResult) -> dict[str, Any]:
-    test = result.test
-    return {
-        "prefix": test.prefix,
-        "draft_length": test.draft_length,
-        "what": test.what,
-        "samples": test.samples,
-        "cells": test.cells,
-        "statistic": test.outcome.statistic,
-        "degrees_of_freedom": test.outcome.df,
-        "p_value": test.outcome.p_value,
-        "adjusted_p_value": result.adjusted,
-        "smallest_bias": result.smallest_bias,
-        "rounding": test.rounding,
-    }
-
-
-def results_of(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionResult, ...]:
-    """The tests as one family (Holm 1979), each with what it could have found."""
-    adjusted = holm([test.outcome.p_value for test in tests])
-    share = alpha / max(1, len(tests))
-    return tuple(
-        DistributionResult(test, value, test.outcome.smallest_bias(share, POWER))
-        for test, value in zip(tests, adjusted, strict=True)
-    )

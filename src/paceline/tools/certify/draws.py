@@ -8,13 +8,13 @@ place of a draw, or dropping unlikely nodes all push the numbers to one side.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.tools.certify.cells import String
@@ -28,16 +28,14 @@ class Recorder:
     """Stands in for a drafter and takes notes of what it proposes. Changes nothing.
 
     ``counts``: how many draws fell into each twentieth of the declared distribution; ``impossible``
-    ones had no chance under it. ``shapes``: the trees seen.
+    ones had no chance under it.
     """
 
     def __init__(self, drafter: Drafter, seed: int = 0) -> None:
         self._drafter = drafter
         self._generator = torch.Generator().manual_seed(seed)
-        self.name, self.features = drafter.name, drafter.features
         self.counts = [0] * _BINS
         self.impossible = 0  # drawn although the declared distribution gives them no chance
-        self.shapes: Counter[tuple[Draw, tuple[int, ...]]] = Counter()
         # Of the request whose tokens these are: what was drafted and declared after it.
         self.watched: tuple[int, ...] | None = None
         self.distributions: dict[String, torch.Tensor] = {}
@@ -66,10 +64,8 @@ class Recorder:
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
         for item, tree in zip(plan.slices, trees, strict=True):
-            if len(tree):
-                self.shapes[tree.draw, tree.parents] += 1
-                if self.watched is not None and tuple(item.seq.tokens) == self.watched:
-                    self._note(tree)
+            if len(tree) and self.watched is not None and tuple(item.seq.tokens) == self.watched:
+                self._note(tree)
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
@@ -112,22 +108,9 @@ class Recorder:
         found = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
         self.counts = [a + b for a, b in zip(self.counts, found.tolist(), strict=True)]
 
-    # -- the rest of the protocol -------------------------------------------------------------
-
-    def max_nodes(self, length: int) -> int:
-        return self._drafter.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._drafter.passes(length)
-
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        self._drafter.observe(commits, out)
-
-    def rehearse(self, batch_size: int) -> None:
-        self._drafter.rehearse(batch_size)
-
-    def forget(self, seq_id: int) -> None:
-        self._drafter.forget(seq_id)
+    def __getattr__(self, name: str) -> Any:
+        """The rest of the protocol is the drafter's own."""
+        return getattr(self._drafter, name)
 
 
 def _remove_earlier_siblings(

@@ -23,40 +23,19 @@ _BINS = 10
 _MOST = 64  # beginnings of each length
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A distribution as a cumulative function: ``ends`` [vocab] by rank, ``rank`` [vocab] by
-    token."""
+def shares(probs: torch.Tensor, bins: int) -> torch.Tensor:
+    """float64 [vocab, bins]: how each token's step of the cumulative function lies in equal bins.
 
-    ends: torch.Tensor
-    probs: torch.Tensor
-    rank: torch.Tensor
-    order: torch.Tensor
-
-    @classmethod
-    def of(cls, probs: torch.Tensor) -> Scale:
-        probs = probs.double()
-        order = probs.argsort(descending=True, stable=True)
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(len(order))
-        return cls(probs[order].cumsum(-1), probs, rank, order)
-
-    def places(self, tokens: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """float64 [n] in [0, 1] for tokens [n]; a token without a chance is at the end."""
-        own = self.probs[tokens]
-        return self.ends[self.rank[tokens]] - own + noise * own
-
-    def masses(self, other: torch.Tensor, bins: int) -> torch.Tensor:
-        """float64 [bins]: how this scale's bins fill if tokens come from another distribution."""
-        reached = torch.cat((torch.zeros(1), other.double()[self.order].cumsum(-1)))
-        ends = torch.cat((torch.zeros(1), self.ends))
-        edges = torch.arange(1, bins, dtype=torch.float64) / bins
-        above = torch.searchsorted(ends, edges).clamp(1, len(ends) - 1)
-        low, high = ends[above - 1], ends[above]
-        part = (edges - low) / (high - low).clamp(min=1e-300)
-        inside = reached[above - 1] + part * (reached[above] - reached[above - 1])
-        whole = torch.cat((torch.zeros(1), inside, torch.ones(1)))
-        return whole.diff().clamp(min=0.0)
+    A token without a chance (``probs`` [vocab]), or hardly any, lies at the end.
+    """
+    order = probs.argsort(descending=True, stable=True)
+    steps = probs[order].double()
+    ends = steps.cumsum(-1)[:, None]
+    edges = torch.arange(bins + 1, dtype=torch.float64) / bins * ends[-1]
+    inside = torch.minimum(ends, edges[1:]) - torch.maximum(ends - steps[:, None], edges[:-1])
+    inside = inside.clamp(min=0.0)
+    inside[inside.sum(-1) <= 0, -1] = 1.0
+    return torch.empty_like(inside).index_copy_(0, order, inside / inside.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -109,9 +88,8 @@ def _position(
     masses = torch.zeros(_BINS, dtype=torch.float64)
     distributions = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
     for head, probs, moved in distributions:
-        scale, tokens = Scale.of(probs), torch.tensor(following[head])
-        noise = torch.rand(len(tokens), dtype=torch.float64, generator=generator)
-        places = (scale.places(tokens, noise) * _BINS).long().clamp(0, _BINS - 1)
-        counts += torch.bincount(places, minlength=_BINS)
-        masses += len(tokens) * scale.masses(moved, _BINS)
+        own, tokens = shares(probs, _BINS), torch.tensor(following[head])
+        places = torch.multinomial(own[tokens], 1, generator=generator)
+        counts += torch.bincount(places[:, 0], minlength=_BINS)
+        masses += len(tokens) * (moved.double() @ own)
     return counts.tolist(), (masses / masses.sum()).tolist()

@@ -4,11 +4,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from paceline.difference import Difference
 from paceline.tools.certify.cells import String
 from paceline.tools.certify.decoding import Start
 from paceline.tools.certify.exact import ExactCheck
-from paceline.tools.certify.findings import Problem
-from paceline.tools.certify.texts import TextCheck
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong: in which part, and what, in one line."""
+
+    part: str
+    what: str
+
+
+@dataclass(frozen=True)
+class TaskDivergence:
+    """Where the text of a task leaves the plain one, re-scored; both tokens spelt out."""
+
+    task: str
+    plain: str
+    speculative: str
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """All tasks under one setting against plain decoding.
+
+    ``ties``: differences that rounding explains. After each the comparison went on from the plain
+    text, so a later bug is not hidden behind it. ``bugs``: differences that it does not explain;
+    the rest of such a text is not looked at.
+    """
+
+    kind: str  # "greedy" or "seeded"
+    setting: str
+    texts: int
+    tokens: int
+    drafted: int
+    accepted: int
+    ties: tuple[TaskDivergence, ...]
+    bugs: tuple[TaskDivergence, ...]
+
+    def __add__(self, other: TextCheck) -> TextCheck:
+        names = ("texts", "tokens", "drafted", "accepted", "ties", "bugs")
+        both = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return replace(self, **both)
+
+    def problems(self) -> list[Problem]:
+        """The bugs, in words."""
+        return [self._problem(item) for item in self.bugs]
+
+    def _problem(self, item: TaskDivergence) -> Problem:
+        found = item.difference
+        where = f"{self.setting}: {item.task}: token {found.at}"
+        what = f"is {item.speculative!r}, plain decoding's {item.plain!r}"
+        if found.scores is None:
+            return Problem(self.kind, f"BUG: {where}: one text ends where the other goes on")
+        why = f"their scores are {found.gap:.3g} apart, rounding moves them by {found.step:.2g}"
+        return Problem(self.kind, f"BUG: {where} {what}: {why}")
 
 
 @dataclass
@@ -55,23 +109,12 @@ class Evidence:
 
     def add(self, check: TextCheck) -> None:
         """To what was seen of the same requests under the same setting."""
+        self.problems += check.problems()
         for place, old in enumerate(self.checks):
             if (old.kind, old.setting) == (check.kind, check.setting):
-                self.checks[place] = _joined(old, check)
+                self.checks[place] = old + check
                 return
         self.checks.append(check)
 
     def drafted(self, kind: str) -> int:
         return sum(check.drafted for check in self.checks if check.kind == kind)
-
-
-def _joined(old: TextCheck, new: TextCheck) -> TextCheck:
-    return replace(
-        old,
-        texts=old.texts + new.texts,
-        tokens=old.tokens + new.tokens,
-        drafted=old.drafted + new.drafted,
-        accepted=old.accepted + new.accepted,
-        ties=(*old.ties, *new.ties),
-        bugs=(*old.bugs, *new.bugs),
-    )

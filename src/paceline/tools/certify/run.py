@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
@@ -12,13 +13,27 @@ from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
 from paceline.pace.controller import FixedLength
-from paceline.tools.certify.certificate import MOST_BIAS, Certificate, CertifySpending, results_of
-from paceline.tools.certify.comparing import Comparer, WorkItem, settings_of
+from paceline.tools.certify.certificate import (
+    MOST_BIAS,
+    Certificate,
+    CertifySpending,
+    DistributionResult,
+    smallest_bias,
+)
 from paceline.tools.certify.drawing import Sampler
-from paceline.tools.certify.evidence import Evidence
-from paceline.tools.certify.findings import Problem, nothing, rejections
+from paceline.tools.certify.evidence import Evidence, Problem
 from paceline.tools.certify.sampled import PORTIONS, DistributionTest, Judged, judge
-from paceline.tools.certify.schedule import FEWEST, Draws, Effort, Texts, schedule
+from paceline.tools.certify.schedule import (
+    FEWEST,
+    Asked,
+    Draws,
+    Effort,
+    Texts,
+    WorkItem,
+    groups,
+    schedule,
+)
+from paceline.tools.certify.texts import Comparer, settings_of
 
 OnProgress = Callable[[str], None]
 NamedTokens = tuple[str, Sequence[int]]
@@ -83,22 +98,12 @@ class Certifier:
         lengths, adapts = _lengths_of(llm)
         self.settings = settings_of(lengths, adapts)
         self._prompts = _checked(llm, prompts, self.effort)
-        plain = llm.beside(
-            max_batch_size=llm.engine.scheduler.config.max_batch_size, seed=self.effort.seed + 1
-        ).engine
-        self._comparer = Comparer(
-            llm.engine, plain, self._prompts, self.effort, self.settings, self.evidence, self._spell
-        )
-        self._sampler = Sampler(
-            llm.engine,
-            plain,
-            self._prompts,
-            self.params,
-            self.effort,
-            lengths,
-            self.evidence,
-            self.budget,
-        )
+        batch = llm.engine.scheduler.config.max_batch_size
+        plain = llm.beside(max_batch_size=batch, seed=self.effort.seed + 1).engine
+        asked_of = llm.engine, plain, self._prompts, self.params, lengths
+        self._asked = Asked(*asked_of, self.effort, self.budget, self.evidence)
+        self._comparer = Comparer(self._asked, self.settings, self._spell)
+        self._sampler = Sampler(self._asked)
         self._judged: dict[tuple[int, int, int], Judged] = {}
         self._ended = False
         self._broken: set[str] = set()
@@ -125,33 +130,25 @@ class Certifier:
         return self.evidence.tranche * self.effort.samples
 
     @property
-    def _params_by_kind(self) -> dict[str, SamplingParams]:
-        kinds = {"greedy": greedy(self.params)}
-        return kinds if self.params.greedy else {**kinds, "seeded": self.params}
-
-    @property
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        comparing = 0
-        for task in schedule(self.texts, 0, 0):
-            assert isinstance(task, Texts)
-            comparing += sum(1 for _ in self._comparer.pieces(self._params_by_kind, task.numbers))
+        comparing = sum(len([*self._comparer.pieces(n)]) for n in groups(self.texts))
         return comparing + self.places * (2 * PORTIONS * self.evidence.tranche + 2)
 
     def _missing(self) -> list[str]:
         """What of the wanted is not there, in words."""
-        done, missing = set(self.evidence.done), []
-        texts = [n for n in range(self.texts) if self._has(n, done)]
-        if len(texts) < self.texts:
-            missing.append(f"{self.texts - len(texts)} of {self.texts} texts")
-        full = [p for p in self.evidence.places if len(p.drawn) >= self.samples]
-        if len(full) < self.places:
-            missing.append(f"{self.places - len(full)} of {self.places} places")
-        return missing
+        full = sum(len(place.drawn) >= self.samples for place in self.evidence.places)
+        counts = (self.texts, self._compared, "texts"), (self.places, full, "places")
+        return [f"{most - had} of {most} {what}" for most, had, what in counts if had < most]
 
-    def _has(self, number: int, done: set[str]) -> bool:
-        pieces = self._comparer.pieces(self._params_by_kind, [number])
-        return all(piece.name in done for piece in pieces if piece.kind == "text")
+    @property
+    def _compared(self) -> int:
+        """Texts that were compared under every setting."""
+        done = set(self.evidence.done)
+        return sum(
+            all(piece.name in done for piece in self._comparer.pieces([n]) if piece.kind == "text")
+            for n in range(self.texts)
+        )
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -160,11 +157,11 @@ class Certifier:
         budget = self.budget
         budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
         with self._guarded("plain decoding"):
-            self._comparer.decide_tokens(budget)
+            self._comparer.decide_tokens()
         for task in schedule(self.texts, self.places, self.samples):
             if isinstance(task, Texts):
                 watched: AbstractContextManager[None] = nullcontext()
-                pieces = self._comparer.pieces(self._params_by_kind, task.numbers)
+                pieces = self._comparer.pieces(task.numbers)
             elif not task.whole or self._whole_fits(task):
                 watched = self._sampler.recording()
                 pieces = self._sampler.pieces(task.place, task.samples)
@@ -178,12 +175,11 @@ class Certifier:
         self._ended = True
 
     def _do(self, piece: WorkItem, advance: OnProgress) -> None:
-        done, known = self.evidence.done, self.evidence.plain
+        done = self.evidence.done
         if piece.name in done or piece.part in self._broken:
             return
-        if not all(name in known for name in piece.needs):
-            return
-        if not self.budget.fits(piece.kind, piece.size):
+        ready = all(name in self.evidence.plain for name in piece.needs)
+        if not (ready and self.budget.fits(piece.kind, piece.size)):
             return
         advance(piece.shown)
         with self._guarded(piece.part), self.budget.piece(piece.kind, piece.size):
@@ -232,14 +228,15 @@ class Certifier:
         distributions = [test for place in judged for test in place.tests] + self._honesty()
         # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
         level = self.effort.alpha / 2**evidence.looks
-        results = results_of(distributions, level)
-        missing = self._missing()
-        idle = self._idle()
-        problems = [*evidence.problems, *self._draw_problems(), *rejections(results, level)]
-        if self._ended and not missing:
-            problems += [nothing(kind) for kind in idle]
+        results = DistributionResult.of(distributions, level)
+        missing, idle = self._missing(), self._idle()
+        problems = [*evidence.problems, *self._draw_problems()]
+        problems += [result.problem() for result in results if result.adjusted < level]
+        whole = self._ended and not missing
+        if whole:
+            problems += [_untested(kind) for kind in idle]
         evidence.spent = self._before + self.budget.spent
-        found = Certificate(
+        return Certificate(
             target=llm.target.name,
             draft=", ".join(llm.drafters) or llm.engine.drafter.name,
             dtype=str(llm.target.dtype).removeprefix("torch."),
@@ -251,10 +248,8 @@ class Certifier:
             problems=tuple(dict.fromkeys(problems)),
             notes=tuple(dict.fromkeys(self._notes(judged))),
             interrupted=not self._ended,
-            bought=self._bought(missing),
+            bought=self._bought(missing, () if whole else self._lacks(results, idle)),
         )
-        lacks = [] if self._ended and not missing else self._lacks(found, idle)
-        return replace(found, bought=replace(found.bought, lacks=tuple(lacks)))
 
     def _results(self) -> list[Judged]:
         """The tests of all places that have enough samples."""
@@ -276,7 +271,7 @@ class Certifier:
         if outcome is None:
             return []
         what, bins = "draws / declared distribution", len(recorder.counts)
-        return [DistributionTest("all", -1, what, recorder.drawn, bins, outcome, 0.0)]
+        return [DistributionTest("all", -1, what, outcome, bins, 0.0, recorder.drawn)]
 
     def _draw_problems(self) -> list[Problem]:
         count = self._sampler.recorder.impossible
@@ -287,7 +282,7 @@ class Certifier:
 
     def _idle(self) -> list[str]:
         """Kinds of requests for which nothing was drafted until now."""
-        idle = [kind for kind in self._params_by_kind if not self.evidence.drafted(kind)]
+        idle = [kind for kind in self._asked.kinds if not self.evidence.drafted(kind)]
         if self.places and not sum(place.drafted for place in self.evidence.places):
             idle.append("sampled")
         return idle
@@ -296,18 +291,16 @@ class Certifier:
         notes = list(self.evidence.notes)
         if self.params.greedy:
             notes.append("sampling was not looked at: the temperature is 0")
-        for place in judged:
-            if not place.tests:
-                notes.append(f"{place.name}: the target is certain there; nothing to test")
-        return notes
+        certain = [place.name for place in judged if not place.tests]
+        return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
 
-    def _bought(self, missing: Sequence[str]) -> CertifySpending:
-        done, places = set(self.evidence.done), self.evidence.places
+    def _bought(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
+        places = self.evidence.places
         return CertifySpending(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
             tokens=self.evidence.tokens or self.effort.max_tokens,
-            texts=sum(self._has(number, done) for number in range(self.texts)),
+            texts=self._compared,
             texts_wanted=self.texts,
             places=len(places),
             places_wanted=self.places,
@@ -315,32 +308,29 @@ class Certifier:
             samples_wanted=self.places * self.samples,
             looks=self.evidence.looks + 1,
             missing=tuple(missing),
+            lacks=tuple(lacks),
         )
 
-    def _lacks(self, found: Certificate, idle: Sequence[str]) -> list[str]:
+    def _lacks(self, results: Sequence[DistributionResult], idle: Sequence[str]) -> list[str]:
         """What a part of the evidence must have, or it says too little to certify anything."""
-        seen = {(check.kind, check.setting) for check in found.texts}
-        unseen = [
-            (k, s.name)
-            for k in self._params_by_kind
-            for s in self.settings
-            if (k, s.name) not in seen
-        ]
-        lacks = [f"no {kind} text at {setting}" for kind, setting in unseen[:1]]
-        if not lacks:
-            lacks += [f"nothing drafted yet for {kind} requests" for kind in idle]
-        if self.places and not found.distributions:
+        seen = {(check.kind, check.setting) for check in self.evidence.checks}
+        every = product(self._asked.kinds, (setting.name for setting in self.settings))
+        unseen = [f"no {kind} text at {name}" for kind, name in every if (kind, name) not in seen]
+        lacks = unseen[:1] or [f"nothing drafted yet for {kind} requests" for kind in idle]
+        bias = smallest_bias(results)
+        if self.places and not results:
             lacks.append("no place has enough samples")
-        elif self.places and found.smallest_bias > MOST_BIAS:
-            lacks.append(f"only a bias of {found.smallest_bias:.0%} or more would have been seen")
+        elif self.places and bias > MOST_BIAS:
+            lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
         if self.places and not any(name.startswith("rule/") for name in self.evidence.done):
             lacks.append("the rule was not enumerated")
         return lacks
 
 
-def greedy(params: SamplingParams) -> SamplingParams:
-    """Greedy decoding with the same penalties and bias."""
-    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+def _untested(kind: str) -> Problem:
+    """Without drafts nothing is tested, and a test of nothing must not pass."""
+    what = f"the drafter proposed nothing for {kind} requests, so nothing was tested"
+    return Problem("coverage", f"{what}; try other prompts (--prompts)")
 
 
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:

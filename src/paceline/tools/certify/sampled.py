@@ -62,10 +62,10 @@ class DistributionTest:
     prefix: str
     draft_length: int
     what: str
-    samples: int
-    cells: int
     outcome: ChiSquare
+    cells: int
     rounding: float
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,10 @@ class Frequencies:
     """What the figure shows: the likeliest first tokens, expected and observed."""
 
     prefix: str
-    draft_length: int
     samples: int
     tokens: tuple[int, ...]
     expected: tuple[float, ...]
     observed: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A place at which continuations are drawn, with what is known of the distribution there."""
-
-    name: str
-    start: Start
-    scorer: Scorer
-    partitions: tuple[Partition, ...]  # of the first token, and of the first DEPTH if they split
 
 
 def choose_start(
@@ -117,16 +106,6 @@ def choose_start(
     return float(entropies[chosen]), Start(whole.prompt, heads[chosen])
 
 
-def describe(
-    model: CausalModel, name: str, start: Start, params: SamplingParams, samples: int
-) -> Prefix:
-    scorer = Scorer(model, start, params)
-    partitions = [Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH)]
-    if all(len(leaf) == 1 for leaf in partitions[-1].cells.leaves):
-        partitions.pop()  # no first token is likely enough to be split: the same cells again
-    return Prefix(name, start, scorer, tuple(partitions))
-
-
 def continuations(
     engine: Engine,
     start: Start,
@@ -141,37 +120,12 @@ def continuations(
     return decode(engine, [start] * samples, drawing, length, enough=enough)
 
 
-def tests_of(
-    prefix: Prefix, length: int, drawn: Sequence[String], plain: Sequence[String], seed: int
-) -> list[DistributionTest]:
-    """All tests of one prefix and draft length; where nothing is left to chance there are none."""
-    tests: list[DistributionTest] = []
-
-    def add(what: str, cells: int, outcome: ChiSquare, rounding: float, samples: int) -> None:
-        if outcome.df > 0:
-            tests.append(
-                DistributionTest(prefix.name, length, what, samples, cells, outcome, rounding)
-            )
-
-    for partition in prefix.partitions:
-        cells, slack, rounding = partition.cells, partition.slack, partition.rounding
-        counts = cells.counts(drawn)
-        name = "first token" if partition.tokens == 1 else f"first {partition.tokens}"
-        distribution = goodness(counts, cells.chances, slack)
-        add(f"{name} / distribution", len(cells), distribution, rounding, len(drawn))
-        if length and partition is prefix.partitions[-1]:
-            two = homogeneity(counts, cells.counts(plain), slack)
-            add(f"{name} / plain", len(cells), two, rounding, len(drawn))
-    each = each_token(prefix.scorer, drawn, _MARGIN, seed)
-    if each is not None:
-        bins = each.outcome.df + DEPTH
-        add("each token / distribution", bins, each.outcome, each.rounding, each.looked_at)
-    return tests
-
-
 @dataclass(frozen=True)
 class Judged:
-    """All tests of what was drawn at a place, with drafts and plainly."""
+    """All tests of what was drawn at a place, with drafts and plainly.
+
+    Where nothing is left to chance there are none.
+    """
 
     name: str
     tests: tuple[DistributionTest, ...]
@@ -180,28 +134,44 @@ class Judged:
 
 def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -> Judged:
     """Cells are as fine as the number of samples allows; the distributions are scored afresh."""
-    count = min(len(place.drawn), len(place.plain))
-    prefix = describe(model, place.name, place.start, params, count)
-    found = tests_of(prefix, place.length, place.drawn, place.plain, seed)
-    found += tests_of(prefix, 0, place.plain, place.plain, seed)
-    return Judged(place.name, tuple(found), frequencies(prefix, place.length, place.drawn))
+    scorer = Scorer(model, place.start, params)
+    samples = min(len(place.drawn), len(place.plain))
+    partitions = [Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH)]
+    first = partitions[0].cells
+    if all(len(leaf) == 1 for leaf in partitions[-1].cells.leaves):
+        partitions.pop()  # no first token is likely enough to be split: the same cells again
+    found: list[DistributionTest] = []
+    for length, strings in ((place.length, place.drawn), (0, place.plain)):
+        for part in partitions:
+            about = (len(part.cells), part.rounding, len(strings))
+            name = "first token" if part.tokens == 1 else f"first {part.tokens}"
+            counts = part.cells.counts(strings)
+            tests = [(f"{name} / distribution", goodness(counts, part.cells.chances, part.slack))]
+            if length and part is partitions[-1]:
+                plain = part.cells.counts(place.plain)
+                tests.append((f"{name} / plain", homogeneity(counts, plain, part.slack)))
+            for what, outcome in tests:
+                found.append(DistributionTest(place.name, length, what, outcome, *about))
+        each = each_token(scorer, strings, _MARGIN, seed)
+        if each is not None:
+            about = (each.outcome.df + DEPTH, each.rounding, each.looked_at)
+            what = "each token / distribution"
+            found.append(DistributionTest(place.name, length, what, each.outcome, *about))
+    tested = tuple(test for test in found if test.outcome.df > 0)
+    return Judged(place.name, tested, frequencies(place, first))
 
 
-def frequencies(
-    prefix: Prefix, length: int, drawn: Sequence[String], most: int = 12
-) -> Frequencies:
+def frequencies(place: Place, cells: Cells, most: int = 12) -> Frequencies:
     """Expected and observed shares of the likeliest first tokens."""
-    cells = prefix.partitions[0].cells
     alone = [(cells.chances[cell], string[0], cell) for string, cell in cells.leaves.items()]
     # A cell that took the rare tokens in is no longer one token's.
     alone = [entry for entry in alone if entry[2] not in cells.rest.values()]
     likeliest = sorted(alone, reverse=True)[:most]
-    counts = cells.counts(drawn)
+    counts, samples = cells.counts(place.drawn), len(place.drawn)
     return Frequencies(
-        prefix.name,
-        length,
-        len(drawn),
+        place.name,
+        samples,
         tuple(token for _, token, _ in likeliest),
         tuple(chance for chance, _, _ in likeliest),
-        tuple(counts[cell] / len(drawn) for _, _, cell in likeliest),
+        tuple(counts[cell] / samples for _, _, cell in likeliest),
     )

@@ -6,10 +6,15 @@ place until that has all its samples; only then comes the next place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 
+from paceline.budget import Budget
+from paceline.core.params import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.tools.certify.evidence import Evidence
 
 FEWEST = 100  # samples from which a place is judged
 
@@ -41,6 +46,50 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What every part of a certification is given: who answers, what is asked, for how long.
+
+    ``engine`` drafts, at ``lengths``; ``plain`` decodes the same target without drafts. What is
+    seen goes into ``evidence``.
+    """
+
+    engine: Engine
+    plain: Engine
+    prompts: Sequence[tuple[str, tuple[int, ...]]]
+    params: SamplingParams
+    lengths: tuple[int, ...]
+    effort: Effort
+    budget: Budget
+    evidence: Evidence
+
+    @property
+    def kinds(self) -> dict[str, SamplingParams]:
+        """The parameters of every kind of text; greedy ones have the same penalties and bias."""
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
+
+    def prompt(self, number: int) -> tuple[str, tuple[int, ...]]:
+        """Name and token ids; behind the last one it begins anew."""
+        return self.prompts[number % len(self.prompts)]
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Work that is done whole or not at all; ``kind`` and ``size`` tell what it will take.
+
+    ``needs``: plain texts, by name, without which it cannot be done.
+    """
+
+    name: str
+    part: str
+    kind: str
+    size: int
+    shown: str
+    run: Callable[[], None]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Texts:
     """Compare these texts, given by number, under all settings."""
 
@@ -56,29 +105,18 @@ class Draws:
     whole: bool = False
 
 
-ScheduleEntry = Texts | Draws
-
-
 def groups(texts: int) -> list[tuple[int, ...]]:
     """1, 1, 2, 4, 8 ... texts, so that the first verdict comes soon."""
-    found: list[tuple[int, ...]] = []
-    first = 0
-    while first < texts:
-        last = min(texts, max(1, 2 * first))
-        found.append(tuple(range(first, last)))
-        first = last
-    return found
+    ends = [0]
+    while ends[-1] < texts:
+        ends.append(min(texts, max(1, 2 * ends[-1])))
+    return [tuple(range(*pair)) for pair in pairwise(ends)]
 
 
-def schedule(texts: int, places: int, samples: int) -> Iterator[ScheduleEntry]:
+def schedule(texts: int, places: int, samples: int) -> Iterator[Texts | Draws]:
     """Everything, in its order; ``places`` 0 leaves the draws out."""
-    comparing = [Texts(numbers) for numbers in groups(texts)]
-    drawing: list[Draws] = []
-    if places:
-        drawing += [Draws(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
-        drawing += [Draws(place, samples, whole=True) for place in range(1, places)]
-    for round_ in range(max(len(comparing), len(drawing))):
-        if round_ < len(comparing):
-            yield comparing[round_]
-        if round_ < len(drawing):
-            yield drawing[round_]
+    drawing = [Draws(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
+    drawing += [Draws(place, samples, whole=True) for place in range(1, places)]
+    comparing = map(Texts, groups(texts))
+    for round_ in zip_longest(comparing, drawing if places else ()):
+        yield from (task for task in round_ if task is not None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.tools.doctor.findings import Finding, finding
+from paceline.tools.doctor.kinds import NOTE
 from paceline.tools.doctor.models import Model
 from paceline.tools.doctor.rows import untrained
-from paceline.tools.doctor.severity import NOTE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,13 +20,14 @@ _QUESTION, _ANSWER = "What is seven?", "It is a number."
 _MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
 
 
-def check_chat(model: Model) -> list[Finding]:
+def check_chat(model: Model) -> Iterator[Finding]:
     """The template of a target, tried on a question and an answer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
-        return []
+        return
     if tokenizer.chat_template is None:
-        return [finding("chat-template-absent", model.about, "there is no chat template")]
+        yield finding("chat-template-absent", model.about, "there is no chat template")
+        return
     user = {"role": "user", "content": _QUESTION}
     try:
         asked = _rendered(tokenizer, [user], True)
@@ -35,14 +36,16 @@ def check_chat(model: Model) -> list[Finding]:
     except Exception as error:  # of any kind: the template's own, or jinja's
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         text = f"the chat template refuses a question and an answer: {reason}"
-        return [finding("chat-template-refuses", model.about, text)]
-    findings = _marks(model, tokenizer, whole)
+        yield finding("chat-template-refuses", model.about, text)
+        return
+    yield from _marks(model, tokenizer, whole)
     before, found, after = whole.partition(_ANSWER)
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
     if found and asked == bare and opening:
         text = f"the template ignores add_generation_prompt; answers are opened by {opening!r}"
-        findings.append(finding("chat-template-no-prompt", model.about, text))
-    return findings + (_turn_end(model, tokenizer, after) if found else [])
+        yield finding("chat-template-no-prompt", model.about, text)
+    if found:
+        yield from _turn_end(model, tokenizer, after)
 
 
 def _rendered(
@@ -54,62 +57,59 @@ def _rendered(
     return str(text)
 
 
-def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> list[Finding]:
+def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
     """Marks that are no tokens, or tokens that the model never learnt."""
     vocabulary = tokenizer.get_vocab()
     marks = list(dict.fromkeys(_MARK.findall(text)))
     foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
-    findings = []
     if foreign:
         pieces = len(tokenizer.encode(foreign[0], add_special_tokens=False))
         what = "is no special token of the tokenizer"
         cut = f", which cuts it into {pieces} tokens" if pieces > 1 else ""
         others = f" (and {', '.join(foreign[1:])})" if foreign[1:] else ""
         text = f"the chat template writes {foreign[0]}{others}, which {what}{cut}"
-        findings.append(finding("chat-template-foreign", model.about, text))
+        yield finding("chat-template-foreign", model.about, text)
     for mark in marks:
         reason = untrained(model, [vocabulary[mark]]) if mark in vocabulary else None
         if reason is not None:
             text = f"the chat template writes {mark}, whose embedding is {reason}"
-            return [*findings, finding("chat-template-untrained", model.about, text)]
-    return findings
+            yield finding("chat-template-untrained", model.about, text)
+            return
 
 
-def _turn_end(model: Model, tokenizer: PreTrainedTokenizerFast, after: str) -> list[Finding]:
+def _turn_end(model: Model, tokenizer: PreTrainedTokenizerFast, after: str) -> Iterator[Finding]:
     """What the template writes behind an answer must end generation."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
     ends = _ends(model)
     # Some write a closing tag first: any end token will do.
     if not written or set(written) & set().union(*ends.values()):
-        return []
+        return
     name = tokenizer.convert_ids_to_tokens(written[0])
     listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
     text = f"the template ends answers with {name!r} (id {written[0]}); end tokens are {listed}"
-    return [finding("turn-end-ignored", model.about, text)]
+    yield finding("turn-end-ignored", model.about, text)
 
 
-def check_ends(model: Model) -> list[Finding]:
+def check_ends(model: Model) -> Iterator[Finding]:
     """End tokens by generation_config.json, config.json and the tokenizer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
-        return []
+        return
     said = {source: ids for source, ids in _ends(model).items() if ids}
-    findings = []
     widest = said.get("generation_config.json") or said.get("config.json") or set()
     outside = [source for source, ids in said.items() if not ids <= widest]
     if outside:
         shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in said.items())
         severity = NOTE if outside == ["config.json"] else None
-        findings.append(finding("end-tokens-differ", model.about, shown, severity))
+        yield finding("end-tokens-differ", model.about, shown, severity)
     special = set(tokenizer.added_tokens_decoder)
     for source, ids in said.items():
         ordinary = sorted(ids - special)
         if ordinary:
             text = f"{source} ends texts at {_named(tokenizer, set(ordinary))}: no special token"
-            findings.append(finding("end-token-ordinary", model.about, text))
+            yield finding("end-token-ordinary", model.about, text)
             break
-    return findings
 
 
 def _ends(model: Model) -> dict[str, set[int]]:

@@ -94,7 +94,7 @@ def examine(
         cost += more
     findings += check_dtype(setting, cost.weights)
     load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
-    return by_severity([*findings, *check_memory(setting, load)])
+    return by_severity([*findings, check_memory(setting, load)])
 
 
 def _members(text: str | None) -> list[DraftSpec]:

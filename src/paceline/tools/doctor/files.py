@@ -7,8 +7,8 @@ model, and values can be read from where they lie, so no weight is ever loaded h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -78,10 +78,10 @@ class ModelFiles:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
-    absent: tuple[str, ...] = ()
-    damaged: tuple[str, ...] = ()
-    pickled: tuple[str, ...] = ()
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    pickled: list[str] = field(default_factory=list)
     remote: bool = False
     gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` are not named
 
@@ -115,65 +115,41 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     gguf = gguf_file(path)
     if gguf is not None:
         file = read_gguf(gguf)
-        return ModelFiles(name, gguf, {"model_type": file.architecture}, {}, gguf=file)
+        return ModelFiles(name, gguf, {"model_type": file.architecture}, gguf=file)
     local = is_path(path)
     folder = Path(path) if local else _fetch(name)
-    config = check_folder(name, folder)
-    found = _Weights(folder, tuple(weights))
-    if not local and not found.any:
-        return ModelFiles(name, folder, config, _remote_headers(name), remote=True)
-    return ModelFiles(
-        name,
-        folder,
-        config,
-        found.tensors,
-        tuple(found.absent),
-        tuple(found.damaged),
-        tuple(found.pickled),
-    )
-
-
-@dataclass
-class _Weights:
-    """Gathers what a folder has of weights."""
-
-    folder: Path
-    wanted: tuple[str, ...] = ()
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
-    pickled: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for file in self._files():
-            if not file.is_file():
-                self.absent.append(file.name)
-            elif file.suffix == ".safetensors":
-                try:
-                    self.tensors.update(read_header(file))
-                except ModelLoadError as error:
-                    self.damaged.append(str(error).partition("; ")[0])  # kinds.py has a cure
-            else:
-                self.pickled.append(file.name)
-
-    @property
-    def any(self) -> bool:
-        return bool(self.tensors or self.absent or self.damaged or self.pickled)
-
-    def _files(self) -> list[Path]:
-        if self.wanted:
-            return [f for f in (self.folder / n for n in self.wanted) if f.is_file()][:1]
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file() and not (self.folder / "model.safetensors").is_file():
+    files = ModelFiles(name, folder, check_folder(name, folder))
+    for weight in _weights(files, tuple(weights)):
+        if not weight.is_file():
+            files.absent.append(weight.name)
+        elif weight.suffix == ".safetensors":
             try:
-                named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return [self.folder / file for file in sorted(set(named.values()))]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                self.damaged.append(f"{index.name} is no index of weights ({error})")
-                return []
-        single = sorted(self.folder.glob("*.safetensors"))
-        named_model = [file for file in single if file.name == "model.safetensors"]
-        return named_model or single or sorted(self.folder.glob("pytorch_model*.bin"))
+                files.tensors.update(read_header(weight))
+            except ModelLoadError as error:
+                files.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
+        else:
+            files.pickled.append(weight.name)
+    if local or files.tensors or files.absent or files.damaged or files.pickled:
+        return files
+    return replace(files, tensors=_remote_headers(name), remote=True)
+
+
+def _weights(files: ModelFiles, wanted: Sequence[str]) -> list[Path]:
+    """The files that weights are read from, whether they are there or not."""
+    folder = files.folder
+    if wanted:
+        return [f for f in (folder / n for n in wanted) if f.is_file()][:1]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return [folder / file for file in sorted(set(named.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            files.damaged.append(f"{index.name} is no index of weights ({error})")
+            return []
+    single = sorted(folder.glob("*.safetensors"))
+    named_model = [file for file in single if file.name == "model.safetensors"]
+    return named_model or single or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

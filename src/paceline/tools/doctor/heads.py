@@ -63,7 +63,7 @@ def check_head(
         other = head_kind(read_files(files.name))  # under a file name of another kind's
         if other is not None:
             return None, [another_kind(files, other)]
-    findings = check_files(files, "draft")
+    findings = [*check_files(files, "draft")]
     if not files.whole:
         return None, findings
     checkpoint = Checkpoint(files.name, dict(files.config), _stand_ins(files))

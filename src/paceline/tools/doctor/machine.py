@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class MemoryNeeds:
     feature_bytes: int = 0
 
 
-def check_dtype(setting: DeviceSettings, weights: int) -> list[Finding]:
+def check_dtype(setting: DeviceSettings, weights: int) -> Iterator[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
     if setting.device.type != "cpu":
         name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
@@ -60,30 +61,25 @@ def check_dtype(setting: DeviceSettings, weights: int) -> list[Finding]:
         emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
             including_emulation=False
         )
-        return [finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)]
+        yield finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)
+        return
     bf16 = "with" if cpu_has_bf16() else "without"
     text = f"{_name(setting.dtype)} on a processor ({platform.machine()}) {bf16} bf16 instructions"
-    if setting.dtype == torch.float32:
-        findings = [finding("verify-float32", "machine", text)]
-    elif setting.dtype == torch.float16:
-        findings = [finding("float16-on-cpu", "machine", text)]
-    elif not cpu_has_bf16():
-        findings = [finding("bfloat16-emulated", "machine", text)]
-    else:
-        findings = [finding("dtype-suits", "machine", text)]
+    slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
+    usual = "dtype-suits" if cpu_has_bf16() else "bfloat16-emulated"
+    yield finding(slow.get(setting.dtype or torch.bfloat16, usual), "machine", text)
     if weights >= _LARGE:
         seen = torch.cuda.device_count()
         text = f"weights of {size(weights)} on the processor; PyTorch sees {seen} GPUs"
-        findings.append(finding("gpu-absent", "machine", text))
-    return findings
+        yield finding("gpu-absent", "machine", text)
 
 
-def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> list[Finding]:
+def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
     """Whether weights and cache fit into what is free now."""
     free = free_memory(setting.device)
     if load.weights > free:
         text = f"weights of {size(load.weights)}, but {size(free)} of memory are free"
-        return [finding("memory-short", "machine", text)]
+        return finding("memory-short", "machine", text)
     left = free - load.weights
     budget = left // _SHARE if setting.kv_cache_memory is None else setting.kv_cache_memory
     kept = most_kept(setting.max_batch_size)
@@ -96,16 +92,16 @@ def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> list[Finding]:
     )
     if setting.kv_cache_memory is not None and setting.kv_cache_memory > left:
         text = f"a cache of {size(setting.kv_cache_memory)}, but {size(left)} of memory remain"
-        return [finding("memory-short", "machine", text)]
+        return finding("memory-short", "machine", text)
     if tokens < 2 * BLOCK_SIZE:
-        return [finding("cache-short", "machine", text, ERROR)]
+        return finding("cache-short", "machine", text, ERROR)
     if tokens < context:
-        return [finding("cache-short", "machine", f"{text}; one context is {context:,}")]
+        return finding("cache-short", "machine", f"{text}; one context is {context:,}")
     if tokens < batch * context:
         whole = f"{text}; {batch} sequences of {context:,} would be {batch * context:,}"
-        return [finding("cache-partial", "machine", whole)]
+        return finding("cache-partial", "machine", whole)
     enough = f"{text}, more than {batch} sequences of {context:,} need"
-    return [finding("memory-fits", "machine", enough)]
+    return finding("memory-fits", "machine", enough)
 
 
 def free_memory(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,8 @@ class Model:
     def quantisation(self) -> str | None:
         """The method by which the weights are packed, None if they are plain numbers."""
         said = self.files.config.get("quantization_config")
-        return None if said is None else str(_get(said, "quant_method") or "unknown")
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        return None if said is None else str(method or "unknown")
 
     @property
     def parameters(self) -> int:
@@ -117,36 +118,26 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     if foreign:
         text = "the folder brings code of its own (auto_map), which is not run"
         findings.append(finding("remote-code", about, text, NOTE, "Nothing to do."))
-    tokenizer, lacking = _tokenizer(files, about)
-    findings += lacking
-    model = Model(about, files, config, config.get_text_config(decoder=True), tokenizer)
-    findings += _architecture(model)
-    return model, findings
-
-
-def _tokenizer(
-    files: ModelFiles, about: str
-) -> tuple[PreTrainedTokenizerFast | None, list[Finding]]:
+    tokenizer = None
     if files.gguf is None and not files.has(*_TOKENIZER_FILES):
         severity = ERROR if about == "target" else NOTE
         text = f"there is no tokenizer in {files.name}"
-        return None, [finding("tokenizer-absent", about, text, severity)]
-    try:
-        return load_tokenizer(str(files.folder)), []
-    except ModelLoadError as error:
-        found, cure = parted(error)
-        return None, [finding("tokenizer-absent", about, found, ERROR, cure)]
-
-
-def _architecture(model: Model) -> list[Finding]:
+        findings.append(finding("tokenizer-absent", about, text, severity))
+    else:
+        try:
+            tokenizer = load_tokenizer(str(files.folder))
+        except ModelLoadError as error:
+            found, cure = parted(error)
+            findings.append(finding("tokenizer-absent", about, found, ERROR, cure))
+    model = Model(about, files, config, config.get_text_config(decoder=True), tokenizer)
     if model.quantisation is not None:
         text = f"the weights are quantised ({model.quantisation})"
-        return [finding("quantised", model.about, text)]
+        return model, [*findings, finding("quantised", about, text)]
     text = (
-        f"{model.whole_config.model_type}: {model.num_layers} attention layers of width "
+        f"{config.model_type}: {model.num_layers} attention layers of width "
         f"{model.hidden_size}, {millions(model.parameters)} parameters"
     )
-    return [finding("architecture-supported", model.about, text)]
+    return model, [*findings, finding("architecture-supported", about, text)]
 
 
 def millions(count: float) -> str:
@@ -157,43 +148,33 @@ def millions(count: float) -> str:
 # -- the weights against the config ------------------------------------------------------------
 
 
-def check_tensors(model: Model) -> list[Finding]:
+def check_tensors(model: Model) -> Iterator[Finding]:
     """Whether the files hold what the config asks for, by name and shape."""
     if not model.files.whole or model.quantisation is not None:
-        return []
+        return
     skeleton, about = model.skeleton, model.about
     wanted = {key: tuple(value.shape) for key, value in skeleton.state_dict().items()}
     held, converted = _renamed(skeleton, model.files.tensors, wanted)
     pairs = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
     # Of two tied weights either may be the one that was saved.
     tied = {*pairs, *(source for target, source in pairs.items() if target in held)}
-    missing = sorted(
-        key
-        for key in wanted.keys() - held.keys() - converted - tied
-        if not _ignored(skeleton, "_keys_to_ignore_on_load_missing", key)
-    )
-    extra = sorted(
-        key
-        for key in held.keys() - wanted.keys()
-        if not _ignored(skeleton, "_keys_to_ignore_on_load_unexpected", key)
-    )
+    missing = _counting(skeleton, "missing", wanted.keys() - held.keys() - converted - tied)
+    extra = _counting(skeleton, "unexpected", held.keys() - wanted.keys())
     wrong = sorted(key for key in held.keys() & wanted.keys() if held[key] != wanted[key])
-    findings = []
     if missing:
         text = f"the files lack {_some(missing)}, which config.json asks for"
         cure = _TIE if missing == ["lm_head.weight"] else None
-        findings.append(finding("tensors-missing", about, text, cure=cure))
+        yield finding("tensors-missing", about, text, cure=cure)
     if wrong:
         shapes = f"{list(held[wrong[0]])} where {list(wanted[wrong[0]])} is due"
         text = f"{_some(wrong)} of another shape than config.json asks for ({shapes})"
-        findings.append(finding("tensors-misshapen", about, text))
+        yield finding("tensors-misshapen", about, text)
     if extra:
         text = f"the files hold {_some(extra)}, which config.json does not ask for"
-        findings.append(finding("tensors-extra", about, text))
+        yield finding("tensors-extra", about, text)
     if not (missing or wrong):
         text = f"all {len(wanted) - len(pairs)} tensors are there, in the right shapes"
-        findings.append(finding("weights-complete", about, text))
-    return findings
+        yield finding("weights-complete", about, text)
 
 
 def _renamed(
@@ -230,14 +211,11 @@ def _renamed(
     return held, converted
 
 
-def _ignored(skeleton: Any, attribute: str, key: str) -> bool:
-    patterns = getattr(skeleton, attribute, None) or ()
-    return any(re.search(pattern, key) for pattern in patterns)
+def _counting(skeleton: Any, kind: str, keys: Set[str]) -> list[str]:
+    """Those that the architecture does not tell transformers to ignore."""
+    patterns = getattr(skeleton, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    return sorted(key for key in keys if not any(re.search(p, key) for p in patterns))
 
 
 def _some(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _get(options: Any, key: str) -> Any:
-    return options.get(key) if isinstance(options, Mapping) else getattr(options, key, None)

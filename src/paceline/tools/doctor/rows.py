@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.tools.doctor.files import TensorEntry
 from paceline.tools.doctor.findings import Finding, finding
+from paceline.tools.doctor.kinds import WARNING
 from paceline.tools.doctor.models import Model
-from paceline.tools.doctor.severity import WARNING
 
 _LOOKED_AT = 64  # rows
 _CLOSE, _FAR = 0.05, 0.2  # to the spread of initialisation; of trained rows from it
 
 
-def check_padding(model: Model) -> list[Finding]:
+def check_padding(model: Model) -> Iterator[Finding]:
     """Rows of logits against the ids that the tokenizer knows."""
     if model.tokenizer is None:
-        return []
+        return
     known = model.tokenizer.get_vocab().values()
     top, rows = max(known, default=-1) + 1, model.vocab_size
     if top > rows:
         text = f"the tokenizer has ids up to {top - 1}, but the model {rows:,} rows of logits"
-        return [finding("vocabulary-overflows", model.about, text)]
-    if top == rows:
-        return []
+        yield finding("vocabulary-overflows", model.about, text)
+    if top >= rows:
+        return
     text = f"logits have {rows:,} rows for {top:,} ids: rows {top} to {rows - 1} are padding"
     # Those of a draft are never drafted, whatever they hold.
     raw = untrained(model, range(top, rows), head=True) if model.about == "target" else None
     if raw is None:
-        return [finding("vocabulary-padded", model.about, text)]
-    return [finding("vocabulary-padded", model.about, f"{text}, {raw}", WARNING)]
+        yield finding("vocabulary-padded", model.about, text)
+    else:
+        yield finding("vocabulary-padded", model.about, f"{text}, {raw}", WARNING)
 
 
 def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | None:
     """What shows that no training has touched these rows, None if nothing does."""
-    entry = _head(model) if head else _entry(model, "get_input_embeddings")
+    # Logits are made by the file's own head, else by the embedding that it is tied to.
+    own = _entry(model, "get_output_embeddings") if head else None
+    entry = own or _entry(model, "get_input_embeddings")
     if entry is None or len(entry.shape) != 2 or not rows or max(rows) >= entry.shape[0]:
         return None
     values = _rows(entry, rows)
@@ -49,7 +52,8 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
         return f"all zero{logit}"
     # Fresh ones have the spread of initialisation, and those of ordinary tokens have left it.
     said = float(model.files.config.get("initializer_range") or 0.02)
-    others = _rows(entry, sorted(set(range(_known(model, entry))) - set(rows)))
+    tokens = entry.shape[0] if model.tokenizer is None else len(model.tokenizer)
+    others = _rows(entry, sorted(set(range(min(tokens, entry.shape[0]))) - set(rows)))
     if others is None:
         return None
     fresh, usual = float(values.std()), float(others.std())
@@ -59,44 +63,27 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
     return None
 
 
-def _known(model: Model, entry: TensorEntry) -> int:
-    """Rows that stand for tokens."""
-    tokens = entry.shape[0] if model.tokenizer is None else len(model.tokenizer)
-    return min(tokens, entry.shape[0])
-
-
-def check_tied(model: Model) -> list[Finding]:
+def check_tied(model: Model) -> Iterator[Finding]:
     """Whether config.json and the file agree on a head of its own."""
-    if not model.files.whole or model.quantisation is not None:
-        return []
-    head, embedding = (
-        _entry(model, "get_output_embeddings"),
-        _entry(model, "get_input_embeddings"),
-    )
-    if head is None or embedding is None or head.shape != embedding.shape:
-        return []
-    if head is embedding or len(head.shape) != 2:
-        return []
+    if not model.files.whole:
+        return
+    head, embedding = (_entry(model, f"get_{end}_embeddings") for end in ("output", "input"))
+    if head is None or embedding is None or head is embedding:
+        return
+    if head.shape != embedding.shape or len(head.shape) != 2:
+        return
     rows = range(0, head.shape[0], max(1, head.shape[0] // _LOOKED_AT))
     ours, theirs = _rows(head, rows), _rows(embedding, rows)
     if ours is None or theirs is None:
-        return []
-    same = torch.equal(ours, theirs)
+        return
     said = bool(getattr(model.config, "tie_word_embeddings", False))
     size = f"{head.count:,} numbers"
-    if same:
+    if torch.equal(ours, theirs):
         text = f"the head repeats the embedding ({size}), config.json says tied: {said}"
-        return [finding("tied-head-repeated", model.about, text)]
-    if said:
+        yield finding("tied-head-repeated", model.about, text)
+    elif said:
         text = f"config.json ties the head to the embedding, but the file has another head ({size})"
-        return [finding("tied-head-differs", model.about, text)]
-    return []
-
-
-def _head(model: Model) -> TensorEntry | None:
-    """What makes the logits: the file's own head, else the embedding it is tied to."""
-    own = _entry(model, "get_output_embeddings")
-    return own if own is not None else _entry(model, "get_input_embeddings")
+        yield finding("tied-head-differs", model.about, text)
 
 
 def _entry(model: Model, getter: str) -> TensorEntry | None:

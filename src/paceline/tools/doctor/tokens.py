@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from paceline.draft.vocabulary.matching import match_vocabularies
@@ -19,30 +21,28 @@ if TYPE_CHECKING:
 _ROLES = ("bos_token", "eos_token", "pad_token")
 
 
-def compare(target: Model, draft: Model, method: str = "auto") -> list[Finding]:
+def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
     """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
     ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer
     if ours is None or theirs is None:
-        return []
+        return
     logger = logging.getLogger("paceline.draft.vocabulary")
-    before = logger.level
-    logger.setLevel(logging.WARNING)  # what it would log is a finding here
     try:
-        match = match_vocabularies(target, draft, ours, theirs, method)
+        with ExitStack() as after:
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.WARNING)  # what it would log is a finding here
+            match = match_vocabularies(target, draft, ours, theirs, method)
     except VocabularyMismatchError as error:
         found, cure = parted(error)
-        return [finding("vocabulary-refused", "pair", found, cure=cure)]
-    finally:
-        logger.setLevel(before)
-    findings = []
+        yield finding("vocabulary-refused", "pair", found, cure=cure)
+        return
     if match is None:
         count = len(ours.get_vocab())
         text = f"all {count:,} ids mean the same tokens; draft tokens are used as they are"
-        findings.append(finding("vocabulary-same", "pair", text))
+        yield finding("vocabulary-same", "pair", text)
         if target.vocab_size != draft.vocab_size:
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
-            text = f"rows of logits differ: {rows}"
-            findings.append(finding("vocabulary-padded", "pair", text))
+            yield finding("vocabulary-padded", "pair", f"rows of logits differ: {rows}")
     else:
         way = {
             "intersection": "the draft speaks in the tokens that both have",
@@ -52,27 +52,28 @@ def compare(target: Model, draft: Model, method: str = "auto") -> list[Finding]:
             f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; "
             f"shared tokens cover {100 * match.share:.0f} % of text, so {way}"
         )
-        findings.append(finding("vocabulary-differs", "pair", text))
+        yield finding("vocabulary-differs", "pair", text)
     if draft.tokenizer is not None:
-        findings += _segmentation(ours, theirs) if match is None else []
-        findings += _special(ours, theirs)
-        findings += _templates(ours, theirs)
-    return findings
+        if match is None:
+            yield from _segmentation(ours, theirs)
+        yield from _formats(ours, theirs)
 
 
-def _segmentation(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+def _segmentation(
+    ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast
+) -> Iterator[Finding]:
     """The same ids, but text cut up in another way."""
     mine, other = _pipeline(ours), _pipeline(theirs)
     differing = [part for part in mine if mine[part] != other[part]]
     if not differing:
-        return []
+        return
     text = f"the tokenizers differ in {' and '.join(differing)}"
     if "merges" in differing:
         pairs = enumerate(zip(mine["merges"], other["merges"], strict=False))
         first = next((place for place, (a, b) in pairs if a != b), None)
         text += f" ({len(mine['merges'])} against {len(other['merges'])}"
         text += ")" if first is None else f", the first other one at place {first})"
-    return [finding("segmentation-differs", "pair", text)]
+    yield finding("segmentation-differs", "pair", text)
 
 
 def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -86,24 +87,20 @@ def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def _special(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+def _formats(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> Iterator[Finding]:
+    """Special tokens and chat templates."""
     differing = {
         role: f"{role} {getattr(ours, role)!r} against {getattr(theirs, role)!r}"
         for role in _ROLES
         if getattr(ours, role) != getattr(theirs, role)
     }
-    if not differing:
-        return []
-    # Nothing is padded here, but another padding token hints at another tuning.
-    severity = NOTE if list(differing) == ["pad_token"] else None
-    text = f"target against draft: {', '.join(differing.values())}"
-    return [finding("special-tokens-differ", "pair", text, severity)]
-
-
-def _templates(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> list[Finding]:
+    if differing:
+        # Nothing is padded here, but another padding token hints at another tuning.
+        severity = NOTE if list(differing) == ["pad_token"] else None
+        text = f"target against draft: {', '.join(differing.values())}"
+        yield finding("special-tokens-differ", "pair", text, severity)
     mine, other = ours.chat_template, theirs.chat_template
-    if mine is None or mine == other:
-        return []
-    what = "none" if other is None else f"another one ({len(str(other))} characters)"
-    text = f"the target has a chat template of {len(str(mine))} characters, the draft {what}"
-    return [finding("chat-template-differs", "pair", text)]
+    if mine is not None and mine != other:
+        what = "none" if other is None else f"another one ({len(str(other))} characters)"
+        text = f"the target has a chat template of {len(str(mine))} characters, the draft {what}"
+        yield finding("chat-template-differs", "pair", text)

@@ -3,54 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline.errors import ModelLoadError
+from paceline.model.gguf import GgufFile
 from paceline.model.tensorfile import verify
 from paceline.tools.doctor.files import ModelFiles, TensorEntry
 from paceline.tools.doctor.findings import Finding, finding
-from paceline.tools.doctor.gguf import check_gguf
+from paceline.tools.doctor.machine import size
 
 _MATRICES = 8  # sampled of each kind
 _SAMPLE = 4096  # values of each: its standard deviation is then known to about 1 %
 _CLOSE = 0.05
 
 
-def check_files(files: ModelFiles, about: str) -> list[Finding]:
+def check_files(files: ModelFiles, about: str) -> Iterator[Finding]:
     """Files that are absent, damaged, pickled, or still on the hub."""
     if files.gguf is not None:
-        return check_gguf(files.gguf, about)
-    findings = []
+        yield from _gguf(files.gguf, about)
+        return
     if files.absent:
         text = f"the index names {len(files.absent)} absent files: {', '.join(files.absent[:3])}"
-        findings.append(finding("shards-absent", about, text))
-    findings += [finding("weights-damaged", about, text) for text in files.damaged]
-    findings += _flipped(files, about)
+        yield finding("shards-absent", about, text)
+    for text in [*files.damaged, *_flipped(files)]:
+        yield finding("weights-damaged", about, text)
     if files.remote:
         text = f"{files.name} is not downloaded; its small files and headers were looked at"
-        findings.append(finding("weights-remote", about, text))
+        yield finding("weights-remote", about, text)
     elif files.pickled:
-        findings.append(finding("weights-pickled", about, f"weights in {files.pickled[0]}"))
+        yield finding("weights-pickled", about, f"weights in {files.pickled[0]}")
     elif not files.tensors and not files.absent and not files.damaged:
         text = f"folder {files.name} has a config.json but no weights"
-        findings.append(finding("weights-absent", about, text))
-    return findings
+        yield finding("weights-absent", about, text)
 
 
-def _flipped(files: ModelFiles, about: str) -> list[Finding]:
-    """Files that carry checksums and are not what was saved. Reads these whole, others not."""
+def _gguf(file: GgufFile, about: str) -> Iterator[Finding]:
+    """That it is dequantised and what that takes, and what transformers does not take from it."""
+    kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
+    text = (
+        f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk and, dequantised, "
+        f"{size(file.parameters * torch.bfloat16.itemsize)} of memory in bfloat16 or "
+        f"{size(file.parameters * torch.float32.itemsize)} in float32"
+    )
+    yield finding("gguf-dequantised", about, text)
+    if file.splits_otherwise:
+        text = f"the file splits text as {file.pre_tokenizer!r} does, which is not known here"
+        yield finding("gguf-tokenizer-unsure", about, text)
+    if file.rope_factors:
+        yield finding("gguf-rope-factors", about, "rope_freqs.weight is among the tensors")
+
+
+def _flipped(files: ModelFiles) -> list[str]:
+    """A file that carries checksums and is not what was saved. Reads these whole, others not."""
     for file in sorted({entry.file for entry in files.tensors.values() if entry.file is not None}):
         try:
             verify(file)
         except ModelLoadError as error:
-            return [finding("weights-damaged", about, str(error).partition("; ")[0])]
+            return [str(error).partition("; ")[0]]
     return []
 
 
-def check_values(files: ModelFiles, about: str) -> list[Finding]:
+def check_values(files: ModelFiles, about: str) -> Iterator[Finding]:
     """Values that no training leaves behind, in a sample of the tensors."""
     floats = {
         key: entry
@@ -62,13 +78,12 @@ def check_values(files: ModelFiles, about: str) -> list[Finding]:
     samples = {key: _sample(floats[key]) for key in {*matrices, *vectors}}
     broken = sorted(key for key, values in samples.items() if not bool(values.isfinite().all()))
     if broken:
-        return [finding("weights-not-finite", about, f"{broken[0]} holds NaN or infinity")]
-    reason = _untrained(
-        {key: (samples[key], floats[key].shape) for key in matrices},
-        [samples[key] for key in vectors],
-        files.config,
-    )
-    return [] if reason is None else [finding("weights-untrained", about, reason)]
+        yield finding("weights-not-finite", about, f"{broken[0]} holds NaN or infinity")
+        return
+    sampled = {key: (samples[key], floats[key].shape) for key in matrices}
+    reason = _untrained(sampled, [samples[key] for key in vectors], files.config)
+    if reason is not None:
+        yield finding("weights-untrained", about, reason)
 
 
 def _spread(names: Sequence[str]) -> list[str]:

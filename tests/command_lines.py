@@ -1,0 +1,25 @@
+"""What tests of commands ask of bad input: one line, no result, no traceback."""
+
+from __future__ import annotations
+
+import shlex
+
+from typer.testing import Result
+
+
+def refusals(text: str) -> list[tuple[list[str], str]]:
+    """Arguments and what is to be said of them, a case a line: ``--rounds 0 | --rounds is 0``."""
+    cases = [line.split(" | ") for line in text.strip().splitlines()]
+    return [(shlex.split(arguments), words.strip()) for arguments, words in cases]
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    """Exit code 1, nothing on stdout, and one line that says these things."""
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert "unexpected" not in lines[0]
+    for word in words:
+        assert word in lines[0], lines[0]
