@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.budget import Budget
     from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.tune.plan import TuningOutcome
-    from paceline.tools.tune.spending import TuneOptions
+    from paceline.tools.tune.plan import TuneOptions, TuningOutcome
 
 _TARGET = "Model"
 _PER_CATEGORY = 8
@@ -128,8 +127,8 @@ def tune(
     output.check()
     _check_out(out, force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.tools.tune.present import outcome_record, profile_of, report_of
-    from paceline.tools.tune.spending import TuneOptions
+    from paceline.tools.tune.plan import TuneOptions
+    from paceline.tools.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
     options = TuneOptions(concurrency, temperature, max_tokens, rounds, source)
@@ -138,7 +137,7 @@ def tune(
     with showing():
         interrupted, outcome, llm = _tuned(target, chosen_prompts, options, budget, saved)
     confirmed = outcome.chosen is not None and not interrupted
-    record = outcome_record(outcome)
+    record = record_of(outcome)
     output.emit({**record, "profile": out if confirmed else None}, report_of(outcome))
     if not confirmed:
         print("no profile was written: nothing is confirmed", file=sys.stderr)

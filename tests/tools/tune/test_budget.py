@@ -18,7 +18,7 @@ from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist
 from paceline.tools.tune.measure import Sample
 from paceline.tools.tune.plan import TuningOutcome, tune
-from paceline.tools.tune.present import decision, outcome_record, report_of
+from paceline.tools.tune.present import decision, record_of, report_of
 from paceline.tools.tune.spending import TuneOptions, affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
@@ -77,7 +77,7 @@ def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str,
     families = [method.family for method in outcome.methods]
     assert len(set(families)) == len(families)  # first one of each kind, then their variants
     assert "Not tried: " in outcome.bought.line and "--continue goes on" in outcome.bought.line
-    assert outcome_record(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
+    assert record_of(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
     # One round for all had time, which is too little to choose anybody.
     assert outcome.bought.rounds == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")

@@ -22,7 +22,7 @@ from paceline.tools.tune.plan import (
     tune,
     unrest_of,
 )
-from paceline.tools.tune.present import decision, outcome_record, profile_of, report_of
+from paceline.tools.tune.present import decision, profile_of, record_of, report_of
 from paceline.tools.tune.spending import TuneOptions
 from paceline.tuned import TunedProfile
 from tuning_methods import PLAIN, chain, target
@@ -154,12 +154,12 @@ def test_an_interrupted_outcome_says_what_it_has() -> None:
     outcome = synthetic()
     outcome.results.append(entry(NO_DRAFT, 0, []))
     assert decision(outcome).startswith("Not confirmed: look at length 8")
-    assert outcome_record(outcome)["confirmed"] is False
+    assert record_of(outcome)["confirmed"] is False
     titles = [section.title for section in report_of(outcome).sections]
     assert titles == ["Search", "Why", "Choice", "Pictures"]
     empty = TuningOutcome(TuneOptions(), "m", 9)
     assert decision(empty) == "Nothing was measured to the end."
-    assert outcome_record(empty)["search"] == []
+    assert record_of(empty)["search"] == []
     assert [section.title for section in report_of(empty).sections] == ["Choice"]
 
 

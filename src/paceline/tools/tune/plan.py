@@ -29,11 +29,11 @@ from paceline.tools.tune.spending import (
     CANDIDATE_SHARE,
     LEAST_ROUNDS,
     TARGET_SHARE,
-    TuneOptions,
     TuneSpending,
     affordable,
     fitting_sample,
 )
+from paceline.tools.tune.spending import TuneOptions as TuneOptions
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.model.identity import ModelIdentity
-from paceline.tools.report.columns import Column, record_of, table_of
+from paceline.tools.report import columns
+from paceline.tools.report.columns import Column, table_of
 from paceline.tools.report.document import Figure, Report, Text
 from paceline.tools.report.plots import lines
 from paceline.tools.tune.advice import advise
@@ -228,7 +229,7 @@ def _figures(outcome: TuningOutcome, concurrency: int) -> list[Figure]:
     ]
 
 
-def outcome_record(outcome: TuningOutcome) -> dict[str, Any]:
+def record_of(outcome: TuningOutcome) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
     chosen, target = outcome.chosen, outcome.target
     return {
@@ -248,8 +249,10 @@ def outcome_record(outcome: TuningOutcome) -> dict[str, Any]:
             "tokens": target.curves[0].tokens,
             "seconds": [curve.seconds for curve in target.curves],
         },
-        "search": [record_of(found, _SEARCH) for found in _sought(outcome)],
-        "confirmation": [record_of(result, _confirmed(outcome)) for result in outcome.results],
+        "search": [columns.record_of(found, _SEARCH) for found in _sought(outcome)],
+        "confirmation": [
+            columns.record_of(result, _confirmed(outcome)) for result in outcome.results
+        ],
         "advice": [asdict(item) for item in advise(outcome)],
         "budget": None if outcome.bought is None else asdict(outcome.bought),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
