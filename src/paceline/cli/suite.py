@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from paceline.cli.bench import BenchOptions
     from paceline.llm import LLM
     from paceline.tools.bench.contestants import Starter
-    from paceline.tools.bench.conversations import Manner
     from paceline.tools.bench.methods import Method
-    from paceline.tools.bench.runner import HeatRecord
+    from paceline.tools.bench.runner import HeatRecord, Sweep
     from paceline.tools.bench.suite_tables import SuiteResult
     from paceline.tools.bench.suites import Question, Suite
 
@@ -123,17 +122,17 @@ def run_suite(
         raise typer.Exit(1)
 
 
-def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Manner:
+def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Sweep:
     """As published where the command line leaves it open: 1024 tokens, one round."""
-    from paceline.tools.bench.conversations import Manner
-    from paceline.tools.bench.runner import Settings
+    from paceline.tools.bench.runner import Settings, Sweep
 
     seed = options.seed
     if seed is None and rule == "coupled":
         seed = 0  # this rule needs one
     tokens = options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS
     rounds = options.rounds if _given(context, "rounds") else 1
-    return Manner(Settings(tokens, ignore_eos=False, seed=seed), options.temperatures(), rounds)
+    settings = Settings(tokens, ignore_eos=False, seed=seed)
+    return Sweep([1], options.temperatures(), rounds, settings)
 
 
 def _given(context: typer.Context, option: str) -> bool:
@@ -159,7 +158,7 @@ def _settings(
     engine: ModelOptions,
     source: str,
     options: BenchOptions,
-    how: Manner,
+    how: Sweep,
     questions: Sequence[Question],
     rule: str,
 ) -> dict[str, Any]:

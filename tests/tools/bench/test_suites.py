@@ -15,7 +15,6 @@ from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.tools.bench.conversations import (
     Dialogue,
-    Manner,
     answer_all,
     asked_alike,
     converse,
@@ -23,7 +22,7 @@ from paceline.tools.bench.conversations import (
 )
 from paceline.tools.bench.figures import merged
 from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
-from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord, Settings
+from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
 from paceline.tools.bench.suite_figures import OVERALL, accepted_tokens, task_figures
 from paceline.tools.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
 
@@ -176,7 +175,7 @@ def test_contestants_take_turns_and_go_on_from_their_own_answers() -> None:
     questions = [Question(str(n), "STEM", (f"{n}", "more")) for n in range(2)]
     a, b, record = Echo("a"), Echo("b"), HeatRecord()
     told: list[str] = []
-    how = Manner(Settings(4), [0.0], 2)
+    how = Sweep([1], [0.0], 2, Settings(4))
     assert answer_all(llm(), [a, b], questions, how, record, lambda n, what: told.append(what))
     assert told == [
         *(f"STEM: {n}" for n in "abba"),

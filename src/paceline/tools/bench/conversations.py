@@ -20,7 +20,7 @@ from paceline.tools.bench.runner import (
     Heat,
     HeatRecord,
     OnHeat,
-    Settings,
+    Sweep,
     take_turns,
     warm_up,
 )
@@ -55,15 +55,6 @@ def asked_alike(record: HeatRecord) -> HeatRecord:
                 answers = {n: TimedRun([own.answers[turn]], 0.0, 0) for n, own in found.items()}
                 heats.append(Heat(job, heat.turn, answers))
     return HeatRecord(heats)
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How questions are answered."""
-
-    settings: Settings
-    temperatures: Sequence[float]
-    rounds: int
 
 
 def fitting(questions: Sequence[Question], llm: LLM) -> tuple[list[Question], list[Question]]:
@@ -105,7 +96,7 @@ def answer_all(
     llm: LLM,
     contestants: Sequence[Contestant],
     questions: Sequence[Question],
-    how: Manner,
+    how: Sweep,
     record: HeatRecord,
     advance: OnHeat,
     budget: Budget | None = None,
