@@ -172,7 +172,8 @@ def adaptive_length(
 ) -> AdaptiveLength:
     """The controller of all drafters that requests may name; hybrids learn their costs here."""
     cost = CostModel(costs)
-    risk, teams = Risk(cost), {}
+    risk = Risk(cost)
+    teams: dict[str, tuple[str, ...]] = {}
     for name, member in members.items():
         team = {name: member}
         if isinstance(member, Hybrid):

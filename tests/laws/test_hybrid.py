@@ -117,7 +117,7 @@ def test_looking_at_a_sampled_draft_is_caught(method: str) -> None:
 
 def test_judging_a_sampled_proposal_by_its_size_is_caught() -> None:
     """The guard in the real source, taken out."""
-    guard = "if index in found and found[index].draw is not Draw.POINT:"
+    guard = "if tree.draw is not Draw.POINT:"
     careless: ModuleType = mutated(hybrid, guard, "if False:")
     setting = Setting.random(3, PARAMS)
     assert error(setting, chooser(careless.Hybrid, 0), 2, "siblings") > CAUGHT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from paceline.pace.cost import CostModel, Draft
@@ -41,7 +41,7 @@ def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> l
                 best, least = alike, score
     names = {draft.name for own in options for draft in own[1:]}
     for left_out in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
-        left = [[o for o in own if not o.length or o.name != left_out] for own in options]
+        left = [_worthy(o for o in own if not o.length or o.name != left_out) for own in options]
         for dearer in _DEARER:
             apart = _apart(left, best, dearer)
             if not any(draft.length for draft in apart):
@@ -53,6 +53,15 @@ def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> l
         if not any(0 < sum(d.name == n and d.length > 0 for d in best) < batch for n in names):
             break
     return best
+
+
+def _worthy(options: Iterable[Draft]) -> list[Draft]:
+    """Those that gain more than every cheaper one."""
+    found: list[Draft] = []
+    for draft in sorted(options, key=lambda draft: draft.seconds):
+        if not found or draft.gain > found[-1].gain:
+            found.append(draft)
+    return found
 
 
 def _score(cost: CostModel, batch: int, drafts: Sequence[Draft]) -> float:

@@ -107,6 +107,7 @@ class AdaptiveLength(Controller):
 
     def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:
         self._step += 1
+        self._risk.begin()
         ids = [seq.seq_id for seq in seqs]
         held = self._settled
         if self._step >= held.until or ids != held.ids:
@@ -180,7 +181,6 @@ class AdaptiveLength(Controller):
             return
         made, probe = {**held.made, **risk.made}, held.probe or risk.probed
         self._seen.append(_Seen(held, made, commits, seconds, drafting, risk.looked, probe))
-        risk.made, risk.looked, risk.probed = {}, 0.0, False
         if held.looks:  # who decides by itself learns with every step
             self._learn_all()
 
@@ -203,11 +203,12 @@ class AdaptiveLength(Controller):
             for name in dict.fromkeys(draft.name for draft in drafted.values())
             if not held.given
         }
-        unread = sum(self._learn(c, drafted[c.seq_id]) for c in commits if c.drafted)
+        tried = [commit for commit in commits if commit.drafted and commit.seq_id in drafted]
+        unread = sum(self._learn(commit, drafted[commit.seq_id]) for commit in tried)
         steady = all(commit.scheduled == 1 and commit.tokens for commit in commits)
         plain = cost.rest(batch)
         self._risk.ledger.pass_by(step.seconds, plain)
-        names = Counter(drafted[c.seq_id].name for c in commits if c.drafted)
+        names = Counter(drafted[commit.seq_id].name for commit in tried)
         for name in names:
             self._risk.tried(name, batch)
         if held.given or not steady:  # a step that prefills is no measure, either
@@ -238,15 +239,16 @@ class AdaptiveLength(Controller):
     def _charge_for_looking(
         self, step: _Seen, asked: Mapping[Hashable, float], plain: float
     ) -> None:
-        """Something was looked for in vain: that may take a share of the time, and no more."""
-        spent, batch = step.drafting or step.looked, len(step.commits)
-        teams = set(step.held.looks)
-        looked = [n for team in teams for n in self._teams[team] if n in self._followed]
-        names = [*asked, *looked] or [n for team in teams for n in self._teams[team]]
+        """Something was looked for in vain.
+
+        It is paid for by what was won before; then it may take a share of the time, and no more.
+        """
+        spent, batch, ledger = step.drafting or step.looked, len(step.commits), self._risk.ledger
+        names = [*asked, *(n for team in set(step.held.looks) for n in self._teams[team])]
         for name in names:
-            self._risk.ledger.charge(name, batch, spent / len(names), plain)
+            ledger.charge(name, batch, spent / len(names), plain)
         wait = int(min(spent / (SHARE * plain), HOLD_PLAIN))
-        if wait > 1:
+        if wait > 1 and not any(ledger.won(name, batch, plain) > 0 for name in names):
             own = zip(step.held.names, step.held.draft_lengths, strict=True)
             step.held.draft_lengths = [0 if name in self._teams else n for name, n in own]
             step.held.until = max(step.held.until, self._step + wait)

@@ -32,6 +32,7 @@ from paceline.pace.choice import choose
 from paceline.pace.cost import Draft
 from paceline.pace.risk import Prospect, Risk
 
+_MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # at which a proposal may be cut
 
 
@@ -115,7 +116,7 @@ class Hybrid:
             return [self._empty] * len(plan.slices)
         start = time.perf_counter()
         shown = {
-            index: member.propose(self._bounded(plan, index))
+            index: member.propose(plan)
             for index, member in enumerate(self.members)
             if self._costless[index]
         }
@@ -137,13 +138,6 @@ class Hybrid:
         for item in plan.slices if not known else ():
             self._trials.setdefault(item.seq.seq_id, {})
         return known and all(item.decodes and not item.draft_length for item in plan.slices)
-
-    def _bounded(self, plan: Plan, index: int) -> Plan:
-        """The plan with the lengths that one member may draft."""
-        if self._risk is None:
-            return plan
-        longest = self._risk.cost.drafters[self._names[index]].longest
-        return _with_lengths(plan, [min(item.draft_length, longest) for item in plan.slices])
 
     def _draft(
         self, plan: Plan, found: Sequence[dict[int, TokenTree]], picks: Sequence[_Pick | None]
@@ -217,17 +211,23 @@ class Hybrid:
         options = [risk.cost.none(batch)]
         for index, name in enumerate(self._names):
             kind, tree = self._kind(index, seq.seq_id), found.get(index)
+            margin = _MARGIN**index
             if tree is not None:
-                levels = _levels(tree)
+                levels = min(_levels(tree), risk.cost.drafters[name].longest)
                 some = sorted({n for n in _LENGTHS if n < levels} | {levels})
                 own = risk.drafts(seq, name, batch, kind, some)
                 nodes = _nodes_by_depth(tree)
-                options += [draft._replace(nodes=nodes[draft.length]) for draft in own]
+                options += [
+                    draft._replace(nodes=nodes[draft.length], seconds=draft.seconds * margin)
+                    for draft in own
+                ]
                 if tree.draw is not Draw.POINT:
-                    return seq, options[-1:]  # sampled: it must stay, and all of it
+                    # Sampled: it must stay, and all of it.
+                    return seq, [options[-1]._replace(length=_levels(tree))]
             elif not self._costless[index]:
                 most = min(plan.slices[place].draft_length, risk.cost.drafters[name].longest)
-                options += risk.drafts(seq, name, batch, kind, range(1, most + 1))
+                own = risk.drafts(seq, name, batch, kind, range(1, most + 1))
+                options += [draft._replace(seconds=draft.seconds * margin) for draft in own]
         return seq, options
 
     def _kind(self, index: int, seq_id: int) -> Hashable:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,38 +24,6 @@ def synchronise(device: torch.device) -> None:
     """Wait for the device; only measurements need this."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def made_up_chains(
-    target: CausalModel,
-    cache: PagedCache,
-    sequences: int,
-    context: int,
-    longest: int,
-    features: Sequence[int] = (),
-) -> Iterator[Callable[[int, int], None]]:
-    """Gives ``run(n, count)``: a target forward over ``count`` tokens of each of n sequences.
-
-    They are ``sequences`` made-up ones with ``context`` cached tokens and room for ``longest``; the
-    cache is as before afterwards.
-    """
-    ids = range(-sequences, 0)
-    tokens = torch.zeros(longest, dtype=torch.int64, device=target.device)
-
-    def run(number: int, count: int) -> None:
-        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
-        feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:number]]
-        target(cache.batch_of(feeds), cache, features).logits.argmax(-1)
-
-    for seq_id in ids:
-        cache.admit(seq_id, [0])
-        cache.reserve(seq_id, context + longest)
-    try:
-        yield run
-    finally:
-        for seq_id in ids:
-            cache.free(seq_id)
 
 
 def measure(
@@ -107,17 +75,31 @@ def measure_target(
     context = max(1, min(context, target.max_positions // 2))
     most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
     wanted = {batch: [n for n in own if n <= most] or [1] for batch, own in counts.items()}
-    reach = max(own[-1] for own in wanted.values())
-    room = max(1, cache.num_blocks // -(-(context + reach) // cache.block_size))
+    reach = context + max(own[-1] for own in wanted.values())
+    room = max(1, cache.num_blocks // -(-reach // cache.block_size))
     sizes = [batch for batch in wanted if batch <= room] or [1]
+    ids = range(-max(sizes), 0)
+    tokens = torch.zeros(reach, dtype=torch.int64, device=target.device)
+
+    def run(batch: int, count: int) -> None:
+        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
+        feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:batch]]
+        target(cache.batch_of(feeds), cache, tuple(features)).logits.argmax(-1)
+
     curves: dict[int, CostCurve] = {}
-    with made_up_chains(target, cache, max(sizes), context, reach, features) as run:
+    for seq_id in ids:
+        cache.admit(seq_id, [0])
+        cache.reserve(seq_id, reach)
+    try:
         for size in sizes:
             around = begin(size)
             if around is None and curves:
                 break
             with around or nullcontext():
                 own, times = wanted.get(size, [1]), rounds(size)
-                curve = measure(partial(run, size), own, target.device, times, 0.06 * times)
-            curves[size] = curve
+                run_size = partial(run, size)
+                curves[size] = measure(run_size, own, target.device, times, 0.06 * times)
+    finally:
+        for seq_id in ids:
+            cache.free(seq_id)
     return TargetCosts(tuple(curves), tuple(curves.values()))

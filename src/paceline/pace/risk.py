@@ -53,14 +53,18 @@ class Risk:
 
     def __init__(self, cost: CostModel) -> None:
         self.cost, self.ledger = cost, Ledger()
-        self.made: dict[int, Draft] = {}
-        self.looked = 0.0
-        self.probed = False
+        self.begin()
         self._tried: Counter[tuple[Hashable, int]] = Counter()  # steps by drafter and concurrency
         self._idle: Counter[Hashable] = Counter()
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence that it has seen
 
     # -- what is told ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.made: dict[int, Draft] = {}
+        self.looked = 0.0
+        self.probed = False
 
     def tried(self, name: Hashable, batch: int) -> None:
         """A drafter drafted in a step of so many sequences."""

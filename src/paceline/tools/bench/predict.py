@@ -262,7 +262,8 @@ def measure_alone(
     must be idle; it is as before afterwards.
     """
     drafter, low = engine.drafter, int(nodes)
-    counts = {plain_batch: (1,)} | {batch: tuple(sorted({1, 1 + low, 2 + low}))}
+    counts: dict[int, Sequence[int]] = {plain_batch: (1,)}
+    counts[batch] = sorted({1, 1 + low, 2 + low})
     counts = dict(sorted(counts.items()))
     target = measure_target(
         engine.target, engine.cache, counts, drafter.features, context, lambda size: _ROUNDS

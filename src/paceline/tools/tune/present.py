@@ -58,9 +58,9 @@ class _Found:
         return self.setting.drafting / self.setting.seconds
 
     @property
-    def ratio(self) -> float | None:
-        target = self.outcome.target
-        return target and pass_ratio(self.setting.method, target)
+    def ratio(self) -> float:
+        assert self.outcome.target is not None
+        return pass_ratio(self.setting.method, self.outcome.target)
 
     @property
     def gain(self) -> float:
@@ -268,7 +268,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     batch_size = 8 if contestant.batch == options.concurrency else contestant.batch
     used = contestant.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
-    best = max(used, key=lambda m: m.expected_tokens(m.longest), default=None)
+    best = max(used, key=lambda m: sum(m.survival), default=None)
     advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,

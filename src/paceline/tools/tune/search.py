@@ -5,7 +5,7 @@ All that goes in is measured, see measure.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -68,7 +68,9 @@ def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
     cost.acceptance.everyone(method.spec).know(rates)
     for length, step in method.steps * _REPEATED:
-        passes = {method.spec: cost.passes(method.spec, [length] * step.batch)} if length else {}
+        passes: dict[Hashable, float] = {}
+        if length:
+            passes[method.spec] = cost.passes(method.spec, [length] * step.batch)
         cost.learn(step.batch, step.nodes, step.seconds, step.draft, passes=passes)
     return cost
 
