@@ -75,12 +75,16 @@ def _sought(outcome: TuningOutcome) -> list[_Found]:
     return [_Found(outcome, setting) for setting in outcome.settings]
 
 
-def _whole(result: Confirmation) -> str:
-    return f"{result.speedup:.2f}x" if result.ran else "never drafted"
-
-
 def _spread(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+
+
+def _milliseconds(setting: PredictedSetting) -> str:
+    return f"{setting.seconds * 1e3:.1f}"
+
+
+def _seconds(setting: PredictedSetting) -> dict[str, float]:
+    return {"draft": setting.drafting, "total": setting.seconds}
 
 
 _SEARCH = (
@@ -92,11 +96,7 @@ _SEARCH = (
     Column("reached", "", "setting.method.reached"),
     Column("", "acc.", "setting.method.mean_acceptance", "{:.2f}".format),
     Column("tokens_per_step", "tok/step", "setting.tokens_per_step", "{:.2f}".format),
-    Column(
-        *("step_seconds", "ms", "setting"),
-        lambda setting: f"{setting.seconds * 1e3:.1f}",
-        lambda setting: {"draft": setting.drafting, "total": setting.seconds},
-    ),
+    Column("step_seconds", "ms", "setting", _milliseconds, _seconds),
     Column("", "draft", "draft_share", "{:.0%}".format),
     Column("cost_ratio", "", "ratio"),
     Column("predicted_tokens_per_second", "tok/s", "setting.rate", "{:.0f}".format),
@@ -115,8 +115,14 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
     """Beside plain decoding's rate once the prompts are read."""
     plain = outcome.results[0].decoding_rate if outcome.results else 0.0
 
+    def by_plain(rate: float) -> str:
+        return f"{rate / max(plain, 1e-9):.2f}x"
+
     def ratio(result: Confirmation) -> float:
         return result.predicted_by_measured(plain)
+
+    def ratio_shown(result: Confirmation) -> str | None:
+        return f"{ratio(result):.2f}" if plain else None
 
     return (
         Column("contestant", "contestant", "contestant.name"),
@@ -127,17 +133,10 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
         Column("drafted", "", "drafted"),
         Column("predicted_speedup", "predicted", "contestant.predicted", "{:.2f}x".format),
-        Column(
-            *("decoding_tokens_per_second", "decoding", "decoding_rate"),
-            lambda rate: f"{rate / max(plain, 1e-9):.2f}x",
-        ),
+        Column("decoding_tokens_per_second", "decoding", "decoding_rate", by_plain),
         Column("speedup", "", "speedup"),
         Column("", "whole", "", lambda r: f"{r.speedup:.2f}x" if r.ran else "never drafted"),
-        Column(
-            *("predicted_by_measured", "pred./meas.", ""),
-            lambda result: f"{ratio(result):.2f}" if plain else "",
-            ratio,
-        ),
+        Column("predicted_by_measured", "pred./meas.", "", ratio_shown, ratio),
         Column("ratios", "spread", "ratios", _spread),
     )
 
