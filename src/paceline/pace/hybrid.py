@@ -93,7 +93,10 @@ class Hybrid:
         self.members = tuple(members)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
         self._costless = tuple(not member.passes(1) for member in members)
-        self._confidence = [getattr(member, "confidence", None) for member in members]
+        self._confidence = [
+            getattr(member, "confidence", None) if costless else None
+            for member, costless in zip(members, self._costless, strict=True)
+        ]
         self._empty = TokenTree.empty(device)
         self._risk: Risk | None = None
         self._names: tuple[Hashable, ...] = ()
