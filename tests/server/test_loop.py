@@ -198,6 +198,7 @@ def test_usage_counts(server: Running) -> None:
             answer = json.loads(text)
             usage = answer["usage"]
             assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert usage.pop("prompt_tokens_details")["cached_tokens"] <= usage["prompt_tokens"]
         assert usage == {
             "prompt_tokens": lengths,
             "completion_tokens": 28,
