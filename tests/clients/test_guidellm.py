@@ -23,7 +23,7 @@ def test_a_benchmark(tiny: Served, path: str, tmp_path: Path) -> None:
         *("--backend", f"kind=openai_http,target={tiny.root},request_format={path}"),
         *("--profile", "kind=synchronous"),
         *("--constraint", "kind=max_requests,count=4"),
-        *("--tokenizer", f"kind=huggingface_auto,source={resolve(tiny.model)}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={resolve(tiny.model)}"),
         *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"),
         *("--output", f"kind=json,path={report}"),
         "--disable-console",
