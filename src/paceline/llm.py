@@ -16,6 +16,7 @@ from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import with_members
+from paceline.draft.predicted import PredictedDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
@@ -288,6 +289,11 @@ class LLM:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.end_tokens
+        hidden = None
+        if not params.skip_special_tokens:
+            hidden = stops | (self.end_tokens if params.skip_end_tokens else frozenset())
+        if not all(0 <= token < width for token in params.prediction):
+            raise ConfigError(f"prediction has ids outside the vocabulary (0 to {width - 1})")
         requests = []
         grammar = params.grammar
         for index in range(params.n):
@@ -300,7 +306,7 @@ class LLM:
                 constraint=None if grammar is None else self._grammars.matcher(grammar),
             )
             requests.append(
-                Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy)
+                Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy, hidden)
             )
         return requests
 
@@ -317,6 +323,8 @@ class LLM:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all or, if one is refused, none. Raises CacheMemoryError."""
+        if any(request.seq.params.prediction for request in requests):
+            self._heed_predictions()
         try:
             for request in requests:
                 self.engine.add(request.seq)
@@ -324,6 +332,12 @@ class LLM:
         except CacheMemoryError:
             self.release(requests)
             raise
+
+    def _heed_predictions(self) -> None:
+        """From the first request on that brings one, its drafter is asked behind them."""
+        engine = self.engine
+        if engine.drafter.max_nodes(1) and not isinstance(engine.drafter, PredictedDrafter):
+            engine.drafter = PredictedDrafter(engine.drafter, self.target.device)
 
     def step(self) -> list[tuple[Request, Commit]]:
         """One step of the engine; every request has absorbed what was committed to it.

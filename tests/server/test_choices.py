@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from made_tokenizers import KINDS, decode, tokens_of
 from paceline.core.batch import TokenLogprob
-from paceline.server.choices import LogprobColumns, Origins, token_record
+from paceline.request.text import TextStream
+from paceline.server.api.choices import LogprobColumns, Origins, token_record
 
 LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
 
@@ -89,7 +90,10 @@ def test_origins_put_together_are_the_text(
     ]
     whole = Origins(KINDS[kind], (), visible).records(tokens, [False] * len(tokens), None, "length")
     assert found == whole
-    assert "".join(record["text"] for record in found) == decode(kind, tokens, not visible)
+    text = TextStream(KINDS[kind], hidden=frozenset() if visible else None)
+    text.read(tokens)
+    text.finish(whole=True)
+    assert "".join(record["text"] for record in found) == text.text
 
 
 def test_the_end_token_is_no_text() -> None:

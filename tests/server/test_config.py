@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.server import protocol
+from paceline.server.api import protocol
+from paceline.server.api.protocol import MAX_PROMPTS
 from paceline.server.config import SECTIONS, ServeConfig, configure, keys, read_file, to_toml
-from paceline.server.protocol import MAX_PROMPTS
 
 ALL = """
 [model]

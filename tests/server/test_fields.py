@@ -89,8 +89,8 @@ NULLS = (
 
 def test_explicit_nulls(server: Running) -> None:
     nulls = dict.fromkeys(NULLS)
-    assert chat(server, **nulls, temperature=0).status == 200
-    assert complete(server, **nulls, temperature=0).status == 200
+    assert chat(server, **nulls).status == 200
+    assert complete(server, **nulls).status == 200
     tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
     assert chat(server, tools=[tool]).status == 200
     counted = chat(server, stream=True, stream_options={"include_usage": None})
@@ -269,10 +269,11 @@ def test_structured_json(server: Running) -> None:
         {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
         {"guided_json": schema},
-        {"structured_outputs": {"json_object": True}},
     ):
         text = complete(server, **fields, max_tokens=30).json["choices"][0]["text"]
-        assert isinstance(json.loads(text), dict) or "json_object" in str(fields)
+        assert set(json.loads(text)) == {"a"}
+    anything = complete(server, structured_outputs={"json_object": True})
+    assert anything.json["choices"][0]["text"].startswith("{")
     refused = complete(server, guided_json=schema, guided_regex="a")
     assert refused.status == 400 and refused.error["param"] == "structured_outputs"
     assert complete(server, guided_json="{").status == 400
@@ -348,3 +349,123 @@ def test_filling_in_the_middle(server: Running, target: Any, monkeypatch: Any) -
     encode = target.tokenizer.encode
     after = encode("The end.", add_special_tokens=False)
     assert ids == [1, *encode("Once upon"), 2, *after, 3]
+
+
+# -- likelihoods -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["text", "ids"])
+def test_echo_scores_the_prompt(server: Running, target: Any, given: str) -> None:
+    from paceline import SamplingParams
+
+    text = "Once upon a time there was a little girl"
+    ids = target.tokenizer.encode(text)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    expected = target.generate([ids], params)[0].prompt_logprobs
+    prompt = text if given == "text" else ids
+    fields = {"prompt": prompt, "echo": True, "logprobs": 1}
+    choice = complete(server, **fields, max_tokens=1).json["choices"][0]
+    assert choice["text"].startswith(text)
+    columns = choice["logprobs"]
+    assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
+    found = columns["token_logprobs"][1:-1]
+    assert found == pytest.approx([entry.logprob for entry in expected], abs=1e-3)
+    assert all(len(column) == len(ids) + 1 for column in columns.values())
+    for entry, likeliest in zip(expected, columns["top_logprobs"][1:-1], strict=True):
+        assert list(likeliest.values()) == pytest.approx([entry.top[0][1]], abs=1e-3)
+    assert "".join(columns["tokens"][1:]) == choice["text"]  # the first begins every text
+    (chunk, *_) = complete(server, **fields, max_tokens=1, stream=True).chunks
+    assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(found, abs=1e-3)
+
+
+def test_no_tokens_at_all(server: Running) -> None:
+    answer = complete(server, max_tokens=0, echo=True, logprobs=0).json
+    choice = answer["choices"][0]
+    assert choice["text"] == "Once upon" and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert complete(server, max_tokens=0).json["choices"][0]["text"] == ""
+    chunks = complete(server, max_tokens=0, echo=True, stream=True).chunks
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon"
+    refused = chat(server, max_tokens=0)
+    assert refused.status == 400 and refused.error["param"] == "max_tokens"
+
+
+def test_prompt_logprobs_as_vllm_shows_them(server: Running) -> None:
+    for ask_for in (chat, complete):
+        answer = ask_for(server, prompt_logprobs=2, return_token_ids=True).json
+        told = answer if ask_for is chat else answer["choices"][0]
+        first, *others = told["prompt_logprobs"]
+        assert first is None and len(others) == len(told["prompt_token_ids"]) - 1
+        for token, entry in zip(told["prompt_token_ids"][1:], others, strict=True):
+            assert entry[str(token)]["logprob"] <= 0 and 2 <= len(entry) <= 3
+            assert {1, 2} <= {one["rank"] for one in entry.values()}
+        chunks = ask_for(server, prompt_logprobs=2, stream=True).chunks
+        told = chunks[0] if ask_for is chat else chunks[0]["choices"][0]
+        assert len(told["prompt_logprobs"]) == len(others) + 1
+
+
+# -- predictions, and other fields that the engine heeds -------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_predictions(server: Running, stream: bool) -> None:
+    fields = {"max_tokens": 40, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+
+    def asked(**more: Any) -> tuple[str, Any]:
+        answer = chat(server, **fields, **more)
+        if not stream:
+            body = answer.json
+            return body["choices"][0]["message"]["content"], body["usage"]
+        choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        return text, answer.chunks[-1]["usage"]
+
+    text, usage = asked()
+    assert "completion_tokens_details" not in usage
+    right, usage = asked(prediction={"type": "content", "content": text})
+    details = usage["completion_tokens_details"]
+    assert right == text
+    assert details["accepted_prediction_tokens"] > 0.75 * usage["completion_tokens"]
+    assert details["accepted_prediction_tokens"] > details["rejected_prediction_tokens"]
+    parts = [{"type": "text", "text": "Nothing of "}, {"type": "text", "text": "the kind."}]
+    wrong, usage = asked(prediction={"type": "content", "content": parts})
+    assert wrong == text
+    assert usage["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+    off, usage = asked(
+        prediction={"type": "content", "content": text}, speculation={"method": "off"}
+    )
+    assert off == text and "completion_tokens_details" not in usage
+
+
+def test_the_stop_string_in_the_output(server: Running) -> None:
+    text = complete(server, max_tokens=20).json["choices"][0]["text"]
+    stop = text[6:10]
+    for shown in (False, True):
+        fields = {"stop": stop, "include_stop_str_in_output": shown, "max_tokens": 20}
+        found = complete(server, **fields).json["choices"][0]["text"]
+        end = text.index(stop) + (len(stop) if shown else 0)
+        assert found == text[:end]
+    assert complete(server, priority=-5).status == 200
+
+
+def test_half_a_character_is_left_out(server: Running, target: Any) -> None:
+    """A grammar writes an emoji, whose bytes are several tokens."""
+    fields = {"guided_regex": "(🙂){8}", "temperature": 1, "seed": 1}
+    for tokens in range(1, 8):
+        for stream in (False, True):
+            answer = complete(server, **fields, max_tokens=tokens, stream=stream)
+            chunks = answer.chunks if stream else [answer.json]
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            assert set(text) <= {"🙂"}, text
+
+
+def test_end_tokens_are_no_text_where_tools_are_about(server: Running, target: Any) -> None:
+    end = min(target.end_tokens)
+    tool = {"type": "function", "function": {"name": "f"}}
+    fields = {"tools": [tool], "logit_bias": {str(end): 100}, "ignore_eos": True}
+    assert chat(server, **fields).json["choices"][0]["message"]["content"] == ""
+    shown = chat(server, **fields, skip_special_tokens=False).json["choices"][0]["message"]
+    assert shown["content"] == target.tokenizer.convert_ids_to_tokens([end])[0] * 4

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from asking import ask
 from paceline import LLM
-from paceline.server import protocol
+from paceline.server.api import protocol
+from paceline.server.api.messages_api import MessagesRequest
+from paceline.server.api.responses_api import ResponsesRequest
 from paceline.server.client import Limits
 from paceline.server.local import local_service
 from running_server import MODEL, Running, serve
@@ -52,16 +54,25 @@ VALUES = (
     DEEP,
     ARRAYS,
 )
+MESSAGES = '[{"role": "user", "content": "Hi"}]'
 BODIES = {
     "/v1/completions": (protocol.CompletionRequest, {"prompt": '"Once"', "max_tokens": "2"}),
     "/v1/chat/completions": (
         protocol.ChatRequest,
-        {"messages": '[{"role": "user", "content": "Hi"}]', "max_tokens": "2"},
+        {"messages": MESSAGES, "max_tokens": "2"},
     ),
+    "/v1/responses": (ResponsesRequest, {"input": '"Hi"', "max_output_tokens": "2"}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": "2"}),
     "/tokenize": (protocol.TokenizeRequest, {}),
     "/detokenize": (protocol.DetokenizeRequest, {}),
 }
-FIELDS = [(path, name) for path, (kind, _) in BODIES.items() for name in kind.model_fields]
+# What all requests have in common is tried of one of them.
+FIELDS = [
+    (path, name)
+    for path, (kind, _) in BODIES.items()
+    for name in kind.model_fields
+    if path == "/v1/completions" or name not in protocol.Generation.model_fields
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +83,17 @@ def server(target: LLM) -> Iterator[Running]:
 
 
 def post(server: Running, path: str, body: str | bytes) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    data = body if isinstance(body, bytes) else body.encode()
-    connection.request("POST", path, data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    streamed = answer.status == 200 and "json" not in (answer.getheader("Content-Type") or "")
-    return answer.status, text if streamed else json.loads(text)
+    answer = ask(server.url, path, body if isinstance(body, bytes) else body.encode())
+    streamed = answer.status == 200 and "json" not in (answer.headers["Content-Type"] or "")
+    return answer.status, answer.text if streamed else answer.json
 
 
 def judge(status: int, body: Any) -> None:
     assert status == 200 or 400 <= status < 500, (status, body)
     if status != 200:
         error = body["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        anthropic = body.get("type") == "error"
+        assert set(error) == {"message", "type", *(() if anthropic else ("param", "code"))}
         assert "\n" not in error["message"] and "Traceback" not in error["message"]
 
 
@@ -97,7 +104,7 @@ def test_every_field(
     name = BODIES[path][0].model_fields[field].alias or field
     for value in VALUES:
         fields = {"model": f'"{MODEL}"', **BODIES[path][1], name: value}
-        if name == "max_tokens" and value == "null":
+        if name in ("max_tokens", "max_output_tokens") and value == "null":
             continue  # valid, and long
         body = ",".join(f'"{key}":{text}' for key, text in fields.items())
         judge(*post(server, path, f"{{{body}}}"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import asking
 from paceline import LLM
 from paceline.server.client import Limits
 from paceline.server.local import local_service
@@ -28,16 +29,9 @@ def small(target: LLM) -> Iterator[Running]:
 def ask(server: Running, **fields: Any) -> tuple[int, Any, Any]:
     """(status, headers, body) of a completion."""
     body = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, **fields}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.headers, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, json.loads(error.read())
+    answer = asking.ask(server.url, "/v1/completions", body)
+    shown = answer.text if answer.status == 200 else answer.json
+    return answer.status, answer.headers, shown
 
 
 def in_background(server: Running, **fields: Any) -> tuple[threading.Thread, list[Any]]:
@@ -204,6 +198,7 @@ def test_usage_counts(server: Running) -> None:
             answer = json.loads(text)
             usage = answer["usage"]
             assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert usage.pop("prompt_tokens_details")["cached_tokens"] <= usage["prompt_tokens"]
         assert usage == {
             "prompt_tokens": lengths,
             "completion_tokens": 28,

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from asking import Reply, ask
-from paceline.server.responses_kept import MAX_RESPONSES, KeptResponse, ResponseStore
+from paceline.server.api.responses_kept import MAX_RESPONSES, KeptResponse, ResponseStore
 from running_server import MODEL, Running
 
 SCHEMA = {

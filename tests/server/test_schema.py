@@ -16,6 +16,11 @@ schemathesis = pytest.importorskip("schemathesis")
 
 EXAMPLES = 25
 PATHS = (
+    "/v1/responses",
+    "/v1/responses/{name}",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenizer_info",
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/models",
@@ -46,11 +51,13 @@ def tamed(body: Any) -> Any:
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             body["model"] = MODEL
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(name)) is int:
                 body[name] = min(body[name], 4)
         if "messages" in body and "prompt" not in body:
             body.setdefault("max_tokens", 4)
+        if "input" in body:
+            body.setdefault("max_output_tokens", 4)
         if type(body.get("n")) is int:
             body["n"] = min(body["n"], 2)
     return body
@@ -65,7 +72,7 @@ def check(case: Any) -> None:
     )
     if response.status_code >= 400:
         error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        assert {"message", "type"} <= set(error) <= {"message", "type", "param", "code"}
         assert "\n" not in error["message"] and "Traceback" not in error["message"]
 
 
@@ -82,7 +89,7 @@ def test_no_server_errors(api: Any, path: str) -> None:
             database=None,
         )
         options(given(case=strategy)(check))()
-        assert method in ("GET", "POST", "get", "post")
+        assert method.upper() in ("GET", "POST", "DELETE")
 
 
 def test_every_path_is_covered(api: Any) -> None:

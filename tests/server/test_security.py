@@ -312,7 +312,8 @@ def test_who_leaves_before_the_answer_is_logged(
     address = server.url.removeprefix("http://").split(":")
     with caplog.at_level(logging.INFO):
         with socket.create_connection((address[0], int(address[1]))) as client:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            kind = "Content-Type: application/json\r\nContent-Length: 100"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n"
             client.sendall(head.encode() + b'{"model"')
         wait_for_lines(caplog, r"POST /v1/completions 499 .* s")
 

@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from paceline.cli.main import app
+from paceline.server.api.protocol import ChatRequest, CompletionRequest, Speculation
 from paceline.server.config import ServeConfig, configure, keys
-from paceline.server.protocol import ChatRequest, CompletionRequest, Speculation
 from running_server import Running
 
 ROOT = Path(__file__).resolve().parents[2]

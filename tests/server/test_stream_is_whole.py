@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from typing import Any
 
 import pytest
 
+from asking import ask
 from running_server import MODEL, Running
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -15,28 +14,17 @@ NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 STRICT = {"type": "function", "function": {"name": "add", "parameters": NUMBER}}
 
 
-def post(server: Running, path: str, body: dict[str, Any]) -> str:
-    request = urllib.request.Request(
-        f"{server.url}/v1/{path}",
-        json.dumps({"model": MODEL, **body}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return str(answer.read().decode())
-
-
 def choices(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(json.loads(post(server, path, body))["choices"])
+    return list(ask(server.url, f"/v1/{path}", {"model": MODEL, **body}).json["choices"])
 
 
 def streamed(server: Running, path: str, body: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     """The choices of all chunks, by index."""
-    text = post(server, path, {**body, "stream": True})
     found: dict[int, list[dict[str, Any]]] = {}
-    for line in text.splitlines():
-        if line.startswith("data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                found.setdefault(choice["index"], []).append(choice)
+    asked = {"model": MODEL, **body, "stream": True}
+    for chunk in ask(server.url, f"/v1/{path}", asked).chunks:
+        for choice in chunk["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
     return found
 
 

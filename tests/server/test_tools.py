@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-import urllib.request
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from asking import ask
 from paceline import LLM, SamplingParams
-from paceline.server.chat_format import render
-from paceline.server.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.tool_calls import forced_grammar
-from paceline.server.tool_stream import PossibleCall, message_of
+from paceline.server.api.chat_format import render
+from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.api.tool_calls import forced_grammar
+from paceline.server.api.tool_stream import PossibleCall, message_of
 from running_server import MODEL, Running
 
 
@@ -173,21 +173,14 @@ def test_calls_that_a_model_makes_by_itself(server: Running, stream: bool) -> No
         "temperature": 0,
         "max_tokens": 60,
     }
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        text = answer.read().decode()
+    answer = ask(server.url, "/v1/chat/completions", body)
     if stream:
-        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
         calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
         reason = choices[-1]["finish_reason"]
         assert not any(choice["delta"].get("content") for choice in choices)
     else:
-        choice = json.loads(text)["choices"][0]
+        choice = answer.json["choices"][0]
         calls, reason = choice["message"]["tool_calls"], choice["finish_reason"]
     assert reason == "tool_calls"
     assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}

@@ -29,6 +29,13 @@ class Slice:
     def decodes(self) -> bool:
         return self.scheduled == self.seq.num_pending
 
+    @property
+    def scored(self) -> int:
+        """Of the scheduled tokens, those that a token of the prompt follows which is scored."""
+        if self.seq.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.scheduled, self.seq.prompt_length - 1 - self.seq.cached))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -169,6 +176,7 @@ class Commit:
     decoding sequences have logits: the distribution after the last scheduled token is logits row
     ``logit_row``, that after node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the
     target chose at those rows (argmax, or drawn), also where no accepted path leads.
+    ``prompt_logprobs`` are those of the prompt's tokens from ``position + 1`` on.
     """
 
     seq_id: int
@@ -185,4 +193,5 @@ class Commit:
     choices: tuple[int, ...] = ()
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None

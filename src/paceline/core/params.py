@@ -105,7 +105,12 @@ class SamplingParams:
     ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
     only text that it matches, at every position of every draft, and ends with it.
     ``stop`` has up to 16 strings of up to 1,000 characters.
-    ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it.
+    ``include_stop`` shows the one that ended the text.
+    ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it,
+    and with ``skip_end_tokens`` nor are those that ``ignore_eos`` writes on over.
+    ``prompt_logprobs`` scores the prompt's tokens, with so many alternatives; nothing of it is then
+    taken from the cache. ``prediction`` are token ids that the text will probably be like, drafted
+    where it is. Requests of a lower ``priority`` start first.
 
     Raises ConfigError, a ValueError, on a value out of range.
     """
@@ -130,6 +135,11 @@ class SamplingParams:
     draft_length: int | None = None
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    skip_end_tokens: bool = False
+    include_stop: bool = False
+    prompt_logprobs: int | None = None
+    prediction: tuple[int, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -142,10 +152,12 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})",
         )
-        _require(
-            self.logprobs is None or (is_whole(self.logprobs) and 0 <= self.logprobs <= 20),
-            f"logprobs is {shown(self.logprobs)}; it must be a whole number from 0 to 20, or None",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or (is_whole(value) and 0 <= value <= 20),
+                f"{name} is {shown(value)}; it must be a whole number from 0 to 20, or None",
+            )
         _require(
             self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**63),
             f"seed is {shown(self.seed)}; it must be a whole number from 0 to 2**63 - 1",
@@ -181,11 +193,11 @@ class SamplingParams:
                 is_finite(getattr(self, name)),
                 f"{name} is {shown(getattr(self, name))}; it must be a finite number",
             )
-        for name in ("top_k", "max_tokens", "min_tokens", "n"):
+        for name in ("top_k", "max_tokens", "min_tokens", "n", "priority"):
             value = getattr(self, name)
             _require(is_whole(value), f"{name} is {shown(value)}; it must be a whole number")
             _require(abs(value) < 2**63, f"{name} is {shown(value)}; it must be smaller than 2**63")
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name} is {shown(value)}; it must be True or False")
         self._check_stops()
@@ -204,6 +216,10 @@ class SamplingParams:
             if not is_whole(token):
                 raise ConfigError(f"stop_token_ids has {shown(token)}; they are whole numbers")
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+        prediction = _items("prediction", self.prediction)
+        if not all(map(is_whole, prediction)):
+            raise ConfigError("prediction has what is no token id; they are whole numbers")
+        object.__setattr__(self, "prediction", prediction)
 
     def _check_biases(self) -> None:
         biases = self.logit_bias

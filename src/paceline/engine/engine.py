@@ -9,10 +9,19 @@ who takes its time: recovery.py and clock.py, from outside.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from paceline.core import penalties
-from paceline.core.batch import Batch, Check, Commit, ModelOutput, Plan, Verdict
+from paceline.core.batch import (
+    Batch,
+    Check,
+    Commit,
+    ModelOutput,
+    Plan,
+    TokenLogprob,
+    Verdict,
+)
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
@@ -22,6 +31,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
 from paceline.pace.controller import Controller
+from paceline.verify.prompts import prompt_logprobs
 from paceline.verify.verifier import Verifier
 
 
@@ -89,7 +99,8 @@ class Engine:
             batch, checks = self.batch(plan, trees)
             out = self.forward(batch)
             verdicts = self.verify(out, checks)  # the step's one device synchronisation
-            commits = self.commit(plan, batch, checks, verdicts)
+            scores = self.score(plan, checks, out)
+            commits = self.commit(plan, batch, checks, verdicts, scores)
             self.observe(plan, commits, out)
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
@@ -145,8 +156,10 @@ class Engine:
                     tree.parents,
                     tree.tokens if len(tree) else None,
                     wants_logits=item.decodes,
+                    scored=item.scored,
                 )
             )
+            row += item.scored
             if item.decodes:
                 checks.append(Check(seq, row, tree))
                 row += checks[-1].rows
@@ -160,9 +173,32 @@ class Engine:
     def verify(self, out: ModelOutput, checks: Sequence[Check]) -> list[Verdict]:
         return self.verifier(out.logits, checks)
 
+    @phase("verify")
+    def score(
+        self, plan: Plan, checks: Sequence[Check], out: ModelOutput
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
+        """Of prompts that are to be scored, how likely the tokens are that this step read on to."""
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        row, remaining = 0, iter(checks)
+        for item in plan.slices:
+            if item.scored:
+                seq, first = item.seq, item.seq.cached + 1
+                tokens = seq.tokens[first : first + item.scored]
+                count = seq.params.prompt_logprobs or 0
+                scores[seq.seq_id] = prompt_logprobs(
+                    out.logits[row : row + item.scored], tokens, count
+                )
+            row += item.scored + (next(remaining).rows if item.decodes else 0)
+        return scores
+
     @phase("other")
     def commit(
-        self, plan: Plan, batch: Batch, checks: Sequence[Check], verdicts: Sequence[Verdict]
+        self,
+        plan: Plan,
+        batch: Batch,
+        checks: Sequence[Check],
+        verdicts: Sequence[Verdict],
+        scores: Mapping[int, tuple[TokenLogprob, ...]],
     ) -> list[Commit]:
         """Cache rows to where they stay, then a commit for each sequence: they are ``ready``."""
         moves: list[tuple[int, int, int]] = []
@@ -177,6 +213,8 @@ class Engine:
             seq, judged = seqs[span.seq_id], next(remaining) if item.decodes else None
             try:
                 made = self._made(seq, item.scheduled, span.start, judged)
+                if seq.seq_id in scores:
+                    made = replace(made, prompt_logprobs=scores[seq.seq_id])
                 self._settle(seq, made)
             except BaseException as error:
                 made = failed(seq, Failure.of(error))

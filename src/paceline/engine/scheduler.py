@@ -51,7 +51,10 @@ class Scheduler:
         return {seq.seq_id: seq for seq in self.running}
 
     def add(self, seq: SequenceState) -> None:
-        """Queue a sequence. Raises CacheMemoryError if it could not run even alone."""
+        """Queue a sequence behind those of its priority.
+
+        Raises CacheMemoryError if it could not run even alone.
+        """
         longest = min(len(seq.tokens) + seq.remaining, self.config.max_positions)
         if -(-longest // self.cache.block_size) > self.cache.num_blocks:
             raise CacheMemoryError(
@@ -59,7 +62,10 @@ class Scheduler:
                 f"{self.cache.num_blocks * self.cache.block_size}; "
                 "lower max_tokens or raise kv_cache_memory"
             )
-        self.waiting.append(seq)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].params.priority > seq.params.priority:
+            place -= 1
+        self.waiting.insert(place, seq)
 
     def remove(self, seq_id: int) -> bool:
         """Drop a sequence wherever it is (finished or cancelled); False if it is unknown."""
@@ -134,7 +140,8 @@ class Scheduler:
             seq = self.waiting[0]
             if self.running and (not self._fits(seq) or self._prefilled_by_another(seq)):
                 return
-            seq.cached = self.cache.admit(seq.seq_id, seq.tokens)
+            shares = seq.params.prompt_logprobs is None
+            seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares)
             self.waiting.popleft()  # only now: what fails must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached

@@ -71,6 +71,7 @@ class Completion:
     completions of a prompt.
     ``lossy`` is true if the engine was asked for typical acceptance: sampled text is then not
     distributed as the target's own.
+    ``prompt_logprobs``, if the request asked for them, are of the prompt's tokens but the first.
     """
 
     prompt: str | list[int]
@@ -83,6 +84,7 @@ class Completion:
     stats: CompletionStats
     lossy: bool = False
     error: str | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)

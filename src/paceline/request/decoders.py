@@ -207,6 +207,10 @@ class ByteRun:
         self._run.append(self.fresh)
         return []
 
+    def drop_unfinished(self) -> None:
+        """The run ends with its last whole character."""
+        self._utf8.reset()
+
     def flush(self) -> list[str]:
         unfinished = self._utf8.getstate()[0]
         count, run = self._bytes, self.text
@@ -237,12 +241,17 @@ class ByteLevel:
         return found
 
     def stage(self) -> DecoderStage:
-        return _ByteLevelStage(self)
+        return ByteLevelStage(self)
 
 
-class _ByteLevelStage:
+class ByteLevelStage:
+    """State of ByteLevel: the bytes of a character that is not whole."""
+
     def __init__(self, part: ByteLevel) -> None:
         self._part, self._utf8 = part, _utf8("replace")
+
+    def drop_unfinished(self) -> None:
+        self._utf8.reset()
 
     def feed(self, token: str) -> list[str]:
         return [self._utf8.decode(self._part.bytes_of(token))]

@@ -7,7 +7,14 @@ from copy import copy
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from paceline.request.decoders import ByteRun, DecoderStage, DropBeginning, Whole, parts_of
+from paceline.request.decoders import (
+    ByteLevelStage,
+    ByteRun,
+    DecoderStage,
+    DropBeginning,
+    Whole,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,8 +124,12 @@ class Detokeniser:
             self._ahead = [copy(stage) for stage in self._after]
         self.guess = _through(self._ahead, [fresh]) if fresh else ""
 
-    def flush(self) -> str:
-        """The rest. Bytes of an unfinished character become U+FFFD."""
+    def flush(self, whole: bool = False) -> str:
+        """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
+        characters are wanted."""
+        for stage in self._stages if whole else ():
+            if isinstance(stage, (ByteRun, ByteLevelStage)):
+                stage.drop_unfinished()
         return self._flush(self._stages)
 
     def _edges(self, prompt: Sequence[int]) -> list[str]:

@@ -31,7 +31,11 @@ class Request:
         tokenizer: PreTrainedTokenizerFast,
         streams: bool,
         lossy: bool = False,
+        hidden: frozenset[int] | None = None,
     ) -> None:
+        """``hidden`` are the special tokens that are no text; None is all of them."""
+        self.whole_characters = False  # one that max_tokens cuts is left out, not U+FFFD
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
         self.seq = seq
         self.prompt = prompt
         self.number = number
@@ -40,7 +44,7 @@ class Request:
         self.events: deque[StreamEvent] = deque()
         self._tokenizer = tokenizer
         self._streams = streams
-        self._lossy = lossy
+        self._lossy, self._hidden = lossy, hidden
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Text is decoded commit by commit only for those who see it grow.
@@ -51,9 +55,15 @@ class Request:
     def _new_text(self) -> TextStream:
         """Empty, behind the prompt."""
         seq, params = self.seq, self.seq.params
-        hidden = None if params.skip_special_tokens else seq.stop_ids
         prompt = seq.tokens[: seq.prompt_length]
-        return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden, prompt)
+        return TextStream(
+            self._tokenizer,
+            params.stop,
+            params.min_tokens,
+            self._hidden,
+            prompt,
+            params.include_stop,
+        )
 
     def _decoded(self) -> TextStream:
         """All tokens, anew."""
@@ -66,6 +76,9 @@ class Request:
 
         Raises nothing: if its text cannot be decoded it is complete afterwards, with an error.
         """
+        # A prompt that had to give up its cache is read, and scored, again.
+        known = len(self.prompt_logprobs) - commit.position
+        self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
         if not commit.tokens and commit.finish_reason is None:
             return
         mask = [place < len(commit.path) for place in range(len(commit.tokens))]
@@ -112,7 +125,7 @@ class Request:
     def _finish(self, reason: str) -> str:
         """Build the completion; returns the text that had been held back."""
         text = self._text or self._decoded()
-        rest = text.finish()
+        rest = text.finish(whole=self.whole_characters and reason == "length")
         # A stop string may be complete only at the very end.
         self._complete(text.text, "stop" if text.stopped else reason)
         return rest
@@ -147,6 +160,9 @@ class Request:
             stats=CompletionStats.of(seq, self._lossy),
             lossy=self._lossy,
             error=error,
+            prompt_logprobs=(
+                None if seq.params.prompt_logprobs is None else list(self.prompt_logprobs)
+            ),
         )
 
 

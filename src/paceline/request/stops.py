@@ -21,6 +21,7 @@ class StopScan:
         beginnings = "".join(sorted({stop[0] for stop in self._stops}))
         self._beginning = re.compile(f"[{re.escape(beginnings)}]") if beginnings else None
         self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self.length = 0  # of the string that was found
         self.held = 0  # characters at the text's end that may yet become a stop string
 
     def fork(self) -> StopScan:
@@ -48,6 +49,7 @@ class StopScan:
             longest = self._advance(piece[place])
             place += 1
             if longest and place > count_from:
+                self.length = longest
                 return place - longest
         return None
 

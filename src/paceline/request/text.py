@@ -26,8 +26,10 @@ class TextStream:
         min_tokens: int = 0,
         hidden: frozenset[int] | None = None,
         prompt: Sequence[int] = (),
+        include_stop: bool = False,
     ) -> None:
-        """``hidden`` are the special tokens without text; None is all of them.
+        """``hidden`` are the special tokens without text; None is all of them. ``include_stop``:
+        the text ends behind the stop string, not before it.
 
         ``prompt`` stands before the text: whether its first word begins with a space, for
         example, depends on there being something.
@@ -35,6 +37,7 @@ class TextStream:
         self._hidden = hidden
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=hidden is None)
         self._scan = StopScan(stops)
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._tokens = 0
         self._done: list[str] = []  # taken
@@ -81,7 +84,7 @@ class TextStream:
         found = self._scan.feed(piece, early)
         self._fresh.append(piece)
         if found is not None:
-            self._stop(len(piece) - found)
+            self._stop(len(piece) - found, self._scan)
 
     def _add_guess(self, piece: str) -> None:
         if not self._guess:
@@ -92,10 +95,12 @@ class TextStream:
         found = self._guess_scan.feed(piece, 0 if self._counts() else len(piece))
         if found is not None:
             self._fresh.extend(self._guess)
-            self._stop(len(piece) - found)
+            self._stop(len(piece) - found, self._guess_scan)
 
-    def _stop(self, surplus: int) -> None:
-        """The text ends ``surplus`` characters before the end of what is certain."""
+    def _stop(self, surplus: int, scan: StopScan) -> None:
+        """A stop string begins ``surplus`` characters before the end of what is certain."""
+        if self._include_stop:
+            surplus -= scan.length
         fresh = "".join(self._fresh)
         self._fresh = [fresh[: len(fresh) - surplus]]
         self._guess = []
@@ -109,12 +114,13 @@ class TextStream:
         self._done.append(fresh[:safe])
         return fresh[:safe]
 
-    def finish(self) -> str:
-        """The rest, once no token will follow; bytes of an unfinished character become U+FFFD.
+    def finish(self, whole: bool = False) -> str:
+        """The rest, once no token will follow; bytes of an unfinished character become U+FFFD or,
+        if only ``whole`` characters are wanted, nothing.
 
         A stop string that is complete only now counts, too: see ``stopped``.
         """
         if not self.stopped:
-            self._add(self._detokeniser.flush())
+            self._add(self._detokeniser.flush(whole))
         self._scan = StopScan(())
         return self.take()

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server import chat, completions, messages, page, responses, tokens
+from paceline.server import page
+from paceline.server.api import chat, completions, messages, responses, tokens
 from paceline.server.bodies import BodyLimit, Front
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.requestlog import Exchange, RequestLog

@@ -86,6 +86,8 @@ class Desk:
                 for number, prompt in enumerate(submit.prompts)
                 for request in self.llm.prepare(prompt, submit.params, number, submit.streams)
             ]
+            for request in requests:
+                request.whole_characters = True
             # Before the first step can be told: nothing comes before this.
             self._post(Accepted(submit.ticket))
             self.loop.put(EngineJob(submit.ticket, requests, submit.seconds, submit.own, arrived))

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from paceline.core.params import is_unicode, shown
 from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 from paceline.server.failures import (
     BusyError,
@@ -60,6 +61,14 @@ class APIError(PacelineError):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
+    if not is_unicode(text):
+        raise APIError(
+            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
+        )
 
 
 # How the line of a ConfigError begins that is about one field.
@@ -168,17 +177,29 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     """A body that does not fit: the first complaint, with the field it is about."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    # The place begins with "body".
-    return respond(invalid(first, first["loc"][1:]), request.url.path)
+    # Every place begins with "body".
+    return respond(invalid(error.errors(), skip=1), request.url.path)
 
 
 # What pydantic adds to a place: which member of a union, or which check, a value was tried as.
 _TRIED = re.compile(r"(str|int|float|bool|list\[|dict\[|literal\[|function-|[A-Z]).*")
 
 
-def invalid(complaint: Mapping[str, Any], place: Sequence[str | int]) -> APIError:
-    """One of pydantic's complaints as an error; the place reads like messages.0.role."""
+def invalid(
+    complaints: Sequence[Any], skip: int = 0, renamed: Mapping[str, str] | None = None
+) -> APIError:
+    """The first of pydantic's complaints as an error; its place reads like messages.0.role.
+
+    Of a field that may be one thing or another that is the one which came furthest. ``skip`` parts
+    of places are left out; all within a field that is ``renamed`` is said of that field.
+    """
+    first = complaints[0]
+    field = first["loc"][: skip + 1]
+    same = [one for one in complaints if one["loc"][: skip + 1] == field]
+    complaint = max(same, key=lambda one: len(one["loc"]))
+    place = complaint["loc"][skip:]
+    if renamed and place and place[0] in renamed:
+        place = (renamed[place[0]],)
     names = [str(part) for part in place if not _TRIED.fullmatch(str(part))]
     param = ".".join(names)
     if complaint["type"] == "extra_forbidden":

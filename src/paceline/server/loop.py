@@ -27,7 +27,7 @@ from paceline.server.failures import (
     RequestFailedError,
 )
 from paceline.server.observer import Guarded, Observer, SilentObserver
-from paceline.server.records import Event, completion_of, event_of
+from paceline.server.records import Event, completion_of, event_of, logprobs_of
 from paceline.server.wire import Ended, Fault, Lost, StepEvents, WireMessage
 
 if TYPE_CHECKING:
@@ -243,11 +243,14 @@ class EngineLoop:
             completion = request.completion
             if completion is not None and completion.finish_reason == "error":
                 return str(getattr(completion, "error", None) or "the engine failed on it")
-            told = False
+            told, first = False, len(events)
             while request.events:
                 event = request.events.popleft()
                 told = told or event.completion is not None
                 events.append(event_of(job.ticket, event))
+            if events[first:] and request.prompt_logprobs:
+                events[first].prompt_logprobs = logprobs_of(request.prompt_logprobs)
+                request.prompt_logprobs = []
             if completion is None:
                 continue
             if not told:

@@ -120,6 +120,7 @@ def completion_of(done: completion.Completion) -> CompletionRecord:
             stats.arrivals[-1][0] if stats.arrivals else 0.0,
         ),
         done.lossy,
+        logprobs_of(done.prompt_logprobs),
     )
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
+from paceline.server.api.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
 from paceline.server.errors import APIError, respond
-from paceline.server.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
 from paceline.server.requestlog import header
 
 if TYPE_CHECKING:

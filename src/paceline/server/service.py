@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.server.chat_format import check_text
-from paceline.server.errors import APIError
+from paceline.server.errors import APIError, check_text
 from paceline.server.failures import ClientGoneError
 from paceline.server.requestlog import charge
 from paceline.server.security import RequestLimits

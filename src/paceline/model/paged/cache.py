@@ -34,6 +34,7 @@ class Feed:
     nodes: torch.Tensor | None = None  # int64 [len(parents) - first_new]: tokens of the new nodes
     first_new: int = 0
     wants_logits: bool = True  # of the last pending row and all node rows
+    scored: int = 0  # first pending rows whose logits are wanted, too
 
 
 @dataclass
@@ -101,14 +102,14 @@ class PagedCache:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
-    def admit(self, seq_id: int, tokens: Sequence[int]) -> int:
+    def admit(self, seq_id: int, tokens: Sequence[int], share: bool = True) -> int:
         """Start a sequence; returns how many leading tokens are cached already.
 
         Only whole blocks are shared, and at least the last token is left to be computed, as its
-        logits are wanted.
+        logits are wanted. Without ``share`` all of them are.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
-        table = self._found(tokens)
+        table = self._found(tokens) if share else _Table([], [])
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
@@ -210,6 +211,7 @@ class PagedCache:
             positions.extend(span.positions)
             blocks = self._tables[feed.seq_id].blocks
             slots.extend(blocks[i // size] * size + i % size for i in span.indices)
+            wanted.extend(range(row, row + feed.scored))
             if feed.wants_logits:
                 wanted.extend(range(row + max(0, pending - 1), row + span.rows))
             row += span.rows

@@ -8,12 +8,12 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.blocks import BlocksAnswer
-from paceline.server.dialogue import Dialogue
+from paceline.server.api.blocks import BlocksAnswer
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.responses_api import MessageFields, ResponsesRequest, messages_of
+from paceline.server.api.responses_kept import KeptResponse, ResponseStore
 from paceline.server.errors import APIError, error_body
 from paceline.server.requestlog import new_id
-from paceline.server.responses_api import MessageFields, ResponsesRequest, messages_of
-from paceline.server.responses_kept import KeptResponse, ResponseStore
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 

@@ -8,7 +8,7 @@ from collections.abc import Set
 from typing import Any
 
 from paceline.core.params import Grammar
-from paceline.server.protocol import ChatRequest
+from paceline.server.api.protocol import ChatRequest
 
 Call = dict[str, Any]
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.params import is_unicode, shown
-from paceline.server.errors import APIError
-from paceline.server.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.errors import APIError, check_text
 from paceline.server.requestlog import note
 
 if TYPE_CHECKING:
@@ -21,14 +20,6 @@ _INSTRUCTION = (
 )
 # Taken from a request into the template's variables, if the template has them.
 _HANDED_ON = ("reasoning_effort", "verbosity")
-
-
-def check_text(text: str, param: str) -> None:
-    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
-    if not is_unicode(text):
-        raise APIError(
-            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
-        )
 
 
 def render_request(tokenizer: PreTrainedTokenizerFast, body: ChatRequest) -> list[int]:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
-from paceline.server.choices import seen, token_record
-from paceline.server.dialogue import Dialogue
+from paceline.server.api.choices import seen, token_record
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.protocol import ChatRequest, Generation
+from paceline.server.api.tool_stream import Delta
 from paceline.server.errors import invalid
-from paceline.server.protocol import ChatRequest, Generation
 from paceline.server.records import CompletionRecord, Event
 from paceline.server.sse import Answer, Chunk
-from paceline.server.tool_stream import Delta
 
 
 class BlocksAnswer(Answer):
@@ -141,8 +141,4 @@ def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> Cha
     try:
         return ChatRequest.model_validate({**common, **given})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = first["loc"]
-        if place[:1] == ("messages",):
-            place = (conversation,)
-        raise invalid(first, place) from None
+        raise invalid(error.errors(), renamed={"messages": conversation}) from None

@@ -9,9 +9,9 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from paceline.server.chat_format import check_text, render
-from paceline.server.errors import APIError
-from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
+from paceline.server.api.chat_format import render
+from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
+from paceline.server.errors import APIError, check_text
 from paceline.server.service import Service
 
 _SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")

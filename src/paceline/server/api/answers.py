@@ -6,8 +6,14 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.server.choices import Origins, speculation_stats, usage
-from paceline.server.protocol import Generation, Speculation
+from paceline.server.api.choices import (
+    Origins,
+    agreement,
+    prompt_entry,
+    speculation_stats,
+    usage,
+)
+from paceline.server.api.protocol import Generation, Speculation
 from paceline.server.sse import Answer, Chunk
 
 if TYPE_CHECKING:
@@ -84,7 +90,22 @@ class OpenAIAnswer(Answer):
         return self._more(place, event.token_ids, event.from_draft, event.logprobs, reason)
 
     def _usage(self, completions: Sequence[CompletionRecord]) -> dict[str, Any]:
-        return usage(self._prompt_tokens, completions, self._n)
+        counts = usage(self._prompt_tokens, completions, self._n)
+        expected = self._ticket.params.prediction
+        if expected:
+            agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": agreed,
+                "rejected_prediction_tokens": len(completions) * len(expected) - agreed,
+            }
+        return counts
+
+    def _prompt_scores(self, entries: Sequence[LogprobRecord] | None) -> dict[str, Any]:
+        """The prompt's log-probabilities as vLLM shows them, if the request wants them."""
+        if self._generation.prompt_logprobs is None:
+            return {}
+        shown = [prompt_entry(self._tokenizer, entry) for entry in entries or ()]
+        return {"prompt_logprobs": [None, *shown]}
 
     def _totals(self, completions: Sequence[CompletionRecord]) -> Chunk:
         """What a whole answer says after its choices."""

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.server.content import Content
+from paceline.server.api.content import Content
 from paceline.server.fields import Body
 
 MAX_CHOICES = 16  # n
@@ -105,6 +105,9 @@ class Generation(Body):
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     structured_outputs: StructuredOutputs | None = None

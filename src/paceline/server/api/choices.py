@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.request.detokenise import Detokeniser, Spelling
@@ -24,6 +25,33 @@ def usage(
         "completion_tokens": written,
         "total_tokens": prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]) -> int:
+    """How many tokens of an answer were drafted and go on as its prediction does.
+
+    Counted by pairs of neighbours, in linear time; at most the prediction's length.
+    """
+    pairs = set(pairwise(prediction))
+    count = 0
+    for place, (token, own) in enumerate(zip(tokens, drafted, strict=True)):
+        expected = (tokens[place - 1], token) in pairs if place else token == prediction[0]
+        count += own and expected
+    return min(count, len(prediction))
+
+
+def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: LogprobRecord) -> dict[str, Any]:
+    """A token of a prompt and its alternatives by their ids; a rank is known of those only."""
+    ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
+    ranked |= {token: (value, place) for place, (token, value) in enumerate(entry.top, 1)}
+    return {
+        str(token): {
+            "logprob": finite(value),
+            "rank": rank,
+            "decoded_token": _shown(Spelling.of(tokenizer).bytes_of(token)),
+        }
+        for token, (value, rank) in ranked.items()
     }
 
 
@@ -119,7 +147,7 @@ class Origins:
             records.append(
                 {
                     "id": token,
-                    "text": text + self._detokeniser.flush() if last else text,
+                    "text": text + self._detokeniser.flush(reason == "length") if last else text,
                     "from_draft": drafted,
                     "draft_position": position if drafted else None,
                     "logprob": None if logprobs is None else finite(logprobs[place].logprob),

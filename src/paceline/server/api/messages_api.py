@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.server.blocks import as_chat
-from paceline.server.content import Content, text_of
+from paceline.server.api.blocks import as_chat
+from paceline.server.api.content import Content, text_of
+from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.errors import APIError
 from paceline.server.fields import Body
-from paceline.server.protocol import ChatRequest, Generation
 from paceline.server.requestlog import note
 
 MessageFields = dict[str, Any]  # those of a ChatMessage

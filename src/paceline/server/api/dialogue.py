@@ -7,14 +7,14 @@ a dialect's body --> ChatRequest --> Dialogue.begin --> ticket --> events
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.server.chat_format import render_request
-from paceline.server.params import sampling_params
-from paceline.server.protocol import ChatRequest
-from paceline.server.tool_calls import forced_grammar
-from paceline.server.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
+from paceline.server.api.chat_format import render_request
+from paceline.server.api.params import PREDICTED_LENGTH, sampling_params
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_calls import forced_grammar
+from paceline.server.api.tool_stream import AnswerStream, ForcedCall, PossibleCall, TextAnswer
 
 if TYPE_CHECKING:
     from paceline.server.client import Ticket
@@ -47,6 +47,10 @@ class Dialogue:
             forced_grammar(body),
             visible=bool(body.shown_tools),
         )
+        if body.prediction is not None and params.drafter != "none":
+            expected = await service.encode(body.prediction.content, False, "prediction")
+            length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
+            params = replace(params, prediction=tuple(expected), draft_length=length)
         ticket = await service.submit([prompt], params, body.deadline, body.stream)
         return cls(service, body, prompt, ticket)
 

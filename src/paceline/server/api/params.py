@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
+from paceline.server.api.protocol import Generation, Speculation, StructuredOutputs
 from paceline.server.errors import APIError
-from paceline.server.protocol import Generation, Speculation, StructuredOutputs
 
+PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer
 _MOST_DIGITS = 12  # of a token id
 
 
@@ -45,10 +46,14 @@ def sampling_params(
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        priority=request.priority,
+        include_stop=request.include_stop_str_in_output,
         n=request.n,
         drafter=_drafter(speculation.method, drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
+        skip_end_tokens=request.skip_special_tokens,
         grammar=grammar or _grammar(request),
     )
 

@@ -12,13 +12,13 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.answers import OpenAIAnswer
-from paceline.server.choices import LogprobColumns, seen
+from paceline.server.api.answers import OpenAIAnswer
+from paceline.server.api.choices import LogprobColumns, seen
+from paceline.server.api.infill import infill
+from paceline.server.api.params import sampling_params
+from paceline.server.api.protocol import MAX_PROMPTS, CompletionRequest
 from paceline.server.client import Ticket
 from paceline.server.errors import APIError
-from paceline.server.infill import infill
-from paceline.server.params import sampling_params
-from paceline.server.protocol import MAX_PROMPTS, CompletionRequest
 from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
@@ -41,6 +41,8 @@ def router(service: Service) -> APIRouter:
             service.drafters,
         )
         params = replace(params, n=body.best_of or body.n)
+        if body.echo and body.logprobs is not None:
+            params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         ticket = await service.submit(prompts, params, body.deadline, body.stream)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
@@ -92,7 +94,9 @@ class CompletionAnswer(OpenAIAnswer):
             text, names = self._prompt_text(place), self._prompt_names(place, done.prompt_logprobs)
             names = _joined(names, self._names(place, done.logprobs, done.finish_reason))
             choice = self._choice(len(choices), text + done.text, done.finish_reason, names)
-            choices.append({**choice, **self._more_of(place, done), **self._prompt_ids(place)})
+            choice |= self._more_of(place, done)
+            choice |= self._prompt_more(place, done.prompt_logprobs)
+            choices.append(choice)
         return {**self._header, "choices": choices, **self._totals(completions)}
 
     def _best(self, completions: Sequence[CompletionRecord]) -> list[int]:
@@ -144,10 +148,11 @@ class CompletionAnswer(OpenAIAnswer):
             return None
         return self._columns_of(place).prompt(self._prompts[place // self._n], entries or ())
 
-    def _prompt_ids(self, place: int) -> dict[str, Any]:
-        if not self._body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self._prompts[place // self._n]}
+    def _prompt_more(self, place: int, entries: Sequence[LogprobRecord] | None) -> dict[str, Any]:
+        more = self._prompt_scores(entries)
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompts[place // self._n]
+        return more
 
     # -- streaming -----------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class CompletionAnswer(OpenAIAnswer):
             self._begun.add(place)
             text = self._prompt_text(place) + text
             names = self._prompt_names(place, event.prompt_logprobs)
-            more |= self._prompt_ids(place)
+            more |= self._prompt_more(place, event.prompt_logprobs)
         names = _joined(names, self._names(place, event.logprobs, reason))
         if not (text or reason or more or (names and names["tokens"])):
             return []

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.server.blocks import as_chat
-from paceline.server.content import text_of
+from paceline.server.api.blocks import as_chat
+from paceline.server.api.content import text_of
+from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation
 from paceline.server.errors import APIError
 from paceline.server.fields import Body
-from paceline.server.protocol import MAX_LOGPROBS, ChatRequest, Generation
 from paceline.server.requestlog import note
 
 Item = dict[str, Any]

@@ -9,14 +9,14 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.answers import OpenAIAnswer
-from paceline.server.choices import seen, token_record
-from paceline.server.dialogue import Dialogue
-from paceline.server.protocol import ChatRequest
+from paceline.server.api.answers import OpenAIAnswer
+from paceline.server.api.choices import seen, token_record
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.protocol import ChatRequest
+from paceline.server.api.tool_stream import AnswerStream, Delta, message_of
 from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
-from paceline.server.tool_stream import AnswerStream, Delta, message_of
 
 
 def router(service: Service) -> APIRouter:
@@ -57,6 +57,7 @@ class ChatAnswer(OpenAIAnswer):
                 }
             )
         answer = {**self._frame("chatcmpl", "chat.completion"), "choices": choices}
+        answer |= self._prompt_scores(completions[0].prompt_logprobs)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._dialogue.prompt
         return {**answer, **self._totals(completions)}
@@ -103,7 +104,10 @@ class ChatAnswer(OpenAIAnswer):
             self._begun.add(place)
             choices.insert(0, self._choice(place, {"role": "assistant", "content": ""}))
         frame = self._frame("chatcmpl", "chat.completion.chunk")
-        return [self._chunk(frame, choice) for choice in choices]
+        chunks = [self._chunk(frame, choice) for choice in choices]
+        if event.prompt_logprobs is not None and chunks and place == 0:
+            chunks[0] |= self._prompt_scores(event.prompt_logprobs)
+        return chunks
 
     def _choice(self, place: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}

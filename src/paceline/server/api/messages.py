@@ -10,11 +10,11 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.blocks import BlocksAnswer
-from paceline.server.chat_format import render_request
-from paceline.server.dialogue import Dialogue
+from paceline.server.api.blocks import BlocksAnswer
+from paceline.server.api.chat_format import render_request
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.messages_api import CountRequest, MessagesRequest
 from paceline.server.errors import APIError, anthropic_body
-from paceline.server.messages_api import CountRequest, MessagesRequest
 from paceline.server.requestlog import new_id
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with

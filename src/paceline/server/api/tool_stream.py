@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.server.protocol import Tool
-from paceline.server.tool_calls import call_of, calls_in
+from paceline.server.api.protocol import Tool
+from paceline.server.api.tool_calls import call_of, calls_in
 
 Delta = dict[str, Any]
 

@@ -1,0 +1,92 @@
+"""Predicted outputs: a request that says what its answer will probably be brings its own draft.
+
+OpenAI's ``prediction`` (2024): of an edited file most is known before. Here the prediction is a
+text in a suffix tree of the request's own (draft/suffix_tree.py), continued wherever the answer
+rejoins it, so that an insertion costs a few tokens and not the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import SequenceView
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree
+from paceline.draft.base import Drafter
+from paceline.draft.suffix_tree import SuffixTree
+
+_CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
+_DEPTH = 32  # longest match
+_FACTOR, _OFFSET, _LEAST = 2.0, 6.0, 0.1  # as SuffixOptions has them
+_OTHERWISE = 4  # levels that the drafter may add where the answer has left the prediction
+
+
+class PredictedDrafter:
+    """Any drafter; requests with ``SamplingParams.prediction`` are asked first what they expect."""
+
+    def __init__(self, drafter: Drafter, device: torch.device | str) -> None:
+        self.members = (drafter,)
+        self.name, self.features = drafter.name, drafter.features
+        self._drafter, self._device = drafter, device
+        self._trees: dict[int, SuffixTree] = {}
+
+    def max_nodes(self, length: int) -> int:
+        return self._drafter.max_nodes(length)
+
+    def passes(self, length: int) -> int:
+        return self._drafter.passes(length)
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        found = {
+            place: tree
+            for place, item in enumerate(plan.slices)
+            if item.seq.params.prediction and item.decodes and item.draft_length
+            for tree in [self._tree(item)]
+            if tree is not None
+        }
+        slices = [
+            replace(item, draft_length=0 if place in found else min(item.draft_length, _OTHERWISE))
+            if item.seq.params.prediction
+            else item
+            for place, item in enumerate(plan.slices)
+        ]
+        trees = self._drafter.propose(Plan(tuple(slices)))
+        return [found.get(place, tree) for place, tree in enumerate(trees)]
+
+    def _tree(self, item: Slice) -> TokenTree | None:
+        """What follows in the prediction, if the end of the text stands in it."""
+        seq = item.seq
+        own = self._trees.get(seq.seq_id)
+        if own is None:
+            own = self._trees[seq.seq_id] = _tree_of(seq)
+        length = min(item.draft_length, self._drafter.max_nodes(item.draft_length))
+        text = seq.tokens[-_DEPTH:]
+        guess = own.speculate(text, length, length, _FACTOR, _OFFSET, _LEAST)
+        if not guess.tokens:
+            return None
+        return TokenTree(to_device(guess.tokens, self._device), guess.parents)
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        self._drafter.observe(commits, out)
+        for commit in commits:
+            if commit.finish_reason is not None:
+                self._trees.pop(commit.seq_id, None)
+
+    def rehearse(self, batch_size: int) -> None:
+        self._drafter.rehearse(batch_size)
+
+    def forget(self, seq_id: int) -> None:
+        self._trees.pop(seq_id, None)
+        self._drafter.forget(seq_id)
+
+
+def _tree_of(seq: SequenceView) -> SuffixTree:
+    tree = SuffixTree(_DEPTH)
+    lead = seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length]
+    tree.extend([*lead, *seq.params.prediction])
+    tree.finish()
+    return tree

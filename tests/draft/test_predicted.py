@@ -1,0 +1,63 @@
+"""Predicted outputs: never another text, and fewer steps where they are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.draft.predicted import PredictedDrafter
+from paceline.errors import ConfigError
+
+PROMPT = "Once upon a time"
+DRAFTS = ("paceline/tiny-draft", "ngram", "hybrid:suffix+ngram", "eagle3:paceline/tiny-eagle3")
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM("paceline/tiny", dtype="float32")
+
+
+@pytest.mark.parametrize("draft", [*DRAFTS, ["paceline/tiny-draft", "ngram"]])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_it_is_a_draft_and_nothing_else(
+    target: LLM, draft: str | list[str], seed: int | None
+) -> None:
+    params = SamplingParams(max_tokens=60, seed=seed, temperature=0.0 if seed is None else 0.8)
+    expected = target.generate(PROMPT, params)[0].token_ids
+    llm = target.beside(draft, max_batch_size=4)
+    right = tuple(expected)
+    edited = (*right[:20], 7, 8, *right[26:])
+    wrong = tuple(range(40, 80))
+    asked = [right, edited, wrong, ()]
+    own = [
+        SamplingParams(**{**vars(params), "prediction": p, "draft_length": 16 if p else None})
+        for p in asked
+    ]
+    found = llm.generate([PROMPT] * len(own), own)
+    assert [completion.token_ids for completion in found] == [expected] * len(own)
+    steps = [completion.stats.target_steps for completion in found]
+    assert steps[0] <= 8 and steps[1] <= 24  # 60 tokens
+    assert sum(found[0].draft_mask) > 45
+    assert isinstance(llm.engine.drafter, PredictedDrafter)
+    assert not llm.engine.drafter._trees
+
+
+def test_unseeded_sampling_goes_on(target: LLM) -> None:
+    llm = target.beside("paceline/tiny-draft", seed=1)
+    params = SamplingParams(
+        max_tokens=30, temperature=1.0, prediction=tuple(range(30)), draft_length=8
+    )
+    assert all(len(c.token_ids) > 0 for c in llm.generate([PROMPT] * 3, params))
+
+
+def test_without_a_drafter_it_waits_for_nothing(target: LLM) -> None:
+    plain = target.generate(PROMPT, SamplingParams(max_tokens=20))[0]
+    told = SamplingParams(max_tokens=20, prediction=tuple(plain.token_ids), draft_length=16)
+    assert target.beside().generate(PROMPT, told)[0].token_ids == plain.token_ids
+
+
+def test_what_is_no_prediction(target: LLM) -> None:
+    with pytest.raises(ConfigError, match="prediction"):
+        SamplingParams(prediction=("x",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        target.generate(PROMPT, SamplingParams(prediction=(10**7,)))

@@ -1,0 +1,101 @@
+"""How likely a prompt is: as transformers says, however the prompt is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.errors import ConfigError
+
+TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden. " * 3
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("paceline/tiny", dtype="float32", draft="ngram", draft_length=4)
+
+
+def reference(llm: LLM, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of all tokens behind every token but the last, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.model.names import resolve
+
+    model = AutoModelForCausalLM.from_pretrained(resolve("paceline/tiny"), dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    return torch.log_softmax(logits, -1)
+
+
+def scored(llm: LLM, prompts: list[list[int]], **fields: int) -> list[list[float]]:
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 3), prompt_logprobs=2, **fields)
+    found = llm.generate(prompts, params)
+    for completion in found:
+        entries = completion.prompt_logprobs
+        assert entries is not None and isinstance(completion.prompt, list)
+        assert [entry.token_id for entry in entries] == completion.prompt[1:]
+        assert all(len(entry.top) == 2 for entry in entries)
+    return [[entry.logprob for entry in completion.prompt_logprobs or ()] for completion in found]
+
+
+def test_as_transformers_says(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    table = reference(llm, ids)
+    expected = table.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+    found = torch.tensor(scored(llm, [ids])[0])
+    assert torch.allclose(found, expected, atol=2e-4)
+    completion = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=3))[0]
+    for row, entry in zip(table, completion.prompt_logprobs or (), strict=True):
+        best = torch.topk(row, 3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+
+
+def test_whatever_is_cached_or_runs_beside_it(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    alone = scored(llm, [ids])[0]
+    llm.generate([ids], SamplingParams(max_tokens=2))  # its blocks are there to be shared
+    assert scored(llm, [ids])[0] == pytest.approx(alone, abs=2e-4)
+    both = scored(llm, [ids, ids[:7], ids[:1], ids], n=2)
+    assert len(both) == 8
+    for found in (*both[:2], *both[6:]):
+        assert found == pytest.approx(alone, abs=2e-4)
+    assert both[2] == pytest.approx(alone[:6], abs=2e-4) and both[4] == []
+
+
+@pytest.mark.parametrize("chunk", [5, 16])
+def test_in_chunks_and_after_giving_up_the_cache(llm: LLM, chunk: int) -> None:
+    """The cache holds one and a half of the sequences: the younger is read twice."""
+    ids = llm.tokenizer.encode(TEXT)
+    alone = scored(llm, [ids])[0]
+    small = llm.beside("ngram", draft_length=4, max_batch_size=4)
+    scheduler = small.engine.scheduler
+    object.__setattr__(scheduler.config, "prefill_chunk", chunk)
+    pool = small.engine.cache.pool
+    kept = pool.allocate(pool.available - 2 * (len(ids) + 60) // 16 - 2, None)
+    texts = scored(small, [ids, ids], max_tokens=60)
+    for block in kept:
+        pool.release(block)
+    for found in texts:
+        assert found == pytest.approx(alone, abs=2e-4)
+
+
+def test_a_completion_without_them_has_none(llm: LLM) -> None:
+    assert llm.generate("Once", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+    for wrong in (-1, 21, 0.5, True):
+        with pytest.raises(ConfigError, match="prompt_logprobs"):
+            SamplingParams(prompt_logprobs=wrong)
+
+
+def test_lower_priorities_start_first(llm: LLM) -> None:
+    small = llm.beside(max_batch_size=1)
+    started = []
+    for place, priority in enumerate((5, 0, -3, 0, 5)):
+        params = SamplingParams(max_tokens=2, priority=priority)
+        (request,) = small.prepare("Once upon", params, place)
+        started.append(request)
+    small.enqueue(started)
+    while small.engine.has_work:
+        small.step()
+    order = sorted(started, key=lambda request: request.seq.started)
+    assert [request.number for request in order] == [2, 1, 3, 0, 4]
