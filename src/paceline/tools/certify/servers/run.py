@@ -13,6 +13,7 @@ from typing import Any
 from paceline.budget import Budget
 from paceline.errors import ConfigError, PromptError
 from paceline.tools.certify.chisquare import holm
+from paceline.tools.certify.columns import Column, table_of
 from paceline.tools.certify.servers.answers import Answering, FailedError, RefusedError
 from paceline.tools.certify.servers.asking import Asking, CheckPart, PartResult, RequestsSpentError
 from paceline.tools.certify.servers.parts import (
@@ -23,7 +24,7 @@ from paceline.tools.certify.servers.parts import (
     StreamPart,
 )
 from paceline.tools.certify.servers.structure import StructurePart
-from paceline.tools.report.document import Block, Report, Table, Text
+from paceline.tools.report.document import Block, Report, Text
 
 PARTS: tuple[type[CheckPart], ...] = (
     GreedyPart,
@@ -35,6 +36,20 @@ PARTS: tuple[type[CheckPart], ...] = (
 )
 POWER = 0.9
 _FAILURES = 3  # of a part, after which it is left
+_PARTS = (
+    *(Column("", name, name) for name in ("part", "requests")),
+    Column("", "looked at", "", lambda part: f"{part.looked_at} {part.unit}"),
+    Column("", "problems", "problems", len),
+    Column("", "seconds", "seconds", "{:.1f}".format),
+)
+_TESTS = (
+    Column("", "test", "what"),
+    Column("", "samples", "samples"),
+    Column("", "chi2", "statistic", "{:.1f}".format),
+    Column("", "p", "p_value", "{:.2g}".format),
+    Column("", "Holm p", "adjusted", "{:.2g}".format),
+    Column("", "sees", "sees", "{:.1%}".format),
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,11 @@ class ServerCertificate:
         if self.lacks:
             return f"NOT ENOUGH: {'; '.join(self.lacks)}; nothing was wrong until then"
         looked = ", ".join(f"{part.looked_at} {part.unit}" for part in self.parts)
-        sees = f", a bias of {max(t.sees for t in self.tests):.1%} or more" if self.tests else ""
-        return f"CERTIFIED: nothing is wrong in {looked}{sees} would have been seen"
+        verdict = f"CERTIFIED: nothing is wrong in {looked}"
+        if self.tests:
+            sees = max(test.sees for test in self.tests)
+            verdict += f"; no bias in {len(self.tests)} distribution tests, which see {sees:.1%}"
+        return verdict
 
     def record(self) -> dict[str, Any]:
         """As JSON knows it."""
@@ -127,24 +145,11 @@ class ServerCertificate:
 
     def report(self) -> Report:
         report = Report(f"Is {self.server} lossless?")
-        columns = ("part", "requests", "looked at", "problems", "seconds")
-        rows = [
-            (p.part, p.requests, f"{p.looked_at} {p.unit}", len(p.problems), f"{p.seconds:.1f}")
-            for p in self.parts
-        ]
         against = f"Compared with {self.reference}." if self.reference else "Compared with itself."
-        report.add("Parts", Table(columns, rows, note=against))
+        report.add("Parts", table_of(self.parts, _PARTS, against))
         if self.tests:
-            headings = ("test", "samples", "chi2", "p", "Holm p", "sees")
-            tests = [
-                (
-                    *(t.what, t.samples, f"{t.statistic:.1f}", f"{t.p_value:.2g}"),
-                    *(f"{t.adjusted:.2g}", f"{t.sees:.1%}"),
-                )
-                for t in self.tests
-            ]
             note = f"sees: the smallest bias that the test finds with power {POWER:g}."
-            report.add("Distribution of sampled text", Table(headings, tests, note=note))
+            report.add("Distribution of sampled text", table_of(self.tests, _TESTS, note))
         lines: list[Block] = [Text(f"{p.part}: {note}") for p in self.parts for note in p.notes]
         lines += [Text(what, warning=True) for what in self.problems[1:]]
         report.add("Verdict", *lines, Text(self.verdict, warning=not self.lossless))
