@@ -163,19 +163,12 @@ class Certificate:
 
     def record(self) -> dict[str, Any]:
         """As JSON knows it; infinite gaps are null."""
+        judged = ("lossless", "verdict", "complete", "interrupted", "enough", "smallest_bias")
+        about = ("target", "draft", "dtype", "alpha")
         return {
-            "lossless": self.lossless,
-            "verdict": self.verdict,
-            "complete": self.complete,
-            "interrupted": self.interrupted,
-            "enough": self.enough,
+            **{name: getattr(self, name) for name in (*judged, *about)},
             "budget": asdict(self.bought),
-            "target": self.target,
-            "draft": self.draft,
-            "dtype": self.dtype,
-            "alpha": self.alpha,
             "power": POWER,
-            "smallest_bias": self.smallest_bias,
             "problems": [asdict(problem) for problem in self.problems],
             "texts": [record_of(check, TEXT_COLUMNS) for check in self.texts],
             "laws": [record_of(result, DISTRIBUTION_COLUMNS) for result in self.distributions],
