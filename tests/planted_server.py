@@ -67,7 +67,7 @@ class PlantedServer:
                 if self.fault == "corrupt" and place % 7 == 5:
                     word = sorted(own, key=own.__getitem__)[1]
             found.append((word, own))
-            counts[word] += 1
+            counts[word] += self.fault != "unpenalised"
             before = word
         return found
 

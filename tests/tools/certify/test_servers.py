@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ from paceline.tools.certify.servers import (
     ServerCertifier,
     ServerEffort,
 )
+from paceline.tools.certify.servers.answers import Said
+from paceline.tools.certify.servers.asking import parting
 from planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
@@ -55,6 +58,27 @@ def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> No
     assert not found.lossless
     assert found.verdict.startswith("NOT LOSSLESS: ")
     assert FAULTS[fault] in {what.partition(":")[0] for what in found.problems}, found.problems
+
+
+def test_penalties_that_are_ignored_show_against_another_server() -> None:
+    found = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
+    assert {what.partition(":")[0] for what in found.problems} == {"limits"}
+    assert "with penalties" in found.problems[0]
+
+
+def test_a_near_tie_is_none_of_the_servers_faults() -> None:
+    """Two words a tenth of a nat apart, which rounding may swap."""
+    one = Said("a b", "length", ("a", " b"), (-0.1, -0.7), ({"a": -0.1}, {" b": -0.7, " c": -0.8}))
+    other = Said("a c", "length", ("a", " c"), (-0.1, -0.8), one.likeliest)
+    assert parting(one, one) is None
+    found, tie = parting(one, other) or ("", False)
+    assert tie and found.startswith("token 1 is ' b', ' c' is due")
+    far = replace(one, likeliest=({"a": -0.1}, {" b": -0.1, " c": -4.0}), logprobs=(-0.1, -0.1))
+    assert parting(other, far) == ("token 1 is ' c', ' b' is due: 3.90 nats likelier", False)
+    assert parting(one, replace(one, text="a", tokens=("a",))) == (
+        "one text ends after 1 tokens",
+        False,
+    )
 
 
 def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:

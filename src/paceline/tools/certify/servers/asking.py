@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.difference import first_difference
 from paceline.tools.certify.chisquare import ChiSquare
 from paceline.tools.certify.servers.answers import (
     Answering,
@@ -89,6 +90,7 @@ class PartResult:
     seconds: float
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    ties: int
 
 
 @dataclass
@@ -96,7 +98,8 @@ class CheckPart:
     """One part of a certification: ``look`` is called for one prompt after the other.
 
     ``looked_at`` counts what the part is about, its ``unit``. What is wrong goes to ``problems``,
-    what could not be looked at to ``notes``.
+    what could not be looked at to ``notes``. After one of the ``ties``, which rounding explains,
+    a text is not looked at any further.
     """
 
     asking: Asking
@@ -104,6 +107,7 @@ class CheckPart:
     unit: str = ""
     looked_at: int = 0
     requests: int = 0
+    ties: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -115,40 +119,46 @@ class CheckPart:
         """What, of how many, and the outcome; asked for at the end."""
         return []
 
+    def compare(
+        self, what: str, one: Said, other: Said, penalties: Mapping[str, float] | None = None
+    ) -> None:
+        """Two greedy texts of one request."""
+        found = parting(one, other, penalties)
+        if found is not None and found[1]:
+            self.ties += 1
+        elif found is not None:
+            self.problems.append(f"{what}: {found[0]}")
+
     def note(self, what: str) -> None:
         if what not in self.notes:
             self.notes.append(what)
 
     def result(self) -> PartResult:
-        names = ("requests", "looked_at", "unit", "seconds")
+        names = ("requests", "looked_at", "unit", "seconds", "ties")
         counts = {name: getattr(self, name) for name in names}
         return PartResult(self.name, **counts, problems=(*self.problems,), notes=(*self.notes,))
 
 
-def parting(one: Said, other: Said, adjusted: Mapping[str, float] | None = None) -> str | None:
-    """Where two greedy texts part, in words; None if they are the same, or rounding explains it.
+def parting(
+    one: Said, other: Said, penalties: Mapping[str, float] | None = None
+) -> tuple[str, bool] | None:
+    """Where two greedy texts part, and whether rounding explains it; None if they are the same.
 
-    The scores are those of ``other``. ``adjusted``: penalties on tokens, by how often they were
-    said, which its logprobs may or may not hold.
+    The scores are those of ``other``, whose logprobs may or may not hold the ``penalties``.
     """
     if one.text == other.text:
         return None
-    if not (one.tokens and other.tokens):
-        return f"{one.text[:60]!r} where {other.text[:60]!r} is due"
-    pairs = zip(one.tokens, other.tokens, strict=False)
-    at = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    at = first_difference(one.tokens, other.tokens)
     if at is None:
-        return f"one text ends after {min(len(one.tokens), len(other.tokens))} tokens"
+        return f"{one.text[:60]!r} where {other.text[:60]!r} is due", False
+    if at >= min(len(one.tokens), len(other.tokens)):
+        return f"one text ends after {at} tokens", False
     said, due = one.tokens[at], other.tokens[at]
-    found = gap(other, at, said)
-    if found <= TIE:
-        return None
-    if adjusted is not None:
-        scores = (penalised(other.tokens[:at], token, adjusted) for token in (due, said))
-        lost_due, lost_said = scores
-        if abs(found - lost_due + lost_said) <= TIE:
-            return None
-    return f"token {at} is {said!r}, {due!r} is due: {found:.2f} nats likelier"
+    found = least = gap(other, at, said)
+    if penalties is not None:
+        lost = [penalised(other.tokens[:at], token, penalties) for token in (due, said)]
+        least = min(abs(found), abs(found - lost[0] + lost[1]))
+    return f"token {at} is {said!r}, {due!r} is due: {found:.2f} nats likelier", least <= TIE
 
 
 def penalised(before: tuple[str, ...], token: str, penalties: Mapping[str, float]) -> float:

@@ -46,9 +46,7 @@ class GreedyPart(CheckPart):
                 "speculation off"
             )
             return
-        found = parting(said, self.asking.completion(self.asking.reference, prompt))
-        if found is not None:
-            self.problems.append(f"{name}: {found}")
+        self.compare(name, said, self.asking.completion(self.asking.reference, prompt))
 
 
 @dataclass
@@ -207,7 +205,10 @@ class StreamPart(CheckPart):
             self.problems.append(f"{name}: the tokens of the stream do not make its text")
         elif said.text != whole.text:
             again = asking.completion(asking.server, prompt)
-            if again.text == whole.text and parting(said, whole) is not None:
+            parted = parting(said, whole)
+            if parted is not None and parted[1]:
+                self.ties += 1
+            elif again.text == whole.text:
                 at = first_difference(said.text, whole.text)
                 self.problems.append(f"{name}: stream and whole answer part at character {at}")
 
@@ -238,6 +239,4 @@ class LimitPart(CheckPart):
         if asking.reference is not None:
             ours = asking.completion(asking.server, prompt, **_PENALTIES)
             theirs = asking.completion(asking.reference, prompt, **_PENALTIES)
-            found = parting(ours, theirs, _PENALTIES)
-            if found is not None:
-                self.problems.append(f"{name}, with penalties: {found}")
+            self.compare(f"{name}, with penalties", ours, theirs, _PENALTIES)

@@ -39,6 +39,7 @@ _FAILURES = 3  # of a part, after which it is left
 _PARTS = (
     *(Column("", name, name) for name in ("part", "requests")),
     Column("", "looked at", "", lambda part: f"{part.looked_at} {part.unit}"),
+    Column("", "ties", "ties"),
     Column("", "problems", "problems", len),
     Column("", "seconds", "seconds", "{:.1f}".format),
 )
