@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest soak check format bench dist-check clean
+.PHONY: help install demo test test-oldest soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -64,6 +64,24 @@ check: $(VENV)/.installed-dev  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
+
+# The kernels in a program of their own: a leak or a race of Python's or torch's is not theirs.
+KERNELS := src/paceline/model/backends/native/csrc
+SANITIZE := -std=c++17 -g -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
+	-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
+CXX ?= g++
+
+native-check:  ## the native kernels under the address and undefined-behaviour sanitizers
+	mkdir -p build/native
+	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/portable.o
+	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/avx2.o -mavx2 -mfma -DPACELINE_AVX2
+	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/avx512.o -mavx512f -mavx512bw -mavx512vl -mavx512dq \
+		-mfma -DPACELINE_AVX512
+	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/amx.o -mavx512f -mavx512bw -mavx512vl -mavx512dq \
+		-mfma -mamx-tile -mamx-bf16 -DPACELINE_AVX512 -DPACELINE_AMX
+	$(CXX) $(SANITIZE) $(KERNELS)/api.cpp $(KERNELS)/forward.cpp $(KERNELS)/amx_trial.cpp tests/model/backends/native_check.cpp \
+		build/native/*.o -o build/native/check
+	OMP_NUM_THREADS=3 build/native/check
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

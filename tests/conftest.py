@@ -18,6 +18,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # What a developer has pulled, or names as a default, changes no test. The tests on the real model
 # ask real_model.py for it, which looks into the cache of before.
 os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
+# The kernels are built once, not by each process; their name says what they were made from.
+os.environ.setdefault("PACELINE_NATIVE_CACHE", str(cache_folder() / "native"))
 os.environ["PACELINE_CACHE"] = str(Path(tempfile.gettempdir()) / f"no-paceline-cache-{os.getpid()}")
 os.environ["PACELINE_MODEL"] = "paceline/tiny"
 

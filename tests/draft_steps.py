@@ -59,6 +59,7 @@ def run_step(
                 path,
                 drafted=len(tree),
                 scheduled=seq.num_pending,
+                last=seq.tokens[-1],
                 position=seq.cached,
                 logit_row=start,
                 choices=tuple(choices),

@@ -169,4 +169,5 @@ class Machine:
             reached=reached,
             levels=levels,
             scheduled=1,
+            last=seq.tokens[-len(new) - 1],
         )

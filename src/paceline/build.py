@@ -24,6 +24,7 @@ from paceline.pace.costs import made_up_chains, measure
 from paceline.pace.hybrid import Hybrid
 from paceline.pace.steptime import StepTime
 from paceline.pace.worth import Profile, dearest
+from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
@@ -32,17 +33,14 @@ _PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """Everything about an engine that is not a model. Checked on construction."""
+class EngineOptions(EngineSettings):
+    """The settings of an engine, none of them left open. Checked on construction."""
 
     max_batch_size: int = 8
-    kv_cache_memory: int | None = None  # bytes, target and draft together; None: cache_blocks
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
     max_draft_length: int = 8  # of the adaptive length; doubled where drafting takes no forward
     prefill_chunk: int = 512
-    prefix_sharing: bool = True  # requests that begin alike share cache blocks
     rule: str = "auto"
-    lossy: bool = False  # typical acceptance: sampled text is no longer the target's own
     known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
 
     def __post_init__(self) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from paceline.model.names import EMBEDDED as EMBEDDED
 from paceline.model.names import has_assets
 from paceline.model.store import SMOLLM2, megabytes, pulled
 
-EMBEDDED = "paceline/tiny"
 REAL = SMOLLM2.full_name
 VARIABLE = "PACELINE_MODEL"
 IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"

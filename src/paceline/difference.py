@@ -17,7 +17,7 @@ import torch
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, probs_of_scores
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.model.paged.cache import Feed, PagedCache
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def explain(
     step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
     again = [_fresh_logits(model, tokens, rows) for rows in _OTHER_SHAPES]
     spread = max(_spread(logits, other, pair) for other in again)
-    seq = SequenceState(0, tokens, len(prompt), params)
+    seq = SequenceView(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
         found = _pair(scores[0], pair)

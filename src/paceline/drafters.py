@@ -364,7 +364,9 @@ def load_draft_model(spec: DraftSpec, loading: Loading) -> tuple[CausalModel, Ma
         raise ConfigError(f"draft {spec.kind!r} needs a model: {spec.kind}:PATH")
     target, tokenizer = loading.target, loading.tokenizer
     place = str(target.device)
-    draft = CausalModel.load(spec.argument, loading.dtype, place, check_values=True)
+    draft = CausalModel.load(
+        spec.argument, loading.dtype, place, check_values=True, backend=target.asked
+    )
     folder = Path(resolve(spec.argument))
     own = tokenizer
     if (

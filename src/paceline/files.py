@@ -12,8 +12,10 @@ import io
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,6 +28,16 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 # How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
 _RUST = re.compile(r"\(os error (\d+)\)")
 _numbers = count()
+
+
+def cache_folder() -> Path:
+    """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
+    own = os.environ.get("PACELINE_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    return base / "paceline"
 
 
 @contextmanager
@@ -73,6 +85,19 @@ def replace_files(contents: Mapping[Path, bytes], what: str, durable: bool = Tru
 def replace_text(path: str | Path, text: str, what: str) -> None:
     """Write one file of text, all of it or nothing. Raises WriteError."""
     replace_files({Path(path): text.encode("utf-8")}, what)
+
+
+def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
+    """The table in a TOML file. Raises ConfigError, which ``advice`` ends: what to do about it."""
+    tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    end = advice and f"; {advice}"
+    try:
+        found: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{end}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not valid TOML: {error}{end}") from None
+    return found
 
 
 @contextmanager

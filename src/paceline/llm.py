@@ -25,6 +25,7 @@ from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.request import Request, advance
+from paceline.settings import told
 from paceline.stages import is_heard, stage
 from paceline.tuned import TunedProfile
 
@@ -73,20 +74,14 @@ class LLM:
         seed: int | None = None,
         lossy: bool = False,
         profile: str | Path | None = None,
+        backend: str = "auto",
     ) -> None:
+        given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
-        settings: dict[str, Any] = tuned.settings(follows, lossy) if tuned else {}
-        given = {"max_batch_size": max_batch_size, "draft_length": draft_length, "rule": rule}
-        settings |= {key: value for key, value in given.items() if value is not None}
-        options = EngineOptions(
-            kv_cache_memory=kv_cache_memory,
-            prefix_sharing=prefix_sharing,
-            lossy=lossy,
-            **settings,
-        )
+        options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
-            target = CausalModel.load(model, dtype=dtype, device=device)
+            target = CausalModel.load(model, dtype=dtype, device=device, backend=backend)
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:
@@ -94,7 +89,7 @@ class LLM:
             known, note = tuned.costs_here(target, profile)
             options = replace(options, known=known)
             self.notes = (note,) if note else ()
-        self._assemble(target, load_tokenizer(model), dtype, draft, options, seed)
+        self._assemble(target, load_tokenizer(model), draft, options)
 
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
 
@@ -102,49 +97,40 @@ class LLM:
         self,
         draft: str | Sequence[str] | None = None,
         *,
-        max_batch_size: int = 8,
         kv_cache_memory: int | None = None,
-        draft_length: int | str = "auto",
-        max_draft_length: int = 8,
-        rule: str = "auto",
+        draft_length: int | str | None = None,
+        max_draft_length: int | None = None,
+        rule: str | None = None,
+        lossy: bool = False,
+        max_batch_size: int | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
-        lossy: bool = False,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
         For comparing settings without loading a large model twice. ``max_draft_length`` bounds
-        the length "auto". Raises what the constructor does.
+        the length "auto" (None: 8); the rest is as of the constructor without a profile. Raises
+        what that does.
         """
-        options = EngineOptions(
-            max_batch_size=max_batch_size,
-            kv_cache_memory=kv_cache_memory,
-            draft_length=draft_length,
-            max_draft_length=max_draft_length,
-            rule=rule,
-            prefix_sharing=prefix_sharing,
-            lossy=lossy,
-        )
+        options = EngineOptions(dtype=self._dtype, **told(locals(), "beside"))
         other = LLM.__new__(LLM)
-        other._assemble(self.target, self.tokenizer, self._dtype, draft, options, seed)
+        other._assemble(self.target, self.tokenizer, draft, options)
         return other
 
     def _assemble(
         self,
         target: CausalModel,
         tokenizer: PreTrainedTokenizerFast,
-        dtype: str,
         draft: str | Sequence[str] | None,
         options: EngineOptions,
-        seed: int | None,
     ) -> None:
         """Everything around a loaded target."""
         self.target = target
         self.tokenizer = tokenizer
-        self._dtype = dtype
-        self._generator = seeded_generator(target.device, seed)
+        self._dtype = options.dtype
+        self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            prepared = prepare_all(draft, Loading(target, tokenizer, dtype))
+            prepared = prepare_all(draft, Loading(target, tokenizer, options.dtype))
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
@@ -159,7 +145,7 @@ class LLM:
         )
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._host_generator = seeded_generator(torch.device("cpu"), seed)
+        self._host_generator = seeded_generator(torch.device("cpu"), options.seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
         self._stepping = False

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from paceline.core.costs import CostCurve, StepCosts
 from paceline.errors import ConfigError
-from paceline.files import replace_text, telling
+from paceline.files import read_toml, replace_text, telling
 from paceline.model.identity import ModelIdentity
 
 if TYPE_CHECKING:
@@ -173,17 +171,7 @@ class TunedProfile:
     @classmethod
     def read(cls, path: str | Path) -> TunedProfile:
         """Raises ConfigError if the file cannot be read or is no profile of this version."""
-        tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"profile {path} cannot be read ({error.strerror}); make one with paceline tune"
-            ) from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(
-                f"profile {path} is not valid TOML ({error}); make it anew with paceline tune"
-            ) from None
+        table = read_toml(path, "profile", "make one with paceline tune")
         version = table.get("version")
         if version != VERSION:
             raise ConfigError(
@@ -234,9 +222,9 @@ class TunedProfile:
 
         ``follows``: whether that draft is used. ``lossy`` acceptance has a rule of its own.
         """
-        found: dict[str, Any] = {"max_batch_size": self.engine.max_batch_size}
-        if not lossy:
-            found["rule"] = self.engine.rule
+        found = asdict(self.engine)
+        if lossy:
+            del found["rule"]
         if follows:
             found["draft_length"] = self.draft.length
             found["max_draft_length"] = self.draft.max_length

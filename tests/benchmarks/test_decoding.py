@@ -190,13 +190,13 @@ def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
     llm = contestants.build_llm(found)
     contestant = contestants.ours("x", llm)
     scheduled: list[int] = []
-    inner = llm.engine._batch_of
+    inner = llm.engine.batch
 
     def watched(plan: Any, trees: Any) -> Any:
         scheduled.append(max(item.scheduled for item in plan.slices))
         return inner(plan, trees)
 
-    llm.engine._batch_of = watched
+    llm.engine.batch = watched
     prompt = list(range(1, 81))
     contestant.run(contestants.asks([prompt], 4))
     contestant.run(contestants.asks([prompt], 4))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.cli.output import STATS
+from paceline.request.completion import CompletionStats
 from tiny_models import TinyPair
 
 FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "lossy", "stats"}
@@ -34,7 +35,7 @@ def test_json_has_the_names_of_the_api(base: Sequence[str], tiny_pair: TinyPair)
     flags = ["--draft", tiny_pair.draft, "--draft-length", "3", "--json", "--logprobs", "2"]
     (record,) = records(run("generate", "Once upon", *base, *flags))
     assert record.keys() == FIELDS
-    assert tuple(record["stats"]) == STATS
+    assert [*record["stats"], "arrivals"] == [item.name for item in fields(CompletionStats)]
     assert record["prompt"] == "Once upon"
     assert record["index"] == 0
     assert record["finish_reason"] == "length"
@@ -138,7 +139,7 @@ def test_a_request_that_fails_is_told_and_exits_1(
     def fails(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Engine, "_accept", fails)
+    monkeypatch.setattr(Engine, "_made", fails)
     result = run("generate", "Once upon", *base, "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)

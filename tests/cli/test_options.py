@@ -12,17 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
-from paceline.cli.options import (
-    ModelOptions,
-    expand,
-)
-from paceline.cli.sampling import SamplingOptions
-from paceline.cli.values import (
-    parse_bytes,
-    parse_draft_length,
-    parse_grammar,
-    parse_logit_bias,
-)
+from paceline.cli.main import app
+from paceline.cli.options import ModelOptions, expand
+from paceline.cli.sampling import SamplingOptions, parse_grammar, parse_logit_bias
+from paceline.config import parse_bytes
+from paceline.settings import Key
 
 
 @pytest.mark.parametrize(
@@ -35,16 +29,30 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "-1M", "0", "1X", "nan", "inf"])
 def test_bad_sizes_are_usage_errors(text: str) -> None:
-    with pytest.raises(typer.BadParameter):
-        parse_bytes(text)
+    refused = CliRunner().invoke(app, ["generate", "x", "--kv-cache-memory", text])
+    assert refused.exit_code == 2 and "is not a size" in refused.stderr
 
 
-def test_draft_lengths() -> None:
-    assert parse_draft_length("auto") == "auto"
-    assert parse_draft_length("0") == 0
-    for bad in ("-1", "many", "1.5", ""):
-        with pytest.raises(typer.BadParameter):
-            parse_draft_length(bad)
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("length", "auto", "auto"),
+        ("length", "0", 0),
+        ("numbers", "2, 6,11", (2, 6, 11)),
+        ("numbers", "", ()),
+    ],
+)
+def test_what_a_text_means(kind: str, text: str, value: object) -> None:
+    assert Key("", kind=kind).parse(text, "--it") == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("length", "-1"), ("length", "many"), ("length", "1.5"), ("length", ""), ("numbers", "two")],
+)
+def test_texts_without_a_meaning(kind: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--it is '{text}'; it must be"):
+        Key("", kind=kind).parse(text, "--it")
 
 
 def test_logit_bias_pairs() -> None:
@@ -59,8 +67,7 @@ def test_defaults_are_those_of_the_api() -> None:
 
 
 def test_every_sampling_parameter_has_an_option() -> None:
-    renamed = {"stop_token_id": "stop_token_ids"}
-    options = {renamed.get(item.name, item.name) for item in fields(SamplingOptions)}
+    options = {item.name for item in fields(SamplingOptions)}
     # A call has one --draft for all its prompts, and one --draft-length.
     assert options == {item.name for item in fields(SamplingParams)} - {"drafter", "draft_length"}
 
@@ -101,18 +108,17 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paceline, "LLM", engine)
     ModelOptions(
         model="m",
-        draft_length="3",
+        draft_length=3,
         rule="block",
         dtype="float32",
         device="cpu",
-        kv_cache_memory="1M",
+        kv_cache_memory=1 << 20,
         max_batch_size=2,
     ).open("d")
     assert calls == [
         (
-            ("m",),
+            ("m", "d"),
             {
-                "draft": "d",
                 "dtype": "float32",
                 "device": "cpu",
                 "max_batch_size": 2,
@@ -120,6 +126,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "draft_length": 3,
                 "rule": "block",
                 "lossy": False,
+                "prefix_sharing": True,
                 "profile": None,
             },
         )
@@ -137,9 +144,9 @@ def test_expand_puts_groups_back_together() -> None:
     ) -> None:
         seen.append((word, sampling, loud))
 
-    app = typer.Typer()
-    app.command()(command)
+    own = typer.Typer()
+    own.command()(command)
     arguments = ["hello", "--loud", "--top-k", "5", "--stop", "a", "--stop", "b"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(own, arguments)
     assert result.exit_code == 0, result.output
-    assert seen == [("hello", SamplingOptions(top_k=5, stop=["a", "b"]), True)]
+    assert seen == [("hello", SamplingOptions(top_k=5, stop=("a", "b")), True)]

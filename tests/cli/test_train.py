@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.cli.train import RunOptions
-from paceline.cli.training import TextOptions
-from paceline.train.lm import LMConfig
 from training_runs import SHORTEST, SMALLEST, check_ctrl_c, options, write_records
 
 SIZES = options(vocab_size=280, micro_tokens=64, **SMALLEST, **SHORTEST)
@@ -22,16 +18,6 @@ SIZES = options(vocab_size=280, micro_tokens=64, **SMALLEST, **SHORTEST)
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
     return write_records(path, ["The dog saw the cat and the cat saw the dog."] * 40)
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    defaults = {item.name: item.default for item in fields(LMConfig)}
-    given = {}
-    for item in (*fields(RunOptions), *fields(TextOptions)):
-        factory = item.default_factory
-        given[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    assert given == defaults
 
 
 def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> None:

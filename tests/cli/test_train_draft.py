@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.cli.train_draft import DraftOptions
-from paceline.cli.training import TextOptions
-from paceline.train.draft import DraftConfig
 from tiny_models import SENTENCES, TinyPair
 from training_runs import SHORTEST, SMALLEST, options, write_records
 
@@ -26,19 +22,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", "draft", *arguments])
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    known = {item.name: item.default for item in fields(DraftConfig)}
-    for name in ("vocab_size", "tokenizer", "teacher", "init"):  # settled by target and draft
-        del known[name]
-    given = {}
-    for item in (*fields(DraftOptions), *fields(TextOptions)):
-        factory = item.default_factory
-        given[item.name] = tuple(factory()) if factory is not MISSING else item.default
-    del given["target"], given["draft"]
-    assert given == known
 
 
 def test_a_run_ends_with_a_draft_that_the_engine_takes(

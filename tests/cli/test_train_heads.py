@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from command_lines import refusals
 from paceline.cli.main import app
-from paceline.cli.train_heads import Eagle3Options, EagleOptions, HeadOptions, parse_layers
-from paceline.cli.training import TextOptions
-from paceline.train.eagle import EagleTrainConfig
-from paceline.train.head_config import HeadConfig
 from tiny_models import SENTENCES, TinyPair
 from training_runs import check_ctrl_c, options, write_records
 
@@ -26,34 +20,6 @@ SIZES += options(held_out=2, held_out_tokens=6, threads=1)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_records(tmp_path_factory.mktemp("corpus") / "toy.jsonl", SENTENCES * 3)
-
-
-def defaults(kind: type, *but: str) -> dict[str, Any]:
-    """Default values of a dataclass's fields, lists as tuples."""
-    found = {}
-    for item in fields(kind):
-        if item.name not in but:
-            factory = item.default_factory
-            value = factory() if factory is not MISSING else item.default
-            found[item.name] = tuple(value) if isinstance(value, list) else value
-    return found
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    run = defaults(HeadOptions, "target") | defaults(TextOptions)
-    assert run == defaults(HeadConfig, "target")
-    own = {k: v for k, v in defaults(EagleTrainConfig).items() if k not in defaults(HeadConfig)}
-    eagle3, eagle = defaults(Eagle3Options), defaults(EagleOptions)
-    assert eagle3 | {"feature_layers": ()} | defaults(EagleOptions, "ttt_steps") == {
-        k: v for k, v in own.items() if k != "version"
-    } | {"ttt_steps": 4}
-    assert eagle["ttt_steps"] == 1
-
-
-def test_layers_are_numbers() -> None:
-    assert parse_layers("2, 6,11") == (2, 6, 11)
-    assert parse_layers("") == ()
 
 
 def arguments(kind: str, target: str, corpus: str, out: Path) -> list[str]:
@@ -100,7 +66,7 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     ("changes", "message"),
     refusals("""
     --feature-layers 2,9 | feature layers [9] do not exist
-    --feature-layers two | write numbers
+    --feature-layers two | it must be numbers, as in 2,6,11
     --data no.jsonl | data file no.jsonl does not exist
     --target ./nowhere | ./nowhere
     """),

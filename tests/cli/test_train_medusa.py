@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.cli.train_medusa import MedusaOptions
-from paceline.train.head_config import HeadConfig
-from paceline.train.medusa import MedusaTrainConfig
 from tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=24", "--long-every=0", "--batch-tokens=48", "--micro-tokens=48", "--warmup=1"]
 SHORT = [*SIZES, "--steps=3", "--eval-every=2", "--held-out=2", "--held-out-tokens=6"]
-
-
-def defaults(kind: type) -> dict[str, Any]:
-    return {item.name: item.default for item in fields(kind) if item.default is not MISSING}
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    own = defaults(MedusaTrainConfig).items() - defaults(HeadConfig).items()
-    assert defaults(MedusaOptions).items() == own
 
 
 def test_a_run_ends_with_heads_that_draft(tiny_pair: TinyPair, tmp_path: Path) -> None:

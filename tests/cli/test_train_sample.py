@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
-from paceline.cli.train_sample import SamplePromptOptions
-from paceline.train.answers import PromptSelection
 from tiny_models import SENTENCES, TinyPair
-
-
-def test_options_are_the_fields_of_the_wishes() -> None:
-    """Written twice so that --help stays fast; here they are held together."""
-    options, params_list = asdict(SamplePromptOptions()), asdict(PromptSelection())
-    assert list(options) == list(params_list)
-    assert options | {"exclude_licenses": ()} == params_list
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Penalties at the tokens that occurred are penalties over the whole vocabulary, bit for bit."""
 
-import gc
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -81,11 +81,13 @@ def test_tokens_taken_back_are_not_counted():
 
 
 def test_nothing_is_kept_of_a_sequence_that_has_gone():
-    gc.collect()
     before = len(penalties._kept)
+    penalties.forget(0)
     seq = SequenceState(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
     penalised(torch.zeros(1, VOCAB), [seq], [0], None)
-    assert len(penalties._kept) == before + 1
-    del seq
-    gc.collect()
-    assert len(penalties._kept) == before
+    assert 0 in penalties._kept
+    penalties.forget(0)
+    assert 0 not in penalties._kept and len(penalties._kept) <= before
+    for number in range(2 * penalties._KEPT):  # those that nobody takes leave of
+        penalised(torch.zeros(1, VOCAB), [replace(seq, seq_id=number)], [0], None)
+    assert len(penalties._kept) == penalties._KEPT

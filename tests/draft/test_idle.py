@@ -57,7 +57,7 @@ def test_suffix_takes_finished_outputs_in_when_it_is_asked() -> None:
     for _ in range(6):
         step = run_step(drafter, counting, [seq], [0])[0]
     out: Any = None
-    drafter.observe([replace(step.commit, finish_reason="stop")], out)
+    drafter.observe([replace(step.commit, tokens=(), finish_reason="stop")], out)
     drafter.forget(0)
     assert len(drafter._global) == 0, "nobody has asked"
     tree = drafter.propose(Plan((Slice(request([9, 3, 4], 1), 1, 3),)))[0]
@@ -72,7 +72,7 @@ def test_what_waits_to_be_taken_in_is_bounded() -> None:
     for number in range(640):
         seq = request([1, 2, 3], number)
         step = run_step(drafter, counting, [seq], [0])[0]
-        drafter.observe([replace(step.commit, finish_reason="stop")], out)
+        drafter.observe([replace(step.commit, tokens=(), finish_reason="stop")], out)
         drafter.forget(number)
     assert sum(map(len, drafter._finished)) <= 100 + 64 * 4
     assert 90 <= drafter.stored_tokens <= 100

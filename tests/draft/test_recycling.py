@@ -127,7 +127,7 @@ def test_prompt_chunks_and_trees_of_others() -> None:
     seq.cached = 3
     drafter.propose(Plan((Slice(seq, 1, 4),)))
     logits = torch.stack([TABLE[4], TABLE[5], TABLE[6]])
-    commit = Commit(0, (9,), drafted=2, scheduled=1, position=3, choices=(9, 9, 9))
+    commit = Commit(0, (9,), drafted=2, scheduled=1, last=4, position=3, choices=(9, 9, 9))
     drafter.observe([commit], ModelOutput(logits))
     assert drafter._shared.known == {4}
     assert drafter._shared.candidates[4].tolist() == candidates(4, 2)

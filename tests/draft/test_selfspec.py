@@ -130,8 +130,8 @@ def test_early_exit_drafts_what_the_first_layers_say(model: CausalModel) -> None
     def checked(plan):
         nonlocal seen
         trees = propose(plan)
-        for seq, tree in zip(plan.seqs, trees, strict=True):
-            tokens = list(seq.tokens)
+        for item, tree in zip(plan.slices, trees, strict=True):
+            tokens = list(item.seq.tokens)
             for token in tree.tokens.tolist():
                 # The context's keys are the whole target's, in these layers the very same.
                 assert token == int(reference_logits(shorter, tokens)[-1].argmax())

@@ -183,17 +183,15 @@ def test_what_fails_for_one_request_ends_that_one(
     assert sum("ends with an error" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("where", ["text", "grammar", "blocks"])
+@pytest.mark.parametrize("where", ["text", "stops", "grammar", "blocks"])
 @pytest.mark.parametrize("at", [1, 3, 8])
 def test_a_text_or_grammar_that_fails_takes_nobody_along(
     llm: LLM, alone: list[Completion], where: str, at: int
 ) -> None:
-    """In the commit itself, where others have their tokens already."""
+    """In the commit itself, where others have their tokens already, or behind it."""
 
     class Grammar:
-        finished = False
-
-        def advance(self, token: int) -> None:
+        def read(self, tokens: tuple[int, ...]) -> None:
             raise RuntimeError("planted")
 
         def allowed(self, path: tuple[int, ...]) -> None:
@@ -201,8 +199,10 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
 
     requests = prepared(llm)
     seq = requests[1].seq
-    if where == "text":
-        Fault(seq.text, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
+    if where in ("text", "stops"):
+        seq.stops = requests[1]._new_text()
+        reader = seq.stops if where == "stops" else requests[1]._text
+        Fault(reader, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
     elif where == "grammar":
         seq.constraint = Grammar()
     else:
@@ -282,7 +282,7 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
 ) -> None:
     error = KeyboardInterrupt() if call == 1 else SystemExit(3)
     requests = prepared(llm)
-    owner = {"push": (requests[1].seq.text, "push"), "commit": (llm.engine.cache, "commit")}
+    owner = {"push": (requests[2].seq.stops, "push"), "commit": (llm.engine.cache, "commit")}
     place = owner[stage] if stage in owner else STAGES[stage](llm)
     fault = Fault(*place, lambda own, *_: own.calls == call, error)
     llm.enqueue(requests)
@@ -311,7 +311,7 @@ def test_scores_that_are_no_numbers_end_their_own_request(
     def spoilt(logits: torch.Tensor, checks: Any) -> Any:
         logits = logits.clone()
         for check in checks:
-            if check.seq is requests[1].seq and check.seq.generated >= 5:
+            if check.seq.seq_id == requests[1].seq.seq_id and check.seq.generated >= 5:
                 logits[check.start : check.start + check.rows] = float("nan")
         return real(logits, checks)
 
@@ -338,14 +338,14 @@ def test_a_text_that_cannot_be_given_out_ends_its_own_request(
 
 
 def test_generate_returns_the_failed_with_the_others(llm: LLM, alone: list[Completion]) -> None:
-    real = llm.engine._accept
+    real = llm.engine._made
 
-    def accept(seq: Any, *rest: Any) -> Any:
+    def made(seq: Any, *rest: Any) -> Any:
         if seq.params is PARAMS[2]:
             raise RuntimeError("planted\nin two lines")
         return real(seq, *rest)
 
-    llm.engine._accept = accept  # type: ignore[method-assign]
+    llm.engine._made = made  # type: ignore[method-assign]
     done = llm.generate(PROMPTS, PARAMS)
     assert [one.finish_reason for one in done] == ["length", "length", "error"]
     assert done[2].error == "RuntimeError: planted in two lines"

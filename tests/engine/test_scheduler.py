@@ -33,11 +33,11 @@ def advance(sched: Scheduler, asked: int = 0) -> dict[int, tuple[int, int]]:
     done = {}
     for item in plan.slices:
         done[item.seq.seq_id] = (item.scheduled, item.draft_length)
-        decodes = item.decodes
-        item.seq.cached += item.scheduled
-        if decodes:
-            item.seq.tokens.append(1)
-        sched.cache.commit(item.seq.seq_id, item.seq.tokens, item.seq.cached)
+        seq = sched.by_id()[item.seq.seq_id]
+        seq.cached += item.scheduled
+        if item.decodes:
+            seq.tokens.append(1)
+        sched.cache.commit(seq.seq_id, seq.tokens, seq.cached)
     sched.cache.check()
     return done
 

@@ -35,7 +35,6 @@ from paceline.train.card import write_card
 from paceline.train.data import Source, Stream
 from paceline.train.documents import Windows
 from paceline.train.feature_cache import FeatureCache
-from paceline.train.head_card import write_card as write_lines
 from paceline.train.heldout import written_texts
 from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
@@ -141,6 +140,13 @@ def token_stream(folder: Path, number: int) -> None:
     TokenStreams(folder, None, (), "all").keep(Source(Path("t.jsonl"), 1.0), stream)  # type: ignore[arg-type]
 
 
+def card(folder: Path, number: int) -> None:
+    config = SimpleNamespace(exclude_licenses=(), batch_tokens=8)
+    run: Any = SimpleNamespace(config=config, out=folder, result="", sources=[], history=[])
+    run.step, run.about = number, lambda: "x" * 99
+    write_card(run, "paceline train lm")
+
+
 KINDS = {
     "profile": Kind(profile),
     "html report": Kind(lambda folder, number: report(folder, number, "r.html")),
@@ -150,7 +156,7 @@ KINDS = {
     "medusa heads": Kind(medusa),
     "cached features": Kind(features),
     "held-out texts": Kind(held_out, limit=10),
-    "card": Kind(lambda folder, number: write_lines(folder, ["x" * 99, str(number)])),
+    "card": Kind(card),
     "token stream": Kind(token_stream),
     "trace": Kind(lambda folder, number: trace._export(Recorder(number), folder / "t.json")),
     "packed trace": Kind(
@@ -231,13 +237,13 @@ def test_a_checkpoint(trainer: LMTrainer, fault: str) -> None:
 def test_a_trained_model(trainer: LMTrainer, fault: str) -> None:
     def write(number: int) -> None:
         trainer.history = [{"step": number}]
-        trainer.save_model()
+        trainer.write_result()
 
     check(trainer.out, write, lambda: small_files(9999) if fault == "real" else full_disk(fault))
 
 
 def test_a_card_beside_a_trained_model(trainer: LMTrainer) -> None:
-    trainer.save_model()
+    trainer.write_result()
     check(trainer.out, lambda n: write_card(trainer, str(n)), lambda: full_disk("write"))
 
 
@@ -265,7 +271,7 @@ def test_heads_and_the_target_that_they_were_trained_with(
     trainer: LMTrainer, corpus: str, tmp_path: Path
 ) -> None:
     """Medusa-2 writes two folders that belong together."""
-    target = trainer.save_model()
+    target = trainer.write_result()
     config = MedusaTrainConfig(
         target=str(target),
         data=(corpus,),

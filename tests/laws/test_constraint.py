@@ -37,13 +37,11 @@ CASES = {
 class NoneTwice:
     """Forbids the token that stands last: which one that is depends on the drafted path."""
 
-    finished = False
-
     def __init__(self, context, vocab):
         self.tokens, self.vocab = list(context), vocab
 
-    def advance(self, token):
-        self.tokens.append(token)
+    def read(self, tokens):
+        self.tokens += tokens
 
     def allowed(self, path):
         mask = torch.ones(self.vocab, dtype=torch.bool)

@@ -12,6 +12,7 @@ from random_models import SPECS, VOCAB, tiny_pair
 
 from paceline.core.batch import Batch, Span
 from paceline.core.tree import chain_parents
+from paceline.model.backends.native.adopt import adopt
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
@@ -120,9 +121,17 @@ def nodes_for(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rng.sample(range(3, VOCAB), len(parents)))
 
 
-@pytest.fixture(scope="module", params=sorted(SPECS))
+NATIVE = ("llama", "llama_mha", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3")
+
+
+@pytest.fixture(scope="module", params=[*sorted(SPECS), *(f"native {name}" for name in NATIVE)])
 def pair(request: pytest.FixtureRequest) -> tuple[CausalModel, Any]:
-    return tiny_pair(request.param)
+    """Ours, whose modules run or else the kernels, and transformers' own."""
+    name: str = request.param
+    model, reference = tiny_pair(name.split()[-1])
+    if name.startswith("native"):
+        assert adopt(model), "the kernels know this architecture, and can be built here"
+    return model, reference
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["views", "padded"])

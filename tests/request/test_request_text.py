@@ -21,18 +21,10 @@ def answer(
     seq = SequenceState(0, list(prompt), len(prompt), params, stop_ids=frozenset({1}))
     request = Request(seq, prompt, 0, 0, KINDS[kind], streams)
     for place, step in enumerate(steps, 1):
-        taken, reason = [], None
-        for token in step:
-            seq.tokens.append(token)
-            taken.append(token)
-            if seq.text is not None and seq.text.push(token):
-                reason = "stop"
-                break
-        if reason is None and place == len(steps):
-            reason = "length"
-        request.absorb(
-            Commit(0, tuple(taken), scheduled=0, position=0, row=0, finish_reason=reason)
-        )
+        end = None if seq.stops is None else seq.stops.read(step)
+        reason = "stop" if end is not None else "length" if place == len(steps) else None
+        seq.tokens += step[:end]
+        request.absorb(Commit(0, tuple(step[:end]), finish_reason=reason))
         if reason is not None:
             break
     return request, "".join(event.text for event in request.events)

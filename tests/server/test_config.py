@@ -53,10 +53,10 @@ def write(folder: Path, text: str) -> Path:
 
 def test_the_file_says_everything(tmp_path: Path) -> None:
     path = write(tmp_path, ALL)
-    assert set(read_file(path)) == {item.name for item, _ in keys()}
+    assert set(read_file(path)) == {entry.name for entry in keys()}
     config = configure({}, path)
     default = ServeConfig()
-    assert not [i.name for i, _ in keys() if getattr(config, i.name) == getattr(default, i.name)]
+    assert not [e.name for e in keys() if getattr(config, e.name) == getattr(default, e.name)]
     assert config.kv_cache_memory == 2**30 and config.draft == ("ngram:min=2", "suffix")
     assert config.name == "mine" and config.deadline == 0.0
 
@@ -74,12 +74,12 @@ def test_printed_configuration_reads_back(tmp_path: Path) -> None:
 
 
 def test_every_section_is_used() -> None:
-    assert {key.section for _, key in keys()} == set(SECTIONS)
+    assert {entry.key.section for entry in keys()} == set(SECTIONS)
 
 
 def test_limits_are_the_protocol_s() -> None:
     """What an operator may allow is what the protocol can take."""
-    high = {item.name: key.high for item, key in keys()}
+    high = {entry.name: entry.key.high for entry in keys()}
     assert high["max_n"] == protocol.MAX_CHOICES == ServeConfig().max_n
     assert high["max_logprobs"] == protocol.MAX_LOGPROBS == ServeConfig().max_logprobs
     assert high["max_prompts"] == MAX_PROMPTS == ServeConfig().max_prompts

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from paceline.cli.main import app
-from paceline.server.config import ServeConfig, configure, flag, keys
+from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.protocol import ChatRequest, CompletionRequest, Speculation
 from running_server import Running
 
@@ -62,7 +62,7 @@ def test_commands_of_the_page() -> None:
 
 
 def flags_only(params: dict[str, Any]) -> dict[str, Any]:
-    return {item.name: params[item.name] for item, _ in keys() if params[item.name] != []}
+    return {e.name: params[e.name] for e in keys() if params[e.name] != []}
 
 
 def test_every_endpoint_is_on_the_page(server: Running) -> None:
@@ -82,7 +82,7 @@ def test_every_field_is_on_the_page() -> None:
 
 
 def test_flags_of_the_page() -> None:
-    known = {flag(item.name) for item, _ in keys()} | {"--config", "--print-config", "--help"}
+    known = {entry.flag for entry in keys()} | {"--config", "--print-config", "--help"}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known
     default = ServeConfig()
     assert "| `--max-queue` | 64 |" in PAGE and default.max_queue == 64

@@ -16,8 +16,8 @@ from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.train.acceptance import total
 from paceline.train.draft import DraftConfig, DraftTrainer
-from paceline.train.lm import Progress
 from paceline.train.losses import distillation_loss, total_variation
+from paceline.train.trainer import Progress
 from tiny_models import TinyPair
 
 train = partial(training_runs.train, DraftTrainer)

@@ -15,8 +15,8 @@ from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
-from paceline.train.heads import HeadProgress
 from paceline.train.observed import Observed
+from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places, UnrolledAttention
 
 train = partial(training_runs.train, EagleTrainer, eval_every=30)
@@ -90,7 +90,7 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
 
 
 def test_the_head_learns_what_the_target_says(config: EagleTrainConfig, tmp_path: Path) -> None:
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = EagleTrainer(config, tmp_path, device="cpu")
     before = total(trainer.measure().values()).mean_accepted_length
     trainer.run(seen.append, eval_every=30)
@@ -107,7 +107,7 @@ def test_version_1_predicts_features_and_tokens(
     config: EagleTrainConfig, tmp_path: Path, steps: int
 ) -> None:
     own = replace(config, version=1, feature_layers=(), draft_vocab_size=0, ttt_steps=steps)
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = train(replace(own, steps=30), tmp_path, seen.append)
     assert trainer.feature_layers == (3,)
     assert seen[-1].loss < 0.8 * seen[0].loss

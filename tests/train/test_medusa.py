@@ -14,8 +14,8 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
-from paceline.train.heads import HeadProgress
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
+from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places
 
 train = partial(training_runs.train, MedusaTrainer, eval_every=30)
@@ -76,7 +76,7 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_heads_learn(config: MedusaTrainConfig, tmp_path: Path, shared: bool) -> None:
-    seen: list[HeadProgress] = []
+    seen: list[Progress] = []
     trainer = MedusaTrainer(replace(config, shared_head=shared), tmp_path, device="cpu")
     before = total(trainer.measure().values()).mean_accepted_length
     untouched = {k: v.clone() for k, v in trainer.target.state_dict().items()}
@@ -110,7 +110,7 @@ def test_medusa_2_trains_the_target_after_the_heads(
     before = {k: v.clone() for k, v in trainer.target.state_dict().items()}
     alone: list[bool] = []
 
-    def watch(progress: HeadProgress) -> None:
+    def watch(progress: Progress) -> None:
         if progress.step == 6:
             alone.append(same(before, trainer.target.state_dict()))
 

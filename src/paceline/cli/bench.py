@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.continuing import SECONDS, BudgetOptions, SavedRun, digest_of, options_of
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.continuing import BudgetOptions, SavedRun
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing, spending
-from paceline.cli.suite import SuiteOptions, run_suite
-from paceline.cli.values import parse_bytes, parse_draft_length
+from paceline.cli.suite import SuiteOptions, run_suite, starter_of
 from paceline.errors import ConfigError, PromptError
+from paceline.settings import changed, under
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -28,6 +22,7 @@ if TYPE_CHECKING:
 
     from paceline import LLM
     from paceline.budget import Budget
+    from paceline.cli.measuring import Interruption
     from paceline.tools.bench.bought import BenchSpending
     from paceline.tools.bench.figures import Row
     from paceline.tools.bench.methods import Method
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.tools.bench.result import BenchResult
     from paceline.tools.bench.runner import HeatRecord, Sweep
 
-_MEASURING = "Measuring"
+_measuring = under("Measuring")
 _PER_CATEGORY = 3
 _EMBEDDED = ("plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3")
 
@@ -44,69 +39,31 @@ _EMBEDDED = ("plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3")
 class BenchOptions:
     """What is compared, and how."""
 
-    method: Annotated[
-        list[str],
-        typer.Option(
-            "--method",
-            "-m",
-            help="plain, draft (what --draft names), any draft spec, perhaps with a length "
-            "(ngram@5, eagle3:PATH@auto), transformers, transformers:assisted or "
-            "transformers:lookup; repeatable. Plain decoding always takes part.",
-            rich_help_panel=_MEASURING,
-            show_default="draft and ngram, and the EAGLE-3 head of the built-in model",
-        ),
-    ] = field(default_factory=list)
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Run drafters that name no length at each of these, as in 1,2,4,8.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = None
-    concurrency: Annotated[
-        str,
-        typer.Option(help="Requests in flight, as in 1,2,4,8,16,32.", rich_help_panel=_MEASURING),
-    ] = "1"
-    temperature: Annotated[
-        str, typer.Option("--temperature", "-t", help="As in 0,0.7,1.", rich_help_panel=_MEASURING)
-    ] = "0"
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens a request.", rich_help_panel=_MEASURING)
-    ] = 64
-    rounds: Annotated[
-        int,
-        typer.Option(help="Timed rounds; the median counts.", rich_help_panel=_MEASURING),
-    ] = 3
-    stop_at_eos: Annotated[
-        bool,
-        typer.Option(
-            "--stop-at-eos",
-            help="End texts where the model does; else all write as many tokens.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = False
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Seeds the requests: sampled texts can then be compared.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = None
-    price: Annotated[
-        float | None,
-        typer.Option(
-            help="Of a machine hour, in any currency: adds the cost of a million tokens.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = None
-    allow_idle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-idle",
-            help="Do not fail if a method drafted nothing, or nothing of use.",
-            rich_help_panel=_MEASURING,
-        ),
-    ] = False
+    method: tuple[str, ...] = _measuring(
+        (),
+        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
+        "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
+        "repeatable. Plain decoding always takes part.",
+        flags=("--method", "-m"),
+        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
+    )
+    lengths: str | None = _measuring(
+        None, "Run drafters that name no length at each of these, as in 1,2,4,8."
+    )
+    concurrency: str = _measuring("1", "Requests in flight, as in 1,2,4,8,16,32.")
+    temperature: str = _measuring("0", "As in 0,0.7,1.", flags=("--temperature", "-t"))
+    max_tokens: int = _measuring(64, "Tokens a request.")
+    rounds: int = _measuring(3, "Timed rounds; the median counts.")
+    stop_at_eos: bool = _measuring(
+        False, "End texts where the model does; else all write as many tokens."
+    )
+    seed: int | None = _measuring(None, "Seeds the requests: sampled texts can then be compared.")
+    price: float | None = _measuring(
+        None, "Of a machine hour, in any currency: adds the cost of a million tokens."
+    )
+    allow_idle: bool = _measuring(
+        False, "Do not fail if a method drafted nothing, or nothing of use."
+    )
 
     def check(self) -> None:
         """Raises ConfigError on a number that makes no sense."""
@@ -155,7 +112,7 @@ class _Plan:
 class BenchBudget(BudgetOptions):
     """Two minutes, if nobody says otherwise."""
 
-    seconds: Annotated[float, SECONDS] = 120.0
+    seconds: float = changed(BudgetOptions, "seconds", 120.0)
 
 
 @expand
@@ -181,17 +138,17 @@ def bench(
     suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
-    given = options_of(
-        engine=replace(engine, draft=engine.resolved_draft), wanted=wanted, options=options
+    pair = replace(engine, draft=engine.resolved_draft)
+    saved = time.run_of(
+        "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
-    saved = time.run_of("bench", engine.model, {**given, **digest_of(plan.prompts)})
     with showing():
         interrupted, result = _measured(engine, options, plan, budget, saved)
     if result is None:
-        finish(interrupted)
+        interrupted.finish()
         raise _nothing(budget)
     _show(result, output, options.allow_idle)
-    finish(interrupted)
+    interrupted.finish()
     if result.complaints(options.allow_idle):
         raise typer.Exit(1)
 
@@ -207,9 +164,8 @@ def _nothing(budget: Budget) -> typer.Exit:
 
 def _measured(
     engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
-) -> tuple[list[bool], BenchResult | None]:
+) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.tools.bench.contestants import Starter
     from paceline.tools.bench.predictions import predictions
     from paceline.tools.bench.prompts import fit
     from paceline.tools.bench.runner import HeatRecord
@@ -223,8 +179,7 @@ def _measured(
             f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
-    starter = Starter(llm, engine.model, rule=plan.rule, lossy=engine.lossy, kv_cache_memory=memory)
+    starter = starter_of(llm, engine, plan.rule)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
@@ -326,8 +281,7 @@ def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) ->
 
 def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
     """Asked for, else the profile's (its length only with its draft), else auto."""
-    length: Any = None if engine.draft_length is None else parse_draft_length(engine.draft_length)
-    rule = engine.rule
+    length, rule = engine.draft_length, engine.rule
     if engine.profile is not None:
         from paceline.tuned import TunedProfile
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.certify_server import ServerOptions, by_url
-from paceline.cli.continuing import BudgetOptions, SavedRun, digest_of, options_of
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.continuing import BudgetOptions, SavedRun
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.sampling import DistributionOptions
 from paceline.errors import ConfigError
+from paceline.settings import changed, entries, under
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -29,8 +24,7 @@ if TYPE_CHECKING:
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.certify import Certificate, Certifier, Effort
 
-_SAMPLING = "Sampling"
-_EFFORT = "How much is tested"
+_effort = under("How much is tested")
 # Samples are drawn in batches; smaller ones would only take longer.
 _LEAST_BATCH = 32
 
@@ -39,54 +33,27 @@ _LEAST_BATCH = 32
 class CertifiedSampling(DistributionOptions):
     """Sampling parameters to certify; greedy decoding is tested in any case."""
 
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature", "-t", help="0 tests greedy decoding only.", rich_help_panel=_SAMPLING
-        ),
-    ] = 1.0
-
-    def params(self) -> SamplingParams:
-        """Raises ConfigError on a value out of range."""
-        from paceline import SamplingParams
-
-        return SamplingParams(**self.shaping())
+    temperature: float = changed(
+        DistributionOptions, "temperature", 1.0, help="0 tests greedy decoding only."
+    )
 
 
 @dataclass(frozen=True)
 class EffortOptions:
     """How much is decoded, and how sure a failure must be."""
 
-    texts: Annotated[
-        int, typer.Option(help="Prompts compared token for token.", rich_help_panel=_EFFORT)
-    ] = 8
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of each of them.", rich_help_panel=_EFFORT)
-    ] = 64
-    prefixes: Annotated[
-        int, typer.Option(help="Places where samples are drawn.", rich_help_panel=_EFFORT)
-    ] = 4
-    samples: Annotated[
-        int,
-        typer.Option(
-            help="Samples a place; four times as many see half the bias.", rich_help_panel=_EFFORT
-        ),
-    ] = 2000
-    alpha: Annotated[
-        float,
-        typer.Option(help="Chance that a lossless engine fails.", rich_help_panel=_EFFORT),
-    ] = 0.001
-    seed: Annotated[
-        int, typer.Option(help="Makes the run repeatable.", rich_help_panel=_EFFORT)
-    ] = 0
+    texts: int = _effort(8, "Prompts compared token for token.")
+    max_tokens: int = _effort(64, "Tokens of each of them.")
+    prefixes: int = _effort(4, "Places where samples are drawn.")
+    samples: int = _effort(2000, "Samples a place; four times as many see half the bias.")
+    alpha: float = _effort(0.001, "Chance that a lossless engine fails.")
+    seed: int = _effort(0, "Makes the run repeatable.")
 
     def effort(self) -> Effort:
         """Raises ConfigError on a value out of range."""
         from paceline.tools.certify import Effort
 
-        return Effort(
-            self.texts, self.max_tokens, self.prefixes, self.samples, self.alpha, self.seed
-        )
+        return Effort(**vars(self))
 
 
 def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
@@ -141,13 +108,15 @@ def certify(
     output.check()
     params, effort = sampling.params(), options.effort()
     chosen = _prompts(prompts, effort.texts)
-    given = options_of(
+    saved = time.run_of(
+        "certify",
+        engine.model,
+        chosen,
         engine=replace(engine, draft=engine.resolved_draft),
         prompts=prompts,
         sampling=sampling,
         options=options,
     )
-    saved = time.run_of("certify", engine.model, {**given, **digest_of(chosen)})
     with showing():
         certifier = _certifier(engine, chosen, params, effort, budget, saved)
         with (
@@ -161,7 +130,7 @@ def certify(
     certifier.evidence.looks += 1
     saved.keep(certifier.evidence)
     _emit(certificate, certifier.llm, params, output)
-    finish(interrupted)
+    interrupted.finish()
     if not certificate.lossless:
         raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
 
@@ -199,14 +168,5 @@ def _emit(
 
 def _given(params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters that were certified."""
-    names: Sequence[str] = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    )
-    return {name: getattr(params, name) for name in names}
+    shaping = entries(DistributionOptions, "command")
+    return {entry.name: getattr(params, entry.name) for entry in shaping}

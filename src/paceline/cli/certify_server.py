@@ -6,22 +6,17 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
 from paceline.budget import Budget
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
+from paceline.settings import under
 
-_SERVER = "A server by its answers"
+_server = under("A server by its answers")
 _TEXTS = 8
 # Options that a server's certification has in common with an engine's.
 _SHARED = {"model", "max_tokens", "alpha", "seed", "seconds"}
@@ -32,28 +27,18 @@ Options = TypeVar("Options")
 class ServerOptions:
     """Which server answers, and what it is compared with."""
 
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Certify a server that speaks OpenAI's protocol, asked for --model; its key is "
-            "that of OPENAI_API_KEY.",
-            rich_help_panel=_SERVER,
-            show_default="this machine's engine",
-        ),
-    ] = None
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Another server of the same model, without speculation.",
-            rich_help_panel=_SERVER,
-            show_default="the same one with speculation off, where it can",
-        ),
-    ] = None
-    requests: Annotated[
-        int, typer.Option(help="Requests sent at most.", rich_help_panel=_SERVER)
-    ] = 400
+    url: str | None = _server(
+        None,
+        "Certify a server that speaks OpenAI's protocol, asked for --model; its key is that of "
+        "OPENAI_API_KEY.",
+        shown="this machine's engine",
+    )
+    against: str | None = _server(
+        None,
+        "URL of another server of the same model, without speculation.",
+        shown="the same one with speculation off, where it can",
+    )
+    requests: int = _server(400, "Requests sent at most.")
 
 
 def by_url(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,7 +83,7 @@ def _certify_server(values: dict[str, Any]) -> None:
         certifier.run(advance)
     certificate = certifier.certificate()
     output.emit(certificate.record(), certificate.report())
-    finish(interrupted)
+    interrupted.finish()
     if not certificate.lossless:
         raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
 

@@ -6,67 +6,61 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-
-import typer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
 from paceline.model.store import cache_folder
+from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
     from paceline.tools.bench.prompts import BenchPrompt
 
-_BUDGET = "Budget"
 _LAYOUT = 2
 MeasuredData = TypeVar("MeasuredData")
 
 
-SECONDS = typer.Option(
-    min=0,
-    help="Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
-    "takes.",
-    rich_help_panel=_BUDGET,
-)
+_budget = under("Budget")
 
 
 @dataclass(frozen=True)
 class BudgetOptions:
     """How long a measuring command may take, and whether it goes on from its last run."""
 
-    seconds: Annotated[float, SECONDS] = 180.0
-    go_on: Annotated[
-        bool,
-        typer.Option(
-            "--continue",
-            help="Add to what the last run with these options measured.",
-            rich_help_panel=_BUDGET,
-        ),
-    ] = False
-    state: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where measurements are kept for --continue.",
-            rich_help_panel=_BUDGET,
-            show_default="in the cache folder, by command and model",
-        ),
-    ] = None
+    seconds: float = _budget(
+        180.0,
+        "Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
+        "takes.",
+        low=0,
+    )
+    go_on: bool = _budget(
+        False, "Add to what the last run with these options measured.", flags=("--continue",)
+    )
+    state: str | None = _budget(
+        None,
+        "Where measurements are kept for --continue.",
+        metavar="FILE",
+        shown="in the cache folder, by command and model",
+    )
 
     def begin(self) -> Budget:
         return Budget(self.seconds or None)
 
-    def run_of(self, command: str, model: str, options: Mapping[str, Any]) -> SavedRun:
+    def run_of(
+        self, command: str, model: str, asked: Sequence[BenchPrompt], **groups: Any
+    ) -> SavedRun:
         """What the last run left, if it is to be gone on from. Raises ConfigError.
 
-        ``options``: those that make another measurement, by their names.
+        ``groups``: the options, tables of them and single ones, that make another measurement;
+        so do other prompts, ``asked``.
         """
         path = _default_path(command, model) if self.state is None else Path(self.state)
-        saved = SavedRun(command, path, dict(options), required=self.state is not None)
+        options = options_of(**groups) | _digest_of(asked)
+        saved = SavedRun(command, path, options, required=self.state is not None)
         if self.go_on:
             saved.read()
         return saved
@@ -202,8 +196,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
-    """For ``run_of``: the file may have another content by now."""
+def _digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
+    """The file may have another content by now."""
     content = repr([(prompt.name, prompt.turns, prompt.text) for prompt in prompts])
     return {"the text of the prompts": hashlib.sha256(content.encode()).hexdigest()[:16]}
 
@@ -212,7 +206,9 @@ def options_of(**groups: Any) -> dict[str, Any]:
     """Options by the names that users know, from dataclasses and single values."""
     found: dict[str, Any] = {}
     for name, value in groups.items():
-        fields = vars(value) if hasattr(value, "__dataclass_fields__") else {name: value}
-        for field, own in fields.items():
-            found[f"--{field.replace('_', '-')}"] = own
+        if is_dataclass(value) and not isinstance(value, type):
+            own = entries(type(value), "command")
+            found |= {entry.flag: getattr(value, entry.name) for entry in own}
+        else:
+            found[flag(name)] = value
     return found

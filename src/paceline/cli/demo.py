@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +20,6 @@ from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
 from paceline.cli.progress import showing
 from paceline.cli.scenes import Scene, scenes_for
-from paceline.cli.values import parse_bytes
 from paceline.defaults import REAL, VARIABLE, default_draft
 from paceline.errors import PacelineError
 from paceline.stages import stage
@@ -96,17 +95,10 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
     """All scenes as one; it has a difference if any scene has."""
     differences = [m.difference for m in measurements if m.difference is not None]
     worst = sorted(differences, key=lambda difference: difference.is_tie)
-    return Measurement(
-        name="total",
-        plain_tokens=sum(m.plain_tokens for m in measurements),
-        tokens=sum(m.tokens for m in measurements),
-        plain_seconds=sum(m.plain_seconds for m in measurements),
-        speculative_seconds=sum(m.speculative_seconds for m in measurements),
-        drafted=sum(m.drafted for m in measurements),
-        accepted=sum(m.accepted for m in measurements),
-        target_steps=sum(m.target_steps for m in measurements),
-        difference=worst[0] if worst else None,
-    )
+    whole: dict[str, Any] = {"name": "total", "difference": worst[0] if worst else None}
+    counted = [item.name for item in fields(Measurement) if item.name not in whole]
+    sums = {name: sum(getattr(m, name) for m in measurements) for name in counted}
+    return Measurement(**whole, **sums)
 
 
 def prompt_ids(llm: LLM, scene: Scene) -> list[int]:
@@ -144,35 +136,32 @@ def measure(
     memory = _with_memory(speculative)
     for llm in (plain, speculative):
         _timed(llm, ids, params)
-    seconds: dict[str, list[float]] = {"plain": [], "fast": [], "again": []}
-    repeated: Completion | None = None
+    asked = {"plain": plain, "fast": speculative} | ({"again": speculative} if memory else {})
+    seconds: dict[str, list[float]] = {which: [] for which in asked}
+    said: dict[str, Completion] = {}
     for _ in range(rounds):
         for drafter in memory:
             drafter.clear()
-        took, expected = _timed(plain, ids, params)
-        seconds["plain"].append(took)
-        took, completion = _timed(speculative, ids, params)
-        seconds["fast"].append(took)
-        if memory:
-            took, repeated = _timed(speculative, ids, params)
-            seconds["again"].append(took)
-    medians = {name: statistics.median(times) for name, times in seconds.items() if times}
+        for which, llm in asked.items():
+            took, said[which] = _timed(llm, ids, params)
+            seconds[which].append(took)
 
-    def figures(which: str, fast: Completion) -> Measurement:
+    def figures(which: str) -> Measurement:
+        expected, fast = said["plain"], said[which]
         return Measurement(
             name=scene.name,
             plain_tokens=len(expected.token_ids),
             tokens=len(fast.token_ids),
-            plain_seconds=medians["plain"],
-            speculative_seconds=medians[which],
+            plain_seconds=statistics.median(seconds["plain"]),
+            speculative_seconds=statistics.median(seconds[which]),
             drafted=fast.stats.drafted_tokens,
             accepted=fast.stats.accepted_tokens,
             target_steps=fast.stats.target_steps,
             difference=explain(plain, ids, expected, fast),
         )
 
-    again = None if repeated is None else figures("again", repeated)
-    return SceneResult(figures("fast", completion), again, expected, completion)
+    again = figures("again") if memory else None
+    return SceneResult(figures("fast"), again, said["plain"], said["fast"])
 
 
 def _with_memory(llm: LLM) -> list[SuffixDrafter]:
@@ -312,13 +301,6 @@ def _setting(engine: ModelOptions) -> ModelOptions:
     return engine
 
 
-def _plain(engine: ModelOptions, speculative: LLM) -> LLM:
-    """Plain decoding over the same weights."""
-    batch = speculative.engine.scheduler.config.max_batch_size
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
-    return speculative.beside(None, max_batch_size=batch, kv_cache_memory=memory)
-
-
 @expand
 def demo(
     engine: ModelOptions,
@@ -345,7 +327,7 @@ def demo(
     console = Console(quiet=as_json)
     with showing(), stage("loading the models"):
         speculative = engine.open(draft)
-        plain = _plain(engine, speculative)
+        plain = engine.plain_beside(speculative)
     console.print(_legend())
     scenes = scenes_for(engine.model, speculative)
     if not as_json:

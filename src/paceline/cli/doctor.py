@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.measuring import ReportOptions, finish, partial_results
+from paceline.cli.measuring import ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
 from paceline.cli.progress import progress_bar, showing
-from paceline.cli.values import parse_bytes
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -17,14 +16,17 @@ if TYPE_CHECKING:
     from paceline.tools.doctor.trial import SpeedupTrial
 
 
-def _trial(engine: ModelOptions, memory: int | None) -> SpeedupTrial:
+def _trial(engine: ModelOptions) -> SpeedupTrial:
     """Load the pair and measure it."""
     from paceline.tools.doctor.trial import SECONDS, run_trial
 
     with progress_bar("loading", total=int(SECONDS)) as advance:
         plain = engine.open(None)
         spec = plain.beside(
-            engine.resolved_draft, max_batch_size=1, draft_length=1, kv_cache_memory=memory
+            engine.resolved_draft,
+            max_batch_size=1,
+            draft_length=1,
+            kv_cache_memory=engine.kv_cache_memory,
         )
         shown = 0
 
@@ -53,7 +55,6 @@ def doctor(
     draft = engine.resolved_draft
     if run and draft is None:
         raise typer.BadParameter(f"--run measures a draft; try --draft {DEFAULT_DRAFT} or ngram")
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
         from paceline.tools.doctor import Severity, examine, summary
@@ -66,15 +67,15 @@ def doctor(
             dtype=engine.dtype,
             device=engine.device,
             max_batch_size=engine.max_batch_size or 8,
-            kv_cache_memory=memory,
+            kv_cache_memory=engine.kv_cache_memory,
         )
     trial = None
     with partial_results() as interrupted:
         if run and not any(item.severity is Severity.ERROR for item in findings):
-            trial = _trial(engine, memory)
+            trial = _trial(engine)
             findings = by_severity([*findings, *judge(trial)])
     document = summary.report_of(engine.model, draft, findings, trial)
     output.emit(summary.record(engine.model, draft, findings, trial), document)
-    finish(interrupted)
+    interrupted.finish()
     if any(item.severity is Severity.ERROR for item in findings):
         raise typer.Exit(1)

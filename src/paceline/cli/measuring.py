@@ -5,45 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from paceline.cli.output import print_json
+from paceline.settings import under
 
 if TYPE_CHECKING:
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.report.document import Report
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_PROMPTS = "Prompts"
-_OUTPUT = "Output"
+_prompts, _output = under("Prompts"), under("Output")
 
 
 @dataclass(frozen=True)
 class PromptOptions:
     """Which prompts are decoded."""
 
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
-            rich_help_panel=_PROMPTS,
-            show_default="the shipped set",
-        ),
-    ] = None
-    category: Annotated[
-        list[str],
-        typer.Option(
-            help="Only this category; repeatable.", rich_help_panel=_PROMPTS, show_default="all"
-        ),
-    ] = field(default_factory=list)
-    per_category: Annotated[
-        int | None,
-        typer.Option(min=1, help="So many prompts of each category.", rich_help_panel=_PROMPTS),
-    ] = None
+    prompts: str | None = _prompts(
+        None,
+        "JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
+        shown="the shipped set",
+    )
+    category: tuple[str, ...] = _prompts((), "Only this category; repeatable.", shown="all")
+    per_category: int | None = _prompts(None, "So many prompts of each category.", low=1)
 
     def load(self, per_category: int | None = None) -> list[BenchPrompt]:
         """``per_category`` is the command's own default. Raises DataError."""
@@ -56,17 +45,10 @@ class PromptOptions:
 class ReportOptions:
     """Where the result goes besides the terminal."""
 
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON object instead of tables.", rich_help_panel=_OUTPUT),
-    ] = False
-    report: Annotated[
-        str | None,
-        typer.Option(
-            help="Also write a report, with plots, to this .html or .md file.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = None
+    as_json: bool = _output(False, "One JSON object instead of tables.", flags=("--json",))
+    report: str | None = _output(
+        None, "Also write a report, with plots, to this .html or .md file."
+    )
 
     def check(self) -> None:
         """Refuse a bad report name before the work begins. Raises ConfigError."""
@@ -88,24 +70,32 @@ class ReportOptions:
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
 
 
+class Interruption:
+    """Whether Ctrl-C ended the work early."""
+
+    came = False
+
+    def __bool__(self) -> bool:
+        return self.came
+
+    def finish(self) -> None:
+        """Exit 130 if it did."""
+        if self.came:
+            raise typer.Exit(130)
+
+
 @contextmanager
-def partial_results() -> Iterator[list[bool]]:
-    """Ctrl-C ends the block early instead of the program; the list is then not empty.
+def partial_results() -> Iterator[Interruption]:
+    """Ctrl-C ends the block early instead of the program.
 
     with partial_results() as interrupted:
         measure_into(record)
     emit(record)
-    finish(interrupted)
+    interrupted.finish()
     """
-    interrupted: list[bool] = []
+    interrupted = Interruption()
     try:
         yield interrupted
     except KeyboardInterrupt:
-        interrupted.append(True)
+        interrupted.came = True
         print("interrupted: the figures are of what was measured until now", file=sys.stderr)
-
-
-def finish(interrupted: list[bool]) -> None:
-    """Exit 130 if the work was cut short."""
-    if interrupted:
-        raise typer.Exit(130)

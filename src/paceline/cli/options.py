@@ -1,26 +1,19 @@
-"""Options that commands share, each defined once as a field of a dataclass.
-
-A command takes such a dataclass as a parameter; ``expand`` shows its fields to Typer as single
-options and puts the values back together before the command runs.
-"""
+"""How commands take their options from tables of settings, and the tables that they share."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from paceline.cli.values import (
-    parse_bytes,
-    parse_draft_length,
-)
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
+from paceline.settings import SPELT, EngineSettings, LoadSettings, TableEntry, entries, told, under
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -29,50 +22,94 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = EMBEDDED  # of the commands that train
 DEFAULT_DRAFT = "paceline/tiny-draft"
 
-_MODEL = "Model"
-_OUTPUT = "Output"
+_model, _output = under("Model"), under("Output")
 
 
 def expand(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace every parameter annotated with an option dataclass by that dataclass's fields."""
+    """Replace every parameter annotated with a table of settings by the table's options."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type] = {}
+    tables: dict[str, type] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(annotation=kind))
-            continue
-        assert isinstance(kind, type)
-        groups[name] = kind
-        field_hints = get_type_hints(kind, include_extras=True)
-        for item in fields(kind):
-            parameters.append(
-                inspect.Parameter(
-                    item.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=_default_of(item),
-                    annotation=field_hints[item.name],
-                )
-            )
+        if is_dataclass(hints[name]):
+            tables[name] = hints[name]
+            parameters += [parameter_of(entry) for entry in entries(hints[name], "command")]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
 
     def call(**values: Any) -> Any:
-        for name, kind in groups.items():
-            values[name] = kind(**{item.name: values.pop(item.name) for item in fields(kind)})
+        for name, table in tables.items():
+            own = entries(table, "command")
+            values[name] = table(**{e.name: _value(e, values.pop(e.name)) for e in own})
         return command(**values)
 
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {item.name: item.annotation for item in parameters}
+    return with_signature(call, command, parameters)
+
+
+def with_signature(
+    call: Callable[..., Any], command: Callable[..., Any], parameters: list[inspect.Parameter]
+) -> Callable[..., Any]:
+    """``call``, which Typer takes for ``command`` with these parameters."""
     # All by keyword: then one with a default may stand before one without.
     ordered = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {item.name: item.annotation for item in ordered}
     call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
     return call
 
 
-def _default_of(item: Field[Any]) -> Any:
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return inspect.Parameter.empty if item.default is MISSING else item.default
+def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Parameter:
+    """A setting as Typer knows options; ``left_open``: None, where it was not given, is told
+    apart from its default, and its range is looked at by whoever reads it."""
+    key, default = entry.key, entry.default
+    help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
+    kind: Any = str if key.kind in SPELT else entry.type
+    if entry.is_list and key.kind not in SPELT:
+        kind = list[get_args(entry.type)[0]]  # type: ignore[misc]
+    kind = kind | None if entry.optional or left_open else kind
+    shown: Any = False if key.shown == "" else key.shown or True
+    limits: dict[str, Any] = {} if kind is str else {"min": key.low, "max": key.high}
+    flags = key.flags
+    if left_open:
+        shown, limits = key.shown or str(default).lower().removesuffix(".0"), {}
+    elif default is False and not flags:
+        flags = (entry.flag,)  # else there would be a --no-...
+    if flags and not flags[0].startswith("-"):
+        option = typer.Argument(metavar=flags[0], help=help, show_default=shown)
+    else:
+        option = typer.Option(
+            *flags,
+            help=help,
+            metavar=key.metavar,
+            rich_help_panel=key.panel or None,
+            show_default=shown,
+            **limits,
+        )
+    return inspect.Parameter(
+        entry.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if left_open else _written(entry),
+        annotation=Annotated[kind, option],
+    )
+
+
+def _written(entry: TableEntry) -> Any:
+    """A default as Typer is told it."""
+    if entry.default is MISSING:
+        return inspect.Parameter.empty
+    if isinstance(entry.default, tuple):
+        return ",".join(map(str, entry.default)) if entry.key.kind in SPELT else [*entry.default]
+    return entry.default
+
+
+def _value(entry: TableEntry, given: Any) -> Any:
+    """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
+    if entry.key.kind in SPELT and given is not None:
+        try:
+            return entry.key.parse(given, entry.flag)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+    return tuple(given or ()) if entry.is_list else given
 
 
 def debugging() -> bool:
@@ -135,88 +172,29 @@ def offered(model: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """What is loaded and how it runs."""
+class TargetName:
+    """Which model is loaded."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Model folder, GGUF file, hub name or built-in name.",
-            rich_help_panel=_MODEL,
-            show_default=IN_WORDS,
-        ),
-    ] = ""
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several "
-            "that take turns ('hybrid:ngram+model:PATH'), or 'none'. "
-            f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
-            rich_help_panel=_MODEL,
-            show_default=False,
-        ),
-    ] = None
-    draft_length: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens drafted a step: a number, or auto to adapt.",
-            rich_help_panel=_MODEL,
-            show_default="auto",
-        ),
-    ] = None
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="Acceptance rule of sampled drafts without a seed: auto, token, block, coupled.",
-            rich_help_panel=_MODEL,
-            show_default="auto",
-        ),
-    ] = None
-    lossy: Annotated[
-        bool,
-        typer.Option(
-            "--lossy",
-            help="Typical acceptance: faster sampling that is NOT the model's own distribution.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_MODEL),
-    ] = "auto"
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", rich_help_panel=_MODEL)
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Processor threads.", rich_help_panel=_MODEL, show_default="torch's choice"
-        ),
-    ] = None
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for keys and values, as in 512M or 2G.",
-            rich_help_panel=_MODEL,
-            show_default="auto",
-        ),
-    ] = None
-    max_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sequences decoded together.", rich_help_panel=_MODEL, show_default="8"
-        ),
-    ] = None
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="A file of paceline tune; it gives what the options above leave open.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
+    model: str = _model("", "Model folder, GGUF file, hub name or built-in name.", shown=IN_WORDS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", chosen_model(self.model))
+
+
+@dataclass(frozen=True)
+class PairNames(TargetName):
+    """Which model is loaded, and with what."""
+
+    draft: str | None = _model(
+        None,
+        "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
+        "turns ('hybrid:ngram+model:PATH'), or 'none'. "
+        f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
+        shown="",
+    )
+    profile: str | None = _model(
+        None, "A file of paceline tune; it gives what the other options leave open."
+    )
 
     @property
     def resolved_draft(self) -> str | None:
@@ -233,48 +211,51 @@ class ModelOptions:
             return default_draft(self.model)
         return None if self.draft.lower() == "none" else self.draft
 
+
+@dataclass(frozen=True)
+class ModelOptions(EngineSettings, PairNames):
+    """What is loaded and how it runs."""
+
     def open(self, draft: str | None) -> LLM:
         """Load the model with this draft (None decodes plainly)."""
-        length = parse_draft_length(self.draft_length)
-        memory = None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory)
-        from paceline.cli.progress import showing
+        # A profile's draft is resolved already.
+        return load_llm(self, self.model, "none" if draft is None else draft, self.profile)
 
-        with showing(), stage("starting"):
-            quiet_libraries()
-            set_threads(self.threads)
-            from paceline import LLM
+    def plain_beside(self, llm: LLM) -> LLM:
+        """Plain decoding over the weights of one that was opened, with as large batches."""
+        batch = llm.engine.scheduler.config.max_batch_size
+        return llm.beside(None, max_batch_size=batch, kv_cache_memory=self.kv_cache_memory)
 
-            llm = LLM(
-                self.model,
-                draft="none" if draft is None else draft,  # a profile's draft is resolved already
-                dtype=self.dtype,
-                device=self.device,
-                max_batch_size=self.max_batch_size,
-                kv_cache_memory=memory,
-                draft_length=length,
-                rule=self.rule,
-                lossy=self.lossy,
-                profile=self.profile,
-            )
-        for note in llm.notes:
-            print(f"note: {note}", file=sys.stderr)
-        return llm
+
+def load_llm(
+    settings: LoadSettings,
+    model: str,
+    draft: str | Sequence[str] | None,
+    profile: str | None = None,
+    **more: Any,
+) -> LLM:
+    """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
+    from paceline.cli.progress import showing
+
+    with showing(), stage("starting"):
+        quiet_libraries()
+        set_threads(settings.threads)
+        from paceline import LLM
+
+        llm = LLM(model, draft, profile=profile, **told(vars(settings), "LLM"), **more)
+    for note in llm.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return llm
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """How completions are shown."""
 
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="One JSON object a completion.", rich_help_panel=_OUTPUT),
-    ] = False
-    show_draft: Annotated[
-        bool | None,
-        typer.Option(
-            "--show-draft/--hide-draft",
-            help="Colour the tokens that came from the draft.",
-            rich_help_panel=_OUTPUT,
-            show_default="on a terminal",
-        ),
-    ] = None
+    as_json: bool = _output(False, "One JSON object a completion.", flags=("--json",))
+    show_draft: bool | None = _output(
+        None,
+        "Colour the tokens that came from the draft.",
+        flags=("--show-draft/--hide-draft",),
+        shown="on a terminal",
+    )

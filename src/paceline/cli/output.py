@@ -17,20 +17,6 @@ if TYPE_CHECKING:
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
 
-STATS = (
-    "drafted_tokens",
-    "accepted_tokens",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "acceptance_per_position",
-    "target_steps",
-    "decode_seconds",
-    "tokens_per_second",
-    "lossy",
-    "time_to_first_token",
-    "reached_per_position",
-)
-
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:
     """The prompt as text; a rendered conversation shows its special tokens."""
@@ -50,7 +36,7 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "index": completion.index,
         "lossy": completion.lossy,
-        "stats": {name: getattr(completion.stats, name) for name in STATS},
+        "stats": {k: v for k, v in vars(completion.stats).items() if k != "arrivals"},
         **failed,
     }
 

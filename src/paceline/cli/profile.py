@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.measuring import (
-    PromptOptions,
-    ReportOptions,
-    finish,
-    partial_results,
-)
+from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, debugging, expand
 from paceline.cli.progress import progress_bar, showing
-from paceline.cli.values import parse_bytes
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -82,7 +76,7 @@ def profile(
         "trace": trace if len(result.runs) == len(contestants) else None,
     }
     output.emit(record, report_of(result, _setting(engine, concurrency, names, result)))
-    finish(interrupted)
+    interrupted.finish()
 
 
 def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
@@ -104,9 +98,7 @@ def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]
         )
     if draft is None:
         return [("plain", loaded)]
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
-    plain = loaded.beside(None, max_batch_size=batch, kv_cache_memory=memory)
-    return [("plain", plain), (draft, loaded)]
+    return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
 
 
 def _setting(

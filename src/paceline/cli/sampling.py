@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.values import parse_grammar, parse_logit_bias
+from paceline.errors import ConfigError
+from paceline.settings import under
 
 if TYPE_CHECKING:
-    from paceline import SamplingParams
+    from paceline import Grammar, SamplingParams
 
-_SAMPLING = "Sampling"
+_sampling = under("Sampling")
 
 
 @dataclass(frozen=True)
@@ -20,125 +23,74 @@ class DistributionOptions:
     """What shapes a request's distribution; names, defaults and meanings are those of
     SamplingParams."""
 
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING),
-    ] = 0.0
-    top_k: Annotated[
-        int, typer.Option(help="Keep the k likeliest; 0 is off.", rich_help_panel=_SAMPLING)
-    ] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Keep this much probability.", rich_help_panel=_SAMPLING)
-    ] = 1.0
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Drop tokens below this share of the likeliest.", rich_help_panel=_SAMPLING
-        ),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)
-    ] = 1.0
-    presence_penalty: Annotated[
-        float, typer.Option(help="From -2 to 2, once a token.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option(help="From -2 to 2, per occurrence.", rich_help_panel=_SAMPLING)
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ID=VALUE",
-            help="Add to a token's logit; repeatable.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = field(default_factory=list)
+    temperature: float = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
+    top_k: int = _sampling(0, "Keep the k likeliest; 0 is off.")
+    top_p: float = _sampling(1.0, "Keep this much probability.")
+    min_p: float = _sampling(0.0, "Drop tokens below this share of the likeliest.")
+    repetition_penalty: float = _sampling(1.0, "Above 1 discourages repeats.")
+    presence_penalty: float = _sampling(0.0, "From -2 to 2, once a token.")
+    frequency_penalty: float = _sampling(0.0, "From -2 to 2, per occurrence.")
+    logit_bias: tuple[str, ...] = _sampling(
+        (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
+    )
 
-    def shaping(self) -> dict[str, Any]:
-        """As SamplingParams takes it."""
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": parse_logit_bias(self.logit_bias),
-        }
+    def params(self) -> SamplingParams:
+        """Raises ConfigError on a value out of range."""
+        from paceline import SamplingParams
+
+        values = vars(self) | {"logit_bias": parse_logit_bias(self.logit_bias)}
+        if values.get("grammar") is not None:
+            values["grammar"] = parse_grammar(values["grammar"])
+        return SamplingParams(**values)
 
 
 @dataclass(frozen=True)
 class SamplingOptions(DistributionOptions):
     """One request's parameters."""
 
-    max_tokens: Annotated[
-        int,
-        typer.Option(help="Stop after so many.", rich_help_panel=_SAMPLING),
-    ] = 128
-    min_tokens: Annotated[
-        int, typer.Option(help="Do not stop before so many.", rich_help_panel=_SAMPLING)
-    ] = 0
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Same seed, same text, whatever the draft.",
-            rich_help_panel=_SAMPLING,
-            show_default="random",
-        ),
-    ] = None
-    stop: Annotated[
-        list[str],
-        typer.Option(help="Stop at this string; repeatable.", rich_help_panel=_SAMPLING),
-    ] = field(default_factory=list)
-    stop_token_id: Annotated[
-        list[int],
-        typer.Option(help="Stop at this token id; repeatable.", rich_help_panel=_SAMPLING),
-    ] = field(default_factory=list)
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Go on after end-of-sequence tokens.", rich_help_panel=_SAMPLING
-        ),
-    ] = False
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Log probabilities of so many alternatives (in --json).",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND:TEXT",
-            help="What the text must look like: json, json:SCHEMA, regex:..., lark:..., "
-            "or KIND:@FILE.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    skip_special_tokens: Annotated[
-        bool,
-        typer.Option(help="Leave special tokens out of the text.", rich_help_panel=_SAMPLING),
-    ] = True
-    n: Annotated[
-        int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)
-    ] = 1
+    max_tokens: int = _sampling(128, "Stop after so many.")
+    min_tokens: int = _sampling(0, "Do not stop before so many.")
+    seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
+    stop: tuple[str, ...] = _sampling((), "Stop at this string; repeatable.")
+    stop_token_ids: tuple[int, ...] = _sampling(
+        (), "Stop at this token id; repeatable.", flags=("--stop-token-id",)
+    )
+    ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
+    logprobs: int | None = _sampling(None, "Log probabilities of so many alternatives (in --json).")
+    grammar: str | None = _sampling(
+        None,
+        "What the text must look like: json, json:SCHEMA, regex:..., lark:..., or KIND:@FILE.",
+        metavar="KIND:TEXT",
+    )
+    skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
+    n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
 
-    def params(self) -> SamplingParams:
-        """Raises ConfigError on a value out of range."""
-        from paceline import SamplingParams
 
-        return SamplingParams(
-            **self.shaping(),
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_id),
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            grammar=None if self.grammar is None else parse_grammar(self.grammar),
-            skip_special_tokens=self.skip_special_tokens,
-            n=self.n,
-        )
+def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
+    biases = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--logit-bias {pair!r}: write ID=VALUE, as in 42=-5"
+            ) from None
+    return biases
+
+
+def parse_grammar(text: str) -> Grammar:
+    """``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
+    from paceline import Grammar
+
+    kind, colon, body = text.partition(":")
+    if text == "json":
+        return Grammar.json()
+    if not colon:
+        raise ConfigError(f"--grammar {text!r}: write KIND:TEXT, as in regex:[0-9]+")
+    if body.startswith("@"):
+        try:
+            body = Path(body[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--grammar: cannot read {body[1:]}: {error}") from None
+    return Grammar(kind, body)

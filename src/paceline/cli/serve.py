@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paceline.cli.options import chosen_model
+from paceline.cli.options import chosen_model, parameter_of, with_signature
 from paceline.cli.progress import showing
 from paceline.errors import PacelineError
-from paceline.server.config import Key, ServeConfig, configure, default_of, keys, to_toml
+from paceline.server.config import ServeConfig, configure, keys, to_toml
+from paceline.settings import entries, setting
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -23,77 +21,26 @@ if TYPE_CHECKING:
     from paceline.server.security import Keys
     from paceline.server.service import Service
 
-_TYPES: dict[str, Any] = {
-    "text": str,
-    "count": int,
-    "seconds": float,
-    "switch": bool,
-    "list": list[str],
-    "size": str,
-    "length": str,
-}
 
+@dataclass(frozen=True)
+class FileOptions:
+    """Where the settings come from besides the flags."""
 
-def _option(item: Field[Any], key: Key) -> inspect.Parameter:
-    """The flag of one setting; None means that it was not given."""
-    default = default_of(item)
-    choices = f" One of {', '.join(key.choices)}." if key.choices else ""
-    option: Any
-    if item.name == "model":
-        option = typer.Argument(
-            metavar="MODEL", help=key.help, show_default=key.shown or str(default)
-        )
-    else:
-        shown = key.shown or str(default).lower().removesuffix(".0")
-        option = typer.Option(
-            help=key.help + choices,
-            show_default=shown,
-            rich_help_panel=key.section.capitalize(),
-        )
-    return inspect.Parameter(
-        item.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[_TYPES[key.kind] | None, option],
+    config: str | None = setting(
+        None, "TOML file that says what the flags can say; flags win.", metavar="FILE", shown="none"
     )
+    print_config: bool = setting(False, "Print the configuration as such a file.")
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command(config, print_config, flags)`` a flag for every field of ServeConfig."""
-    settings = [_option(item, key) for item, key in keys()]
+    """Give ``command(config, print_config, flags)`` a flag for every setting of ServeConfig."""
+    own = [parameter_of(entry) for entry in entries(FileOptions, "command")]
+    flags = [parameter_of(entry, left_open=True) for entry in keys()]
 
     def call(config: str | None, print_config: bool, **flags: Any) -> None:
         command(config, print_config, {name: v for name, v in flags.items() if v not in (None, [])})
 
-    own = [
-        inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                str | None,
-                typer.Option(
-                    metavar="FILE",
-                    help="TOML file that says what the flags can say; flags win.",
-                    show_default="none",
-                ),
-            ],
-        ),
-        inspect.Parameter(
-            "print_config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[
-                bool,
-                typer.Option("--print-config", help="Print the configuration as such a file."),
-            ],
-        ),
-    ]
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    parameters = [*settings[:1], *own, *settings[1:]]
-    call.__annotations__ = {item.name: item.annotation for item in parameters}
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return call
+    return with_signature(call, command, [*flags[:1], *own, *flags[1:]])
 
 
 @with_flags

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, finish, partial_results
+from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions
 from paceline.cli.progress import progress_bar
 from paceline.errors import ConfigError, PromptError
+from paceline.settings import under
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.tools.bench.suite_tables import SuiteResult
     from paceline.tools.bench.suites import Question, Suite
 
+_prompts = under("Prompts")
 _MAX_TOKENS = 1024  # Spec-Bench's own
 
 
@@ -30,18 +32,12 @@ _MAX_TOKENS = 1024  # Spec-Bench's own
 class SuiteOptions:
     """Which public benchmark is reproduced, if any."""
 
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="spec-bench, mt-bench, gsm8k or humaneval: decode PATH as that benchmark does, "
-            "turn by turn to the end of each answer, and print its table.",
-            rich_help_panel="Prompts",
-        ),
-    ] = None
-    path: Annotated[
-        str | None,
-        typer.Argument(help="The suite's file of questions.", metavar="PATH", show_default=False),
-    ] = None
+    suite: str | None = _prompts(
+        None,
+        "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as that benchmark does, turn by "
+        "turn to the end of each answer, and print its table.",
+    )
+    path: str | None = _prompts(None, "The suite's file of questions.", flags=("PATH",), shown="")
 
     def source(self, prompts: str | None) -> str:
         """The suite's file. Raises ConfigError."""
@@ -98,7 +94,7 @@ def run_suite(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
         )
-    starter, record, complete = _starter(llm, engine, rule), SuiteRecord(), False
+    starter, record, complete = starter_of(llm, engine, rule), SuiteRecord(), False
     runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
     with partial_results() as interrupted, progress_bar("warming up", runs) as advance:
         contestants = []
@@ -107,14 +103,14 @@ def run_suite(
             contestants.append(starter.open(method, 1))
         complete = answer_all(llm, contestants, kept, how, record, advance)
     if not record.answered:
-        finish(interrupted)
+        interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
     settings = _settings(engine, source, options, how, kept, rule)
     result = _result(suite, llm, methods, settings, record, complete)
     names = [question.name for question in left_out]
     base = replace(result.base, left_out=names, interrupted=bool(interrupted))
     _show(replace(result, base=base), output, options.allow_idle)
-    finish(interrupted)
+    interrupted.finish()
     if base.complaints(options.allow_idle):
         raise typer.Exit(1)
 
@@ -146,11 +142,11 @@ def _seconds(context: typer.Context) -> float | None:
     return float(context.params["seconds"]) if _given(context, "seconds") else None
 
 
-def _starter(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
-    from paceline.cli.values import parse_bytes
+def starter_of(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
+    """What opens the methods over a loaded model."""
     from paceline.tools.bench.contestants import Starter
 
-    memory = None if engine.kv_cache_memory is None else parse_bytes(engine.kv_cache_memory)
+    memory = engine.kv_cache_memory
     return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
 
 

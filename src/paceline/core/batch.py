@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, depths_of
 
 
@@ -16,12 +16,14 @@ class Slice:
 
     ``scheduled`` pending tokens go through the target. If they are all that is pending, the
     sequence decodes: it may draft up to ``draft_length`` levels and gains at least one token.
-    Otherwise it is a prefill chunk, and neither drafts nor samples.
+    Otherwise it is a prefill chunk, and neither drafts nor samples. Where drafting has failed
+    ``drafts`` is false: no drafter sees the sequence any more.
     """
 
-    seq: SequenceState
+    seq: SequenceView
     scheduled: int
     draft_length: int = 0
+    drafts: bool = True
 
     @property
     def decodes(self) -> bool:
@@ -33,10 +35,6 @@ class Plan:
     """Who runs in this step."""
 
     slices: tuple[Slice, ...]
-
-    @property
-    def seqs(self) -> tuple[SequenceState, ...]:
-        return tuple(item.seq for item in self.slices)
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Batch:
     positions: torch.Tensor
     slots: torch.Tensor
     spans: tuple[Span, ...]
-    tables: tuple[list[int], ...]
+    tables: tuple[tuple[int, ...], ...]
     logit_rows: torch.Tensor | None = None
 
 
@@ -118,7 +116,7 @@ class Check:
     distribution after node i of ``tree``.
     """
 
-    seq: SequenceState
+    seq: SequenceView
     start: int
     tree: TokenTree
 
@@ -180,6 +178,7 @@ class Commit:
     levels: int = 0
     reached: int = 0
     scheduled: int = 0  # pending tokens that the step ran; their keys and values are cached now
+    last: int = 0  # the last of them: that before ``tokens``
     position: int = 0
     row: int = 0
     logit_row: int = 0

@@ -10,23 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from paceline.core.transfer import to_device
 
 
-class Constraint(Protocol):
-    """Follows one sequence's committed tokens; see request/grammar.py for the one."""
+class Reader(Protocol):
+    """Follows one sequence's tokens and knows where it ends: a grammar, or stop strings."""
 
-    @property
-    def finished(self) -> bool:
-        """No token can follow: the sequence ends here."""
+    def read(self, tokens: Sequence[int]) -> int | None:
+        """Follow the next tokens, up to the one after which none can follow.
+
+        How many those are, or None if it goes on behind all of them.
+        """
         ...
 
-    def advance(self, token: int) -> None:
-        """A token was committed. It was allowed."""
-        ...
+
+class Constraint(Reader, Protocol):
+    """A grammar along one sequence; see request/grammar.py for the one."""
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         """bool [vocab] on the CPU: tokens that may follow the committed ones and then ``path``.
@@ -37,22 +40,33 @@ class Constraint(Protocol):
         ...
 
 
+# What follows a text in a grammar stays in its process; what passes between processes is a number,
+# under which each of them has put its own.
+_known: WeakValueDictionary[int, Constraint] = WeakValueDictionary()
+
+
+def enlisted(constraint: Constraint) -> int:
+    """The number of a constraint, for as long as somebody holds it."""
+    _known[id(constraint)] = constraint
+    return id(constraint)
+
+
 def forbid(
     scores: torch.Tensor,
-    constraints: Sequence[Constraint | None],
+    numbers: Sequence[int | None],
     depths: Sequence[int],
     paths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """float32 ``[R, V]``: minus infinity where a row's constraint forbids the token.
+    """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token.
 
     ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. On a GPU this waits for
     the device once: a grammar is walked on the host.
     """
-    host = paths.tolist() if paths is not None else [[]] * len(constraints)
+    host = paths.tolist() if paths is not None else [[]] * len(numbers)
     rows: list[int] = []
     masks: list[torch.Tensor] = []
-    for row, (constraint, depth) in enumerate(zip(constraints, depths, strict=True)):
-        allowed = None if constraint is None else constraint.allowed(tuple(host[row][:depth]))
+    for row, (number, depth) in enumerate(zip(numbers, depths, strict=True)):
+        allowed = None if number is None else _known[number].allowed(tuple(host[row][:depth]))
         if allowed is not None:
             rows.append(row)
             masks.append(_wide(allowed, scores.shape[1]))

@@ -11,7 +11,7 @@ from paceline.core.noise import exponential, fresh_exponential, race
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import argmax, inversion, largest
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
 
@@ -68,7 +68,7 @@ def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -
     return tokens
 
 
-def draw_of(seq: SequenceState, siblings: bool = False) -> Draw:
+def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
     """How ``draft`` drew for this sequence: what to write into its TokenTree.
 
     Greedy and seeded drafts are determined by what came before them, hence POINT. Otherwise a

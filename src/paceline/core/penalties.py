@@ -6,14 +6,14 @@ occur keeps its score, so only the others are gathered, changed and put back.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device, upload
 from paceline.core.truncation import column
 
@@ -32,11 +32,11 @@ class Occurrences:
         self._seen: list[int] = []  # the tokens counted so far
         self._prompt = 0
 
-    def continues(self, seq: SequenceState) -> bool:
+    def continues(self, seq: SequenceView) -> bool:
         """Whether the sequence begins with what was counted: tokens may be taken back."""
         return self._prompt == seq.prompt_length and self._seen == seq.tokens[: len(self._seen)]
 
-    def update(self, seq: SequenceState) -> None:
+    def update(self, seq: SequenceView) -> None:
         """Count what was committed since."""
         self._prompt = seq.prompt_length
         known = len(self._seen)
@@ -57,20 +57,29 @@ class Occurrences:
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 
 
-_kept: WeakKeyDictionary[SequenceState, Occurrences] = WeakKeyDictionary()
+_KEPT = 256  # sequences; the one longest not asked for is counted anew if it comes back
+_kept: OrderedDict[int, Occurrences] = OrderedDict()
 
 
-def _occurrences(seq: SequenceState) -> Occurrences:
-    found = _kept.get(seq)
+def forget(seq_id: int) -> None:
+    """Drop what was counted of a sequence: it has ended."""
+    _kept.pop(seq_id, None)
+
+
+def _occurrences(seq: SequenceView) -> Occurrences:
+    found = _kept.get(seq.seq_id)
     if found is None or not found.continues(seq):
-        found = _kept[seq] = Occurrences()
+        found = _kept[seq.seq_id] = Occurrences()
+        if len(_kept) > _KEPT:
+            _kept.popitem(last=False)
+    _kept.move_to_end(seq.seq_id)
     found.update(seq)
     return found
 
 
 def penalised(
     scores: torch.Tensor,
-    seqs: Sequence[SequenceState],
+    seqs: Sequence[SequenceView],
     depths: Sequence[int],
     paths: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -99,7 +108,7 @@ def penalised(
 
 
 def _tables(
-    distinct: list[SequenceState], scores: torch.Tensor
+    distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; -1 counts a token that did not occur."""
     found = [_occurrences(seq).within(scores.shape[1]) for seq in distinct]

@@ -23,7 +23,7 @@ from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
 from paceline.core.penalties import penalised
 from paceline.core.ranking import largest
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.truncation import truncated
 
@@ -64,7 +64,7 @@ class Rows:
     needed only where ``needs_paths``).
     """
 
-    seqs: tuple[SequenceState, ...]
+    seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
     paths: torch.Tensor | None = None
 
@@ -96,24 +96,24 @@ class Rows:
         return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths)
 
 
-def needs_paths(seqs: Iterable[SequenceState]) -> bool:
+def needs_paths(seqs: Iterable[SequenceView]) -> bool:
     """True if a distribution of these sequences depends on the drafted tokens before its row."""
-    return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
+    return any(seq.params.penalises or seq.constraint_id is not None for seq in seqs)
 
 
-def is_plain_greedy(seq: SequenceState) -> bool:
+def is_plain_greedy(seq: SequenceView) -> bool:
     """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
     params = seq.params
     return (
         params.greedy
         and not params.logit_bias
         and not params.penalises
-        and seq.constraint is None
+        and seq.constraint_id is None
         and seq.generated >= params.min_tokens
     )
 
 
-def needs_probs(seqs: Iterable[SequenceState]) -> bool:
+def needs_probs(seqs: Iterable[SequenceView]) -> bool:
     """False if taking the argmax of the logits is all there is to do."""
     return not all(is_plain_greedy(seq) for seq in seqs)
 
@@ -150,7 +150,7 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     biased = any(p.logit_bias for p in params)
     barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
     punished = any(p.penalises for p in params)
-    constrained = any(seq.constraint is not None for seq in distinct.values())
+    constrained = any(seq.constraint_id is not None for seq in distinct.values())
     if (biased or barred) and scores is logits:
         scores = scores.clone()
     if biased:
@@ -160,8 +160,8 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if punished:
         scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
     if constrained:
-        constraints = [seq.constraint for seq in rows.seqs]
-        scores = forbid(scores, constraints, rows.depths, rows.paths)
+        numbers = [seq.constraint_id for seq in rows.seqs]
+        scores = forbid(scores, numbers, rows.depths, rows.paths)
     return scores
 
 

@@ -1,11 +1,12 @@
-"""One request being decoded."""
+"""One request being decoded: its state, and the view of it that passes between stages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, overload
 
-from paceline.core.constraint import Constraint
+from paceline.core.constraint import Constraint, Reader, enlisted
 from paceline.core.params import SamplingParams
 
 
@@ -37,20 +38,84 @@ class DraftCounts:
             self.accepted_at[position] += position < accepted
 
 
-class TextSink(Protocol):
-    """Turns tokens into text while they are committed; knows the stop strings."""
+class TokenView(Sequence[int]):
+    """The first ``length`` of some tokens to which others are only ever appended.
 
-    def push(self, token: int) -> bool:
-        """Take one token; true if a stop string is complete, which ends the sequence."""
-        ...
+    Costs nothing to make, however long the text; slices are lists. Pickled it is those tokens.
+    """
+
+    __slots__ = ("_length", "_tokens")
+
+    def __init__(self, tokens: list[int], length: int) -> None:
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return self._tokens[slice(*index.indices(self._length))]
+        return self._tokens[range(self._length)[index]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == list(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenView, (self[:], self._length)
+
+
+class _Counted:
+    """What follows from the tokens and from how many of them are cached."""
+
+    tokens: Any
+    cached: int
+    prompt_length: int
+
+    @property
+    def pending(self) -> list[int]:
+        pending: list[int] = self.tokens[self.cached :]
+        return pending
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.cached
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True)
+class SequenceView(_Counted):
+    """A sequence as one step finds it: all that its distributions and its drafts depend on.
+
+    Plain data. ``constraint_id`` is the number under which a process knows the sequence's grammar
+    (see core/constraint.py), None without one.
+    """
+
+    seq_id: int
+    tokens: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
+    cached: int = 0
+    constraint_id: int | None = None
 
 
 @dataclass(eq=False)  # a request is itself, whatever another one holds
-class SequenceState:
+class SequenceState(_Counted):
     """Committed tokens of one request and how many of them have cached keys and values.
 
     One invariant: ``cached + len(pending) == len(tokens)``. It holds by construction: ``pending``
-    is derived. At prefill pending is the prompt, when decoding it is one token.
+    is derived. At prefill pending is the prompt, when decoding it is one token. Tokens are only
+    ever appended: views of earlier steps stay as they were.
     """
 
     seq_id: int
@@ -59,7 +124,7 @@ class SequenceState:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
-    text: TextSink | None = None
+    stops: Reader | None = None  # stop strings
     constraint: Constraint | None = None  # what a grammar allows next
     seconds: float = 0.0  # wall time of the steps it took part in
     queued: float = 0.0  # when the engine got it, by time.perf_counter
@@ -70,18 +135,40 @@ class SequenceState:
     counts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
-    def pending(self) -> list[int]:
-        return self.tokens[self.cached :]
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - self.cached
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-    @property
     def remaining(self) -> int:
         """Tokens that may still be generated; a draft deeper than remaining - 1 is wasted."""
         return self.params.max_tokens - self.generated
+
+    @property
+    def constraint_id(self) -> int | None:
+        return None if self.constraint is None else enlisted(self.constraint)
+
+    def view(self) -> SequenceView:
+        """As it is now."""
+        return SequenceView(
+            self.seq_id,
+            TokenView(self.tokens, len(self.tokens)),
+            self.prompt_length,
+            self.params,
+            self.stop_ids,
+            self.cached,
+            self.constraint_id,
+        )
+
+    def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:
+        """How many of the next tokens are kept, and the finish reason if that is the end.
+
+        ``most`` tokens have room. Grammar and stop strings read on with it, and nothing else does:
+        it is asked once for each commit, before there is one.
+        """
+        kept, reason = min(len(tokens), max(most, 1)), "length" if len(tokens) >= most else None
+        before = self.params.min_tokens - self.generated - 1
+        for place, token in enumerate(tokens[:kept]):
+            if token in self.stop_ids and place >= before:
+                kept, reason = place + 1, "stop"
+                break
+        for reader in (self.constraint, self.stops):
+            end = None if reader is None else reader.read(tokens[:kept])
+            if end is not None:
+                kept, reason = end, "stop"
+        return kept, reason

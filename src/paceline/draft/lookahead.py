@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.trie import merge
@@ -143,7 +143,7 @@ class LookaheadDrafter:
             trees.append(self._tree(item.seq, item.draft_length) if drafts else self._empty)
         return trees
 
-    def _tree(self, seq: SequenceState, length: int) -> TokenTree:
+    def _tree(self, seq: SequenceView, length: int) -> TokenTree:
         state = self._states.get(seq.seq_id)
         if state is None:
             state = self._states[seq.seq_id] = self._start(seq)
@@ -166,7 +166,7 @@ class LookaheadDrafter:
             state.drafted.append(_Column(column, node + 1))
         return TokenTree(to_device(tokens, self._device), parents)
 
-    def _start(self, seq: SequenceState) -> _State:
+    def _start(self, seq: SequenceView) -> _State:
         """Any tokens will do to begin with: those the text begins with, one for each place."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]

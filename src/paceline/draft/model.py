@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing, grow, level_feed
 from paceline.draft.trees.policy import Policy
@@ -35,7 +34,7 @@ class _State:
     ``base + slots[i]``, or was never expanded where that is -1.
     """
 
-    seq: SequenceState
+    seq_id: int
     tokens: list[int] = field(default_factory=list)
     read: int = 0
     cached: int = 0
@@ -125,17 +124,17 @@ class ModelDrafter:
         seq = item.seq
         state = self._states.get(seq.seq_id)
         if state is None:
-            state = self._states[seq.seq_id] = _State(seq)
-        self._read(state)
+            state = self._states[seq.seq_id] = _State(seq.seq_id)
+        self._read(state, seq.tokens[state.read :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
         # A prompt chunk is prefilled along with the target's; a plain step is caught up on later.
         return state if (drafts or not item.decodes) and not beyond else None
 
-    def _read(self, state: _State) -> None:
-        tokens = state.seq.tokens
-        state.tokens += self._vocabulary.context(tokens[state.read :])
-        state.read = len(tokens)
+    def _read(self, state: _State, tokens: Sequence[int]) -> None:
+        """The next tokens of a sequence."""
+        state.tokens += self._vocabulary.context(tokens)
+        state.read += len(tokens)
 
     def _catch_up(self, item: Slice, state: _State) -> Feed | None:
         """Feed the committed tokens that the draft has not seen; None if it has no cache for it."""
@@ -164,7 +163,7 @@ class ModelDrafter:
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Keep the accepted nodes that the draft expanded, give the others back."""
         moves: list[tuple[int, int, int]] = []
-        kept: list[tuple[_State, int]] = []
+        kept: list[tuple[_State, int, Commit]] = []
         for commit in commits:
             state = self._states.get(commit.seq_id)
             if state is None or not state.scheduled or commit.seq_id not in self.cache:
@@ -174,14 +173,14 @@ class ModelDrafter:
             slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
             expanded = [slot for slot in slots if slot >= 0]
             moves.extend(path_moves(commit.seq_id, state.base, expanded))
-            kept.append((state, len(expanded)))
+            kept.append((state, len(expanded), commit))
         self.cache.move(moves)
-        for state, count in kept:
+        for state, count, commit in kept:
             state.cached += count
             state.slots = ()
             state.scheduled = False
-            self._read(state)
-            self.cache.commit(state.seq.seq_id, state.tokens, state.cached)
+            self._read(state, commit.tokens)
+            self.cache.commit(state.seq_id, state.tokens, state.cached)
 
     def keep(self, seq_id: int, length: int) -> None:
         """Forget what was read of a sequence beyond ``length`` tokens, and all nodes.
@@ -208,5 +207,5 @@ class ModelDrafter:
 
     def _drop(self, state: _State) -> None:
         """Out of blocks: give this sequence's up and start over when there is room."""
-        self.cache.free(state.seq.seq_id)
+        self.cache.free(state.seq_id)
         state.cached, state.slots = 0, ()

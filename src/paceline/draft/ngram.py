@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.trie import merge
@@ -109,21 +109,22 @@ class NGramDrafter:
             for item in plan.slices
         ]
 
-    def _lookup(self, seq: SequenceState, length: int) -> TokenTree:
+    def _lookup(self, seq: SequenceView, length: int) -> TokenTree:
         index = self._indices.get(seq.seq_id)
         if index is None:
             index = self._indices[seq.seq_id] = NGramIndex(*self._bounds)
-        index.extend(seq.tokens, self._allowed(seq))
+        tokens = seq.tokens[:]
+        index.extend(tokens, self._allowed(seq))
         levels = min(length, self._length)
-        matches = list(index.matches(seq.tokens))
+        matches = list(index.matches(tokens))
         self._matched[seq.seq_id] = matches[0][1] if matches else 0
-        found = (_continuation(seq.tokens, end, levels) for end, _ in matches)
-        tokens, parents = merge(found, self.max_nodes(length), _BRANCH)
-        if not tokens:
+        found = (_continuation(tokens, end, levels) for end, _ in matches)
+        nodes, parents = merge(found, self.max_nodes(length), _BRANCH)
+        if not nodes:
             return self._empty
-        return TokenTree(to_device(tokens, self._device), parents)
+        return TokenTree(to_device(nodes, self._device), parents)
 
-    def _allowed(self, seq: SequenceState) -> range:
+    def _allowed(self, seq: SequenceView) -> range:
         """Positions at which a continuation may begin."""
         first = seq.prompt_length if self._source == "output" else 0
         last = seq.prompt_length if self._source == "prompt" else len(seq.tokens)

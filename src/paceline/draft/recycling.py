@@ -19,7 +19,6 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
-from paceline.core.sequence import SequenceState
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of
 from paceline.draft.trees.shape import Shape, best_shape
@@ -76,9 +75,8 @@ def _levels(shape: Shape, device: torch.device) -> tuple[tuple[torch.Tensor, tor
 
 @dataclass
 class _State:
-    """A sequence, its matrix, and the tokens of the tree that this step verifies."""
+    """The matrix of a sequence, and the tokens of the tree that this step verifies."""
 
-    seq: SequenceState
     matrix: Matrix
     tokens: torch.Tensor | None = None
 
@@ -127,7 +125,7 @@ class RecyclingDrafter:
         self._idle = 0 if asked else self._idle + 1
         groups: dict[int, list[tuple[int, Slice]]] = {}
         for place, item in enumerate(plan.slices):
-            state = self._state(item.seq)
+            state = self._state(item.seq.seq_id)
             state.tokens = None
             if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
                 groups.setdefault(id(state.matrix), []).append((place, item))
@@ -143,11 +141,11 @@ class RecyclingDrafter:
                 trees[place] = TokenTree(own, parents)
         return trees
 
-    def _state(self, seq: SequenceState) -> _State:
-        state = self._states.get(seq.seq_id)
+    def _state(self, seq_id: int) -> _State:
+        state = self._states.get(seq_id)
         if state is None:
             matrix = self._shared or Matrix(self._vocab, self._k, self._device)
-            state = self._states[seq.seq_id] = _State(seq, matrix)
+            state = self._states[seq_id] = _State(matrix)
         return state
 
     # -- learning ----------------------------------------------------------------------------
@@ -177,8 +175,8 @@ class RecyclingDrafter:
         last: list[int] = []
         nodes: list[torch.Tensor] = []
         rows: list[int] = []
-        for commit, state in seen:
-            last.append(state.seq.tokens[commit.position + commit.scheduled - 1])
+        for commit, _ in seen:
+            last.append(commit.last)
             rows.append(commit.logit_row)
             matrix.known.update(commit.tokens[: len(commit.path)])
         for commit, state in seen:

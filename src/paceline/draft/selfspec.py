@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.swift import Layers, SkipSearch
 from paceline.draft.trees.grow import Growing, grow, level_feed
@@ -121,7 +121,7 @@ class _Window:
     ``first .. end - 1``. ``waiting`` sets are still to be scored.
     """
 
-    seq: SequenceState
+    seq: SequenceView
     start: int
     first: int
     end: int
@@ -153,7 +153,7 @@ class SwiftDrafter(SelfDrafter):
         self._size = window
         self._interval = interval
         self._due = 0.0  # reaches the interval when a trial is due
-        self._seqs: dict[int, SequenceState] = {}
+        self._seqs: dict[int, SequenceView] = {}
         self._window: _Window | None = None
 
     @property
@@ -162,7 +162,7 @@ class SwiftDrafter(SelfDrafter):
         return self._search.best
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        self._seqs.update((seq.seq_id, seq) for seq in plan.seqs)
+        self._seqs.update((item.seq.seq_id, item.seq) for item in plan.slices)
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:

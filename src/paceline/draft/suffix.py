@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.suffix_tree import SuffixDraft, SuffixTree
@@ -66,9 +66,10 @@ class SuffixOptions:
 
 @dataclass
 class _Local:
-    """A request being decoded, the suffix tree of its prompt and output, and its last match."""
+    """A request being decoded: its text from the end of the prompt on, the suffix tree of all of
+    it, and its last match."""
 
-    seq: SequenceState
+    text: list[int]
     tree: SuffixTree
     match: int = 0
 
@@ -134,9 +135,10 @@ class SuffixDrafter:
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
-            if item.seq.seq_id not in self._locals:
-                tree = SuffixTree(self.options.max_depth)
-                self._locals[item.seq.seq_id] = _Local(item.seq, tree)
+            seq = item.seq
+            if seq.seq_id not in self._locals:
+                text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
+                self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
         return [self._tree(item) for item in plan.slices]
 
     def _tree(self, item: Slice) -> TokenTree:
@@ -148,7 +150,7 @@ class SuffixDrafter:
             return self._empty
         return TokenTree(to_device(guess.tokens, self._device), guess.parents)
 
-    def _speculate(self, seq: SequenceState, length: int) -> SuffixDraft:
+    def _speculate(self, seq: SequenceView, length: int) -> SuffixDraft:
         """The better draft of the two trees."""
         options = self.options
         self._catch_up()
@@ -176,9 +178,12 @@ class SuffixDrafter:
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
-            if commit.finish_reason is not None and commit.seq_id in self._locals:
-                seq = self._locals[commit.seq_id].seq
-                self._finished.append(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+            local = self._locals.get(commit.seq_id)
+            if local is None:
+                continue
+            local.text += commit.tokens
+            if commit.finish_reason is not None:
+                self._finished.append(local.text)
                 self._bound_finished()
 
     def _bound_finished(self) -> None:

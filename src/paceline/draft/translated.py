@@ -9,12 +9,13 @@ best guess (POINT). Text is a matter of the host: one more synchronisation each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.model import ModelDrafter
@@ -26,17 +27,17 @@ from paceline.draft.vocabulary.shared import TokenTexts
 class _Shadow:
     """A sequence as the draft model sees it: its own tokens, and no sampling."""
 
-    def __init__(self, seq: SequenceState, text: Retokeniser) -> None:
-        self.seq = seq
+    def __init__(self, seq_id: int, text: Retokeniser) -> None:
         self.text = text
-        self.request = SequenceState(seq.seq_id, [], 0, SamplingParams())
+        self.request = SequenceView(seq_id, (), 0, SamplingParams())
 
     def slice_of(self, item: Slice) -> Slice:
         """The draft's part in the step: as much of a prompt as the target is given of its own."""
         if item.decodes and not item.draft_length:
             return Slice(self.request, len(self.request.tokens))  # left alone; caught up on later
-        self.text.extend(self.seq.tokens)
-        tokens = self.request.tokens = self.text.context()
+        self.text.extend(item.seq.tokens)
+        tokens = self.text.context()
+        self.request = replace(self.request, tokens=tokens)
         if item.decodes:
             return Slice(self.request, len(tokens), 0 if self.text.waits else item.draft_length)
         share = len(tokens) * (item.seq.cached + item.scheduled) // len(item.seq.tokens)
@@ -87,11 +88,11 @@ class StringDrafter:
             trees.append(self._translated(item, draft, own) if len(draft) else self._empty)
         return trees
 
-    def _shadow(self, seq: SequenceState) -> _Shadow:
+    def _shadow(self, seq: SequenceView) -> _Shadow:
         shadow = self._shadows.get(seq.seq_id)
         if shadow is None:
             text = Retokeniser(*self._texts, self._pairs)
-            shadow = self._shadows[seq.seq_id] = _Shadow(seq, text)
+            shadow = self._shadows[seq.seq_id] = _Shadow(seq.seq_id, text)
         return shadow
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 PHASES = ("draft", "target", "verify", "other")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Method = Callable[Concatenate[Any, _P], _R]
+
+
+def phase(name: str) -> Callable[[_Method[_P, _R]], _Method[_P, _R]]:
+    """A method of an engine whose time belongs to a phase: a lap of ``self.clock`` behind it."""
+
+    def wrapped(method: _Method[_P, _R]) -> _Method[_P, _R]:
+        @wraps(method)
+        def timed(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            result = method(self, *args, **kwargs)
+            self.clock.lap(name)
+            return result
+
+        return timed
+
+    return wrapped
 
 
 class PhaseClock:
@@ -75,8 +95,8 @@ class PhaseClock:
         """Account for the step before the one under way."""
         phases, marks = self._last
         self._last = [], []
-        if not phases:
-            return
+        if len(phases) < 2:
+            return  # nobody was scheduled
         self.steps += 1
         if self._events:
             marks[-1].synchronize()

@@ -13,16 +13,17 @@ An error itself is not kept: its traceback would hold the tensors of the step th
 from __future__ import annotations
 
 import logging
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from paceline.core.batch import Commit
+from paceline.core.batch import Commit, Plan
 from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
 from paceline.model.paged.cache import Feed, PagedCache
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 log = logging.getLogger("paceline.engine")
+
+Planner = Callable[[], Plan]
+Step = Callable[["Engine", Planner], None]
 
 _LONGEST = 300  # characters of a message
 
@@ -62,14 +66,68 @@ def failed(seq: SequenceState, failure: Failure | str) -> Commit:
     return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
 
 
-def undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
+def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
+    """A step that is undone where it fails and tried again, and returns its commits.
+
+    Sequences that have ended leave. What is no Exception, such as a KeyboardInterrupt, is raised
+    once all is undone; what had been committed by then is returned by the next step.
+    """
+
+    @wraps(step)
+    @torch.inference_mode()
+    def safe(engine: Engine) -> list[Commit]:
+        if not engine.ready:
+            trial = partial(_attempt, engine, step)
+            failure = trial(partial(engine.scheduler.plan, engine.lengths))
+            if failure is not None:
+                _recover(engine, trial, failure)
+        commits, engine.ready = engine.ready, []
+        for commit in commits:
+            if commit.finish_reason is not None:
+                engine.abort(commit.seq_id)
+        return commits
+
+    return safe
+
+
+def _attempt(engine: Engine, step: Step, planned: Planner) -> Failure | None:
+    """Take a step; its commits are then ``ready``. If it fails it is undone, and says why."""
+    before, start = len(engine.ready), time.perf_counter()
+    engine.clock.start()
+    try:
+        try:
+            step(engine, planned)
+        finally:
+            if commits := engine.ready[before:]:
+                engine.account(commits, start)
+    except BaseException as error:
+        _undo(engine)
+        if not isinstance(error, Exception):
+            raise
+        failure = Failure.of(error)
+        if len(engine.ready) == before:
+            return failure
+        _undraft(engine.scheduler.running, failure)  # who looks at commits is the drafting
+    return None
+
+
+def _undo(engine: Engine) -> None:
+    """All sequences as before the step; the drafter begins anew with them."""
+    for seq in engine.scheduler.waiting:
+        engine.cache.free(seq.seq_id)  # it may have been on its way in
+    for seq in engine.scheduler.running:
+        engine.cache.commit(seq.seq_id, seq.tokens, seq.cached)
+        engine.forget(seq.seq_id)
+
+
+def _undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
     """Drafting failed for these: they go on without."""
     log.error("drafting failed: %s; %d requests go on without drafts", failure, len(seqs))
     for seq in seqs:
         seq.drafts = False
 
 
-def recover(engine: Engine, failure: Failure) -> None:
+def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure: Failure) -> None:
     """After a step that failed: whatever can be committed is ``engine.ready`` afterwards.
 
     Raises EngineLostError when all sequences have been dropped.
@@ -78,17 +136,17 @@ def recover(engine: Engine, failure: Failure) -> None:
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # of a device that is lost
             torch.cuda.empty_cache()  # it may have been memory in pieces
-    again = engine.attempt(engine.plan)
+    again = trial(partial(engine.scheduler.plan, engine.lengths))
     if again is None:
         return
     drafted = [seq for seq in engine.scheduler.running if seq.drafts]
     for seq in drafted:
         seq.drafts = False
-    plain = engine.attempt(partial(engine.scheduler.plan, _nothing))
+    plain = trial(partial(engine.scheduler.plan, _nothing))
     if plain is None:
-        undraft(drafted, again)
+        _undraft(drafted, again)
         return
-    _one_by_one(engine, plain)
+    _one_by_one(engine, trial, plain)
     for seq in drafted:
         seq.drafts = True
 
@@ -98,7 +156,9 @@ def _nothing(seqs: Sequence[SequenceState]) -> list[int]:
     return [0] * len(seqs)
 
 
-def _one_by_one(engine: Engine, failure: Failure) -> None:
+def _one_by_one(
+    engine: Engine, trial: Callable[[Planner], Failure | None], failure: Failure
+) -> None:
     """Find out whose step fails, and end those."""
     scheduler = engine.scheduler
     culprits: list[tuple[SequenceState, Failure]] = []
@@ -106,7 +166,7 @@ def _one_by_one(engine: Engine, failure: Failure) -> None:
     for seq in list(scheduler.running):
         if seq not in scheduler.running:
             continue  # it gave its blocks to an older one
-        found = engine.attempt(partial(scheduler.alone, seq))
+        found = trial(partial(scheduler.alone, seq))
         if found is None:
             went_on = True
         else:

@@ -46,6 +46,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def by_id(self) -> dict[int, SequenceState]:
+        """The running sequences."""
+        return {seq.seq_id: seq for seq in self.running}
+
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence. Raises CacheMemoryError if it could not run even alone."""
         longest = min(len(seq.tokens) + seq.remaining, self.config.max_positions)
@@ -89,7 +93,12 @@ class Scheduler:
         # Drafts take what is left: they are worth a block, but not another sequence's.
         return Plan(
             tuple(
-                Slice(seq, scheduled, self._draft_length(seq, scheduled, requested[seq.seq_id]))
+                Slice(
+                    seq.view(),
+                    scheduled,
+                    self._draft_length(seq, scheduled, requested[seq.seq_id]),
+                    seq.drafts,
+                )
                 for seq, scheduled in scheduled_parts
             )
         )
@@ -97,7 +106,8 @@ class Scheduler:
     def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence, without a draft; empty if it had to give way."""
         scheduled = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
-        return Plan((Slice(seq, scheduled),) if self._reserve(seq, scheduled) else ())
+        fits = self._reserve(seq, scheduled)
+        return Plan((Slice(seq.view(), scheduled, 0, seq.drafts),) if fits else ())
 
     def _draft_length(self, seq: SequenceState, scheduled: int, requested: int) -> int:
         """The requested length, limited by the request, its context and the free cache blocks."""

@@ -90,7 +90,7 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
     ids = (rows * 7919 + 1) % target.vocab_size
     cache = PagedCache(target.cache_shapes, 1, _ROWS, target.dtype, target.device)
     with torch.inference_mode():
-        batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ([0],))
+        batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ((0,),))
         last = target(batch, cache).logits[-1].float()
     picked = last[:: max(1, target.vocab_size // _ROWS)][:_ROWS]
     return tuple(float(f"{value:.4g}") for value in picked.tolist())

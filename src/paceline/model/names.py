@@ -8,8 +8,9 @@ from paceline.errors import ModelLoadError
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
 
 PREFIX = "paceline/"
+EMBEDDED = "paceline/tiny"
 BUILT_IN = (
-    "paceline/tiny",
+    EMBEDDED,
     "paceline/tiny-draft",
     "paceline/tiny-eagle",
     "paceline/tiny-eagle3",

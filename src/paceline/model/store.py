@@ -6,9 +6,10 @@ It needs no torch: every command looks here to find its default model.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.files import cache_folder as cache_folder
 
 MARKER = "pulled.json"  # written last; a folder without it is no model
 
@@ -81,16 +82,6 @@ SMOLLM2_ORIGINAL = Pullable(
     weights_sha256=None,
 )
 PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
-
-
-def cache_folder() -> Path:
-    """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
-    own = os.environ.get("PACELINE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
-    return base / "paceline"
 
 
 def model_folder(entry: Pullable) -> Path:

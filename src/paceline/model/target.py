@@ -11,6 +11,8 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.model.backends.base import BACKENDS, Backend
+from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
@@ -49,10 +51,12 @@ class CausalModel:
         self.together = True  # decoding sequences of a step are attended by one call
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        self._patterns: tuple[Pattern, ...] = ()
+        self.patterns: tuple[Pattern, ...] = ()
         self.cache_shapes: list[LayerShape] = []
         self._attention_modules: list[torch.nn.Module] = []
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
+        self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.vocab_size = self._probe()
         self._verify()
 
@@ -65,6 +69,7 @@ class CausalModel:
         quick: bool = True,
         check_values: bool = False,
         quantize: str | None = None,
+        backend: str = "auto",
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
@@ -80,13 +85,23 @@ class CausalModel:
         from paceline.model.precision import quantise_loaded
         from paceline.model.tensorfile import check_finite
 
+        if backend not in BACKENDS:
+            raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
         if quantize is not None:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
-        return quicken(model) if quick else model
+        model.asked = backend
+        if not quick or (backend == "native" and adopt(model)):
+            return model
+        return quicken(model)
+
+    @property
+    def backend(self) -> str:
+        """The name of what runs the forward."""
+        return "reference" if self.native is None else self.native.name
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
@@ -96,7 +111,11 @@ class CausalModel:
         ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
         the output of the final norm, which the language-model head sees.
         """
-        step = AttentionStep.of(batch, cache, self._patterns, self.together)
+        if self.native is not None:
+            for layer in features:
+                self._check_feature(layer)
+            return self.native(batch, cache, features)
+        step = AttentionStep.of(batch, cache, self.patterns, self.together)
         if self.lean is not None:
             for layer in features:
                 self._check_feature(layer)
@@ -130,6 +149,8 @@ class CausalModel:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocab]`` that the language-model head makes of final-norm outputs
         ``[..., hidden]``, for drafters that share it."""
+        if self.native is not None:
+            return self.native.head(hidden)
         if self.lean is not None:
             return self.lean.head(hidden)
         logits: torch.Tensor = self.hf.get_output_embeddings()(hidden)
@@ -210,7 +231,7 @@ class CausalModel:
             )
         by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
         self.cache_shapes = [probe.shapes[call] for call in by_layer]
-        self._patterns = tuple(probe.patterns[call] for call in by_layer)
+        self.patterns = tuple(probe.patterns[call] for call in by_layer)
         self._attention_modules = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
 
@@ -247,7 +268,7 @@ def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Bat
     positions = torch.arange(context, 2, device=device).repeat(copies)
     slots = torch.arange(context, context + new * copies, device=device)
     spans = tuple(Span(i, i * new, context, new) for i in range(copies))
-    return Batch(ids, positions, slots, spans, tuple([i] for i in range(copies)))
+    return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:

@@ -36,9 +36,10 @@ class LayerView:
         trial shows that its layers cannot be left out one by one.
         """
         self.model = model
-        self._tuples = set[int]() if model.lean is not None else _tuple_layers(model)
+        whole = model.lean is None and model.native is None
+        self._tuples = _tuple_layers(model) if whole else set[int]()
         self._choose(layers)
-        if model.lean is None:
+        if whole:
             self._check()
 
     def of(self, layers: Sequence[int]) -> LayerView:
@@ -61,7 +62,9 @@ class LayerView:
             )
         skipped = frozenset(range(model.num_layers)) - frozenset(self.layers)
         self._short = copy.copy(model)
-        if model.lean is not None:
+        if model.native is not None:
+            self._short.native = model.native.without(skipped)
+        elif model.lean is not None:
             self._short.lean = replace(model.lean, skipped=skipped)
         else:
             self._short.hf = _without(model, skipped, self._tuples)
@@ -97,7 +100,7 @@ def _trial_cache(model: CausalModel) -> PagedCache:
 
 def _trial_batch(model: CausalModel) -> Batch:
     rows = torch.arange(2, device=model.device)
-    return Batch(rows + 1, rows, rows, (Span(0, 0, 0, 2),), ([0],))
+    return Batch(rows + 1, rows, rows, (Span(0, 0, 0, 2),), ((0,),))
 
 
 @torch.inference_mode()

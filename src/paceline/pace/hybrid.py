@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter
 from paceline.pace.prices import DEARER, HURT
@@ -273,7 +273,7 @@ class Hybrid:
         return index, member.confidence(seq_id) if isinstance(member, Confident) else 0
 
     def _probed(
-        self, seq: SequenceState, options: Sequence[_Option], chosen: _Option
+        self, seq: SequenceView, options: Sequence[_Option], chosen: _Option
     ) -> _Pick | None:
         """The choice, or a member that takes forwards and has long not been used."""
         state = self._state(seq.seq_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,14 +87,14 @@ class Matcher:
         self._matcher, self._width = matcher, width
         self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
 
-    @property
-    def finished(self) -> bool:
-        return bool(self._matcher.is_stopped())
-
-    def advance(self, token: int) -> None:
-        taken = self._matcher.consume_token(token)
-        assert taken, f"token {token} was committed against its grammar"
+    def read(self, tokens: Sequence[int]) -> int | None:
         self._known.clear()
+        for count, token in enumerate(tokens, 1):
+            taken = self._matcher.consume_token(token)
+            assert taken, f"token {token} was committed against its grammar"
+            if self._matcher.is_stopped():
+                return count
+        return None
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         # Drafter and verifier ask for the same rows.

@@ -43,12 +43,10 @@ class Request:
         self._lossy = lossy
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
-        # Text is decoded token by token only for those who need it while decoding.
-        params = seq.params
-        reads = streams or params.stop
-        self._text: TextStream | None = self._new_text() if reads else None
+        # Text is decoded commit by commit only for those who see it grow.
+        self._text: TextStream | None = self._new_text() if streams else None
         self._shown: list[str] = []  # the text in pieces, as it was given out
-        seq.text = self._text
+        seq.stops = self._new_text() if seq.params.stop else None
 
     def _new_text(self) -> TextStream:
         """Empty, behind the prompt."""
@@ -56,6 +54,12 @@ class Request:
         hidden = None if params.skip_special_tokens else seq.stop_ids
         prompt = seq.tokens[: seq.prompt_length]
         return TextStream(self._tokenizer, params.stop, params.min_tokens, hidden, prompt)
+
+    def _decoded(self) -> TextStream:
+        """All tokens, anew."""
+        text = self._new_text()
+        text.read(self.seq.tokens[self.seq.prompt_length :])
+        return text
 
     def absorb(self, commit: Commit) -> None:
         """Take in one commit of this sequence.
@@ -73,7 +77,7 @@ class Request:
             if commit.error is not None:
                 text = self._end(commit.error)
             else:
-                text = self._text.take() if self._text is not None else ""
+                text = self._read(commit)
                 if commit.finish_reason is not None:
                     text += self._finish(commit.finish_reason)
         except Exception as error:
@@ -92,6 +96,13 @@ class Request:
                 )
             )
 
+    def _read(self, commit: Commit) -> str:
+        """What its tokens add to the text, if that is looked at while it grows."""
+        if self._text is None:
+            return ""
+        self._text.read(commit.tokens)
+        return self._text.take()
+
     def fail(self, message: str) -> None:
         """End it with what it has and an error; nothing if it has ended."""
         if self.completion is None:
@@ -100,11 +111,7 @@ class Request:
 
     def _finish(self, reason: str) -> str:
         """Build the completion; returns the text that had been held back."""
-        text = self._text
-        if text is None:
-            text = self._new_text()
-            for token in self.seq.tokens[self.seq.prompt_length :]:
-                text.push(token)
+        text = self._text or self._decoded()
         rest = text.finish()
         # A stop string may be complete only at the very end.
         self._complete(text.text, "stop" if text.stopped else reason)
@@ -117,9 +124,7 @@ class Request:
         """
         shown = "".join(self._shown)
         try:
-            text = self._new_text()
-            for token in self.seq.tokens[self.seq.prompt_length :]:
-                text.push(token)
+            text = self._decoded()
             text.finish()
             whole = text.text
         except Exception:

@@ -65,6 +65,10 @@ class TextStream:
             self._add_guess(self._detokeniser.guess)
         return self.stopped
 
+    def read(self, tokens: Sequence[int]) -> int | None:
+        """Take tokens up to the one that completes a stop string; how many, None if none does."""
+        return next((n for n, token in enumerate(tokens, 1) if self.push(token)), None)
+
     def _counts(self) -> bool:
         """Whether a stop string may end the text yet."""
         return self._tokens >= self._min_tokens

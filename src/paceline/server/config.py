@@ -1,238 +1,86 @@
 """Everything ``paceline serve`` can be told, once: the flags, the TOML file and their checks.
 
-Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its
+Every setting of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its
 section in the file; both go through ``Key.read``, so neither can say what the other cannot.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from paceline.config import parse_bytes
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.errors import ConfigError
+from paceline.files import read_toml
+from paceline.settings import EngineSettings, TableEntry, entries, under
 
 SECTIONS = ("model", "engine", "server", "limits", "security")
 
-OptionKind = Literal["text", "count", "seconds", "switch", "list", "size", "length"]
+_model, _server, _limits, _security = map(under, ("Model", "Server", "Limits", "Security"))
 
 
 @dataclass(frozen=True)
-class Key:
-    """One setting: its section in the file, what ``--help`` says, and which values make sense.
+class _Names:
+    """What is served, and as what."""
 
-    ``shown`` is the default in words where None would say nothing.
-    """
-
-    section: str
-    kind: OptionKind
-    help: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()
-    shown: str | None = None
-
-    def read(self, value: object, where: str) -> Any:
-        """The value as ``ServeConfig`` holds it; ``where`` begins the error's line.
-
-        Raises ConfigError.
-        """
-        try:
-            found = _READERS[self.kind](value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; it must be {_WORDS[self.kind]}") from None
-        if self.choices and found not in self.choices:
-            raise ConfigError(f"{where} is {value!r}; use one of {', '.join(self.choices)}")
-        if self.low is not None and isinstance(found, (int, float)) and not found >= self.low:
-            raise ConfigError(f"{where} is {value!r}; it must be at least {self.low:g}")
-        if self.high is not None and isinstance(found, (int, float)) and found > self.high:
-            raise ConfigError(f"{where} is {value!r}; it can be at most {self.high:g}")
-        return found
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    return value
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value == float("inf"):
-        raise TypeError
-    return float(value)
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _list(value: object) -> tuple[str, ...]:
-    """One text is a list of one."""
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)):
-        raise TypeError
-    return tuple(map(_text, items))
-
-
-def _size(value: object) -> int:
-    return parse_bytes(value if isinstance(value, str) else str(_count(value)))
-
-
-def _length(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str) and value.isdecimal():  # flags are text
-        return int(value)
-    return _count(value)
-
-
-_READERS: dict[OptionKind, Callable[[object], Any]] = {
-    "text": _text,
-    "count": _count,
-    "seconds": _seconds,
-    "switch": _switch,
-    "list": _list,
-    "size": _size,
-    "length": _length,
-}
-_WORDS: dict[OptionKind, str] = {
-    "text": "text in quotes",
-    "count": "a whole number",
-    "seconds": "a number of seconds",
-    "switch": "true or false",
-    "list": "a list of texts",
-    "size": "a size, as in 512M or 2G",
-    "length": "auto or a whole number",
-}
-
-
-def _key(default: object, *arguments: Any, **options: Any) -> Any:
-    return field(default=default, metadata={"key": Key(*arguments, **options)})
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """What a server is. Sizes are in bytes, times in seconds; 0 in ``deadline`` is no deadline."""
-
-    model: str = _key(
+    model: str = _model(
         EMBEDDED,
-        "model",
-        "text",
         "Model folder, GGUF file, hub name or built-in name.",
         shown=IN_WORDS,
+        flags=("MODEL",),
     )
-    draft: tuple[str, ...] = _key(
+    draft: tuple[str, ...] = _model(
         (),
-        "model",
-        "list",
         "Draft model, ngram or another drafter's spec; repeatable: requests choose by name, the "
         "first is the default. 'none' decodes plainly.",
         shown=f"for {REAL} and {EMBEDDED} what is built in, else none",
     )
-    draft_length: int | str | None = _key(
+    profile: str | None = _model(
+        None, "A file of paceline tune; it gives what is left open.", shown="none"
+    )
+    served_model_name: str | None = _model(None, "The model's name in the API.", shown="MODEL")
+
+
+@dataclass(frozen=True)
+class ServeConfig(EngineSettings, _Names):
+    """What a server is. Sizes are in bytes, times in seconds; 0 in ``deadline`` is no deadline."""
+
+    host: str = _server("127.0.0.1", "Address to listen on.")
+    port: int = _server(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    log_level: str = _server(
+        "info", "How much is logged.", choices=("debug", "info", "warning", "error")
+    )
+    log_prompts: bool = _server(False, "Log the prompts; else content is not.")
+    drain_seconds: float = _server(
+        30.0, "On SIGTERM, running requests may take so long.", kind="seconds", low=0
+    )
+    single_process: bool = _server(
+        False, "HTTP and the engine in one process: slower, easier to debug."
+    )
+
+    max_queue: int = _limits(64, "Requests that may wait; then 429.", low=0)
+    deadline: float = _limits(
+        600.0, "Seconds a request may take; 0: any time.", kind="seconds", low=0
+    )
+    max_request_bytes: int = _limits(
+        4 * 2**20, "Size of a request; then 413.", kind="size", shown="4M"
+    )
+    max_n: int = _limits(16, "Most choices (n) of a request.", low=1, high=16)
+    max_logprobs: int = _limits(
+        20, "Most logprobs of a token that may be asked for.", low=0, high=20
+    )
+    max_prompts: int = _limits(64, "Most prompts of one completion request.", low=1, high=64)
+
+    api_key_file: str | None = _security(
         None,
-        "model",
-        "length",
-        "Tokens drafted a step: a number, or auto to adapt.",
-        low=0,
-        high=64,
-        shown="auto",
-    )
-    rule: str | None = _key(
-        None,
-        "model",
-        "text",
-        "Acceptance rule of sampled drafts without a seed.",
-        choices=("auto", "token", "block", "coupled"),
-        shown="auto",
-    )
-    profile: str | None = _key(
-        None, "model", "text", "A file of paceline tune; it gives what is left open.", shown="none"
-    )
-    served_model_name: str | None = _key(
-        None, "model", "text", "The model's name in the API.", shown="MODEL"
-    )
-
-    dtype: str = _key(
-        "auto",
-        "engine",
-        "text",
-        "Numbers of the model.",
-        choices=("auto", "bfloat16", "float16", "float32"),
-    )
-    device: str = _key("auto", "engine", "text", "auto, cpu, cuda, cuda:1 ...")
-    threads: int | None = _key(
-        None, "engine", "count", "Processor threads.", low=1, shown="torch's choice"
-    )
-    max_batch_size: int | None = _key(
-        None, "engine", "count", "Sequences decoded together.", low=1, shown="8"
-    )
-    kv_cache_memory: int | None = _key(
-        None, "engine", "size", "Memory for keys and values, as in 512M or 2G.", shown="auto"
-    )
-
-    host: str = _key("127.0.0.1", "server", "text", "Address to listen on.")
-    port: int = _key(
-        8000, "server", "count", "Port to listen on; 0 takes a free one.", low=0, high=65535
-    )
-    log_level: str = _key(
-        "info",
-        "server",
-        "text",
-        "How much is logged.",
-        choices=("debug", "info", "warning", "error"),
-    )
-    log_prompts: bool = _key(False, "server", "switch", "Log the prompts; else content is not.")
-    drain_seconds: float = _key(
-        30.0, "server", "seconds", "On SIGTERM, running requests may take so long.", low=0
-    )
-
-    single_process: bool = _key(
-        False, "server", "switch", "HTTP and the engine in one process: slower, easier to debug."
-    )
-
-    max_queue: int = _key(64, "limits", "count", "Requests that may wait; then 429.", low=0)
-    deadline: float = _key(
-        600.0, "limits", "seconds", "Seconds a request may take; 0: any time.", low=0
-    )
-    max_request_bytes: int = _key(
-        4 * 2**20, "limits", "size", "Size of a request; then 413.", shown="4M"
-    )
-    max_n: int = _key(16, "limits", "count", "Most choices (n) of a request.", low=1, high=16)
-    max_logprobs: int = _key(
-        20, "limits", "count", "Most logprobs of a token that may be asked for.", low=0, high=20
-    )
-    max_prompts: int = _key(
-        64, "limits", "count", "Most prompts of one completion request.", low=1, high=64
-    )
-
-    api_key_file: str | None = _key(
-        None,
-        "security",
-        "text",
         "File with API keys, one a line; also the variable PACELINE_API_KEYS.",
         shown="no keys",
     )
-    cors_origin: tuple[str, ...] = _key(
+    cors_origin: tuple[str, ...] = _security(
         (),
-        "security",
-        "list",
         "Origin whose pages may call the API, as in https://chat.example; repeatable.",
         shown="none",
     )
@@ -262,15 +110,9 @@ class ServeConfig:
         return self.served_model_name or self.model
 
 
-def keys() -> Iterator[tuple[Field[Any], Key]]:
-    """Every setting, in the order of ``--help``."""
-    for item in fields(ServeConfig):
-        yield item, item.metadata["key"]
-
-
-def default_of(item: Field[Any]) -> Any:
-    assert item.default is not MISSING
-    return item.default
+def keys() -> tuple[TableEntry, ...]:
+    """Every setting of a server, in the order of ``--help``."""
+    return tuple(entries(ServeConfig, "server"))
 
 
 def configure(
@@ -283,33 +125,23 @@ def configure(
     ``choose`` is given the model's name, "" where nobody names one, and has the last word.
     """
     values = {} if file is None else read_file(file)
-    for item, key in keys():
-        given = flags.get(item.name)
+    for entry in keys():
+        given = flags.get(entry.name)
         if given is not None:
-            values[item.name] = key.read(given, flag(item.name))
+            values[entry.name] = entry.key.read(given, entry.flag)
     values["model"] = choose(values.get("model", ""))
     return ServeConfig(**values)
 
 
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def read_file(path: str | Path) -> dict[str, Any]:
     """The values of a configuration file. Raises ConfigError, naming the file and the key."""
-    tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
-    known = {(key.section, item.name): key for item, key in keys()}
+    table = read_toml(path, "config file")
+    known = {(entry.key.section, entry.name): entry.key for entry in keys()}
     values = {}
-    for section, entries in table.items():
-        if section not in SECTIONS or not isinstance(entries, dict):
+    for section, said in table.items():
+        if section not in SECTIONS or not isinstance(said, dict):
             raise ConfigError(f"{path}: {_stranger(section)}")
-        for name, value in entries.items():
+        for name, value in said.items():
             key = known.get((section, name))
             if key is None:
                 raise ConfigError(f"{path}: {_stranger(name, section)}")
@@ -319,7 +151,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def _stranger(name: str, section: str | None = None) -> str:
     """Why a key or section is not known, and what may have been meant."""
-    homes = {item.name: key.section for item, key in keys()}
+    homes = {entry.name: entry.key.section for entry in keys()}
     place = f"[{section}] {name}" if section else name
     if name in homes and homes[name] != section:
         return f"{place} belongs into the section [{homes[name]}]"
@@ -344,14 +176,14 @@ def to_toml(config: ServeConfig) -> str:
     lines = []
     for section in SECTIONS:
         lines.append(f"[{section}]")
-        for item, key in keys():
-            if key.section != section:
+        for entry in keys():
+            if entry.key.section != section:
                 continue
-            value = values[item.name]
-            if value is None or (value == () and key.shown is not None):
-                lines.append(f"# {item.name}: {key.shown}")
+            value = values[entry.name]
+            if value is None or (value == () and entry.key.shown is not None):
+                lines.append(f"# {entry.name}: {entry.key.shown}")
             else:
                 shown = list(value) if isinstance(value, tuple) else value
-                lines.append(tomli_w.dumps({item.name: shown}).strip())
+                lines.append(tomli_w.dumps({entry.name: shown}).strip())
         lines.append("")
     return "\n".join(lines)

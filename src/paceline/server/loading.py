@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import quiet_libraries, set_threads
+from paceline.settings import told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,17 +21,8 @@ def load_llm(config: ServeConfig) -> LLM:
     set_threads(config.threads)
     from paceline import LLM
 
-    return LLM(
-        config.model,
-        draft=config.drafts,
-        dtype=config.dtype,
-        device=config.device,
-        max_batch_size=config.max_batch_size,
-        kv_cache_memory=config.kv_cache_memory,
-        draft_length=config.draft_length,
-        rule=config.rule,
-        profile=config.profile,
-    )
+    settings = told(vars(config), "LLM")
+    return LLM(config.model, config.drafts, profile=config.profile, **settings)
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:

@@ -39,13 +39,8 @@ class AcceptanceCounts:
         return tuple(a / n if n else 0.0 for a, n in zip(self.accepted, self.reached, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "mean_accepted_length": self.mean_accepted_length,
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "reached": list(self.reached),
-            "accepted": list(self.accepted),
-        }
+        lists = {"reached": list(self.reached), "accepted": list(self.accepted)}
+        return {"mean_accepted_length": self.mean_accepted_length, **vars(self), **lists}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AcceptanceCounts:

@@ -18,6 +18,7 @@ import numpy as np
 from paceline.errors import DataError
 from paceline.stages import stage
 from paceline.train.chat import ChatMessages, ChatWriter, has_our_roles, questions_of
+from paceline.train.configs import PromptSelection as PromptSelection
 from paceline.train.records import Refusals, RefusedError, Source, numbered_records
 from paceline.train.sample import Opening, openings
 
@@ -39,19 +40,6 @@ FOLLOW_UPS = (
 )
 _GROUP = 4  # batches of prompts that are sorted by length together
 _OPENINGS = 1000  # of text, where no count is given
-
-
-@dataclass(frozen=True)
-class PromptSelection:
-    """Which prompts are taken. Lengths in tokens; ``count`` None is all conversations there are,
-    and a thousand beginnings of other text."""
-
-    count: int | None = None
-    seed: int = 0
-    exclude_licenses: tuple[str, ...] = ()
-    longest: int = 96  # beginning of a text
-    max_prompt: int = 640  # conversation, with its answers so far
-    follow_ups: float = 0.0  # share of the conversations that are asked a further question
 
 
 @dataclass(frozen=True)

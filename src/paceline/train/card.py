@@ -1,16 +1,17 @@
-"""The model card: where the weights come from and how good they are."""
+"""The model card: where the weights come from, and how good they are."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from paceline.files import replace_text
-from paceline.train.data import Source, read_records
+from paceline.train.acceptance import AcceptanceCounts, total
+from paceline.train.records import Source, read_records
+from paceline.train.trainer import DraftingTrainer, Trainer
 
-if TYPE_CHECKING:
-    from paceline.train.lm import LMTrainer
+_LOSSES = 12  # rows of the table of losses
 
 
 def licences(path: Path, exclude: tuple[str, ...]) -> Counter[str]:
@@ -29,8 +30,9 @@ def data_table(sources: list[Source], exclude: tuple[str, ...]) -> list[str]:
     return rows
 
 
-def _losses(trainer: LMTrainer) -> list[str]:
-    measured = [entry for entry in trainer.history if entry["validation"]]
+def validation_table(history: list[dict[str, Any]]) -> list[str]:
+    """Markdown: the last loss on each validation file."""
+    measured = [entry for entry in history if entry["validation"]]
     if not measured:
         return ["No validation data was given."]
     rows = ["| Validation file | Nats per token |", "|---|---|"]
@@ -38,29 +40,74 @@ def _losses(trainer: LMTrainer) -> list[str]:
     return rows
 
 
-def write_card(trainer: LMTrainer, command: str) -> Path:
-    """Write ``out/model/README.md`` for a finished run; returns its path.
+def counts_of(entry: dict[str, Any]) -> dict[str, AcceptanceCounts]:
+    """The held-out acceptance of one measurement in a history, by file."""
+    return {name: AcceptanceCounts.from_dict(part) for name, part in entry["acceptance"].items()}
+
+
+def loss_table(history: list[dict[str, Any]]) -> list[str]:
+    """Markdown: loss and mean accepted length in the course of the run."""
+    if not history:
+        return ["The run was too short for a measurement."]
+    rows = ["| Step | Loss | Tokens per step |", "|---:|---:|---:|"]
+    every = max(1, -(-len(history) // _LOSSES))
+    for entry in history[len(history) - 1 :: -every][::-1]:
+        parts = counts_of(entry).values()
+        length = f"{total(parts).mean_accepted_length:.2f}" if parts else "-"
+        rows.append(f"| {entry['step']:,} | {entry['loss']:.3f} | {length} |")
+    return rows
+
+
+def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
+    """Markdown: the last measurement, by task and by position of the draft."""
+    if not history or not history[-1]["acceptance"]:
+        return ["No validation files were given."]
+    tasks = counts_of(history[-1])
+    tasks["all"] = total(tasks.values())
+    length = len(tasks["all"].reached)
+    positions = " | ".join(f"position {j + 1}" for j in range(length))
+    rows = [f"| Task | Tokens per step | {positions} |", "|---|---:|" + "---:|" * length]
+    for name, found in tasks.items():
+        rates = " | ".join(
+            f"{rate:.2f} ({n:,})" for rate, n in zip(found.rates, found.reached, strict=True)
+        )
+        rows.append(f"| {name} | {found.mean_accepted_length:.2f} | {rates} |")
+    return rows
+
+
+def _figures(trainer: Trainer) -> list[str]:
+    """Losses and, of what drafts, acceptance."""
+    if not isinstance(trainer, DraftingTrainer):
+        return ["## Losses", "", *validation_table(trainer.history), ""]
+    config = trainer.config
+    return [
+        "## Losses",
+        "",
+        *loss_table(trainer.history),
+        "",
+        "## Acceptance",
+        "",
+        f"On texts that the target wrote greedily, at most {config.held_out_tokens} tokens from "
+        f"{config.held_out} openings of each validation file, with {trainer.measured_drafts}. "
+        "Tokens per step count the target's own. A position's figure is the share accepted of the "
+        "drafts that reached it (their number).",
+        "",
+        *acceptance_table(trainer.history),
+        "",
+    ]
+
+
+def write_card(trainer: Trainer, command: str) -> Path:
+    """Write the README.md beside the result of a finished run; returns its path.
 
     ``command`` is what the user typed. Files are named without their folders.
     """
     config = trainer.config
-    origin = "the text of the files below"
-    if config.teacher is not None:
-        origin = (
-            f"the probabilities of `{Path(config.teacher).name}` on the files below "
-            f"(text loss share {config.text_weight:g})"
-        )
     excluded = ", ".join(config.exclude_licenses) or "nothing"
     lines = [
         "# Model card",
         "",
-        f"A Llama-architecture language model with {trainer.model.num_parameters():,} parameters: "
-        f"{config.layers} layers x {config.hidden_size}, {config.heads} heads "
-        f"({config.kv_heads} for keys and values), feed-forward {config.ffn_size}, "
-        f"vocabulary {len(trainer.tokenizer)}, context {config.max_positions}. "
-        f"Trained by Paceline from {origin}, in bf16 with float32 master weights.",
-        "",
-        "It is small: it shows and tests speculative decoding. Its statements are often wrong.",
+        trainer.about(),
         "",
         "## Data",
         "",
@@ -70,17 +117,14 @@ def write_card(trainer: LMTrainer, command: str) -> Path:
         "",
         "## Training",
         "",
-        f"{trainer.step} steps of {config.batch_tokens:,} tokens:",
+        f"{trainer.step:,} steps of {config.batch_tokens:,} tokens:",
         "",
         "```",
         command,
         "```",
         "",
-        "## Losses",
-        "",
-        *_losses(trainer),
-        "",
+        *_figures(trainer),
     ]
-    path = trainer.out / "model" / "README.md"
+    path = trainer.out / trainer.result / "README.md"
     replace_text(path, "\n".join(lines), "the model card")
     return path

@@ -8,7 +8,6 @@ learnt, no features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,28 +17,10 @@ import torch.nn.functional as F
 from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
-from paceline.train.head_config import HeadConfig
+from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.observed import Observed
-from paceline.train.unrolled import Places, UnrolledAttention, soft_cross_entropy
-
-
-@dataclass(frozen=True)
-class EagleTrainConfig(HeadConfig):
-    """A run for an EAGLE head. Sizes of 0 are taken from the target."""
-
-    version: int = 3
-    init: str = ""  # go on from the weights, and in the shape, of this head's folder
-    ttt_steps: int = 4  # steps of the unrolled head (training-time test); 1 is none
-    step_decay: float = 0.8  # weight of each further step
-    feature_weight: float = 1.0  # EAGLE-1: weight of the feature loss
-    token_weight: float = 0.1  # EAGLE-1: weight of the token loss
-    feature_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 16000  # most frequent tokens of what is learnt; 0 is all
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn_size: int = 0
+from paceline.train.unrolled import Places, UnrolledAttention, falling, loss_ahead
 
 
 class EagleTrainer(HeadTrainer):
@@ -47,6 +28,13 @@ class EagleTrainer(HeadTrainer):
 
     config: EagleTrainConfig
     head: EagleHead
+
+    def check(self) -> None:
+        super().check()
+        third = self.config.version == 3
+        self.spec, self.what = (
+            ("eagle3:", "An EAGLE-3 head") if third else ("eagle2:", "An EAGLE head")
+        )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -130,22 +118,17 @@ class EagleTrainer(HeadTrainer):
         positions = torch.arange(width, device=seen.ids.device).repeat(windows)
         hidden = head(embeds, head.fuse(features), positions, attend)[places.flat]
         result: torch.Tensor = hidden.new_zeros((), dtype=torch.float32)
-        weights = [config.step_decay**j for j in range(config.ttt_steps)]
-        for j, weight in enumerate(weights):
+        for j, weight in enumerate(falling(config.step_decay, config.ttt_steps)):
             if j:
                 hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
-            wanted = places.inside(2 + j) & learn[places.ahead(2 + j)]
-            shares: torch.Tensor = wanted.float() / len(wanted)
-            ahead = places.ahead(1 + j)  # where the target says what token t + 2 + j is
-            step = soft_cross_entropy(head.logits(hidden), probs, row_of[ahead], shares)
+            step = loss_ahead(places, j, learn, head.logits(hidden), probs, row_of)
             if config.version == 1:
-                distance = F.smooth_l1_loss(
-                    hidden.float(), features[ahead].float(), reduction="none"
-                ).mean(-1)
+                feature = features[places.ahead(1 + j)].float()
+                distance = F.smooth_l1_loss(hidden.float(), feature, reduction="none").mean(-1)
                 step = config.token_weight * step + config.feature_weight * (
                     (distance * places.inside(1 + j)).mean()
                 )
-            result = result + weight / sum(weights) * step
+            result = result + weight * step
         return result
 
     def _learnable(self, seen: Observed) -> torch.Tensor:

@@ -52,6 +52,7 @@ def written_texts(
         if saved["key"] == key:
             return [WrittenText(**text) for text in saved["texts"]]
     texts: list[WrittenText] = []
+    room = context_of(target, _LONGEST + max_tokens) - max_tokens if sources else 0
     for source in sources:
         alone = [Source(source.path, 1.0)]
         starts = openings(
@@ -60,7 +61,7 @@ def written_texts(
             count,
             0,
             exclude_licenses,
-            longest_chat=_longest_chat(target, max_tokens),
+            longest_chat=max(1, min(_LONGEST, room)),
         )
         prompts = [opening.token_ids for opening in starts]
         with stage(f"the target continues {len(prompts)} openings of {source.path.name}"):
@@ -73,11 +74,10 @@ def written_texts(
     return texts
 
 
-def _longest_chat(target: PreTrainedModel, max_tokens: int) -> int:
-    """Longest conversation that leaves the target room to answer."""
-    shape = target.config.get_text_config(decoder=True)
-    context = int(getattr(shape, "max_position_embeddings", None) or _LONGEST + max_tokens)
-    return max(1, min(_LONGEST, context - max_tokens))
+def context_of(model: Any, default: int) -> int:
+    """Longest text that a model takes; ``default`` if it does not say."""
+    shape = model.config.get_text_config(decoder=True)
+    return int(getattr(shape, "max_position_embeddings", None) or default)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ give it text that it wrote itself), at a lower rate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,14 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.train.acceptance import AcceptanceCounts, total, walk
-from paceline.train.head_config import HeadConfig
-from paceline.train.heads import HeadTrainer, Observed, Optimizer
+from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
+from paceline.train.heads import HeadTrainer, Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.saved_run import save_model
-from paceline.train.unrolled import Places, soft_cross_entropy
+from paceline.train.trainer import Optimizer
+from paceline.train.unrolled import Places, falling, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
-
-
-@dataclass(frozen=True)
-class MedusaTrainConfig(HeadConfig):
-    """A run for Medusa heads."""
-
-    heads: int = 4
-    layers: int = 1  # residual blocks of each head
-    shared_head: bool = False  # use the target's lm_head: small heads, a little less accurate
-    head_decay: float = 0.8  # weight of each further head
-    nodes: int = 8  # of the tree that held-out acceptance is measured with
-    joint: bool = False  # Medusa-2: train the target as well
-    joint_after: int = 200  # steps in which the heads train alone first
-    joint_weight: float = 0.2  # of the heads' loss beside the target's own
-    target_lr: float = 0.1  # rates of the target, as a share of the heads'
 
 
 class JointOptimizer:
@@ -80,6 +66,11 @@ class MedusaTrainer(HeadTrainer):
 
     config: MedusaTrainConfig
     head: MedusaHeads
+    spec = "medusa:"
+
+    def check(self) -> None:
+        super().check()
+        self.what = "Medusa-2 heads" if self.config.joint else "Medusa heads"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -124,9 +115,7 @@ class MedusaTrainer(HeadTrainer):
                 heads=config.heads,
                 layers=config.layers,
                 shared_head=config.shared_head,
-                base_model=Path(config.target).name
-                if Path(config.target).exists()
-                else config.target,
+                base_model=self.target_name,
             )
         )
         with torch.no_grad():  # the heads begin as copies of the target's own
@@ -161,14 +150,10 @@ class MedusaTrainer(HeadTrainer):
         with torch.no_grad():
             probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[places.flat]
-        weights = [config.head_decay**k for k in range(config.heads)]
         result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(weights):
+        for k, weight in enumerate(falling(config.head_decay, config.heads)):
             logits = self.head.logits(k, features, self.lm_head)
-            wanted = places.inside(2 + k) & learn[places.ahead(2 + k)]
-            shares = wanted.float() / len(wanted)
-            step = soft_cross_entropy(logits, probs, row_of[places.ahead(1 + k)], shares)
-            result = result + weight / sum(weights) * step
+            result = result + weight * loss_ahead(places, k, learn, logits, probs, row_of)
         if not features.requires_grad:
             return result
         assert seen.logits is not None
@@ -187,17 +172,17 @@ class MedusaTrainer(HeadTrainer):
         """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
         if self.config.joint:  # another target by now: let it write anew
             (self.out / "held_out.json").unlink(missing_ok=True)
-            self._held_out = None
-        if self._held_out is None:
-            self._held_out = self._read_held_out()
-        ranks = [self._ranks(seen, text.prompt) for text, seen in self._held_out]
+            self.held_out = None
+            self._seen.clear()
+        texts = self.held_out_texts()
+        ranks = [self._ranks(self.seen_of(text), text.prompt) for text in texts]
         if not ranks:
             return {}
         accuracy = accuracy_of(torch.cat(ranks), _RANKS)
         self.head.config = replace(self.head.config, accuracy=accuracy)
         shape = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
         found: dict[str, list[AcceptanceCounts]] = {}
-        for (text, _), own in zip(self._held_out, ranks, strict=True):
+        for text, own in zip(texts, ranks, strict=True):
             found.setdefault(text.source, []).append(walk(matches_of(own, shape)))
         return {name: total(parts) for name, parts in found.items()}
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from paceline.stages import say, stage
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
-    from pathlib import Path
+
+    from paceline.train.trainer import Trainer
 
 _T = TypeVar("_T")
 _READY, _GO = b"ready", b"go"
@@ -151,24 +152,6 @@ class _Further(_Member):
         self._pipe.recv_bytes()
 
     _part = _meet
-
-
-class Trainer(Protocol):
-    """What can be trained together, and how it is built once more."""
-
-    config: Any
-    out: Path
-    device: torch.device
-    compiled: bool
-    team: Team
-    step: int
-
-    def learnt(self) -> list[nn.Parameter]: ...
-
-    @property
-    def alone(self) -> str: ...  # why only one process can train it; else empty
-
-    def train_step(self) -> float: ...
 
 
 def check_processes(processes: int, device: torch.device) -> None:

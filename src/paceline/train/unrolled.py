@@ -180,6 +180,31 @@ def soft_cross_entropy(
     return result
 
 
+def falling(decay: float, count: int) -> list[float]:
+    """Weights of steps or heads, each ``decay`` times the one before, that sum to one."""
+    weights = [decay**k for k in range(count)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def loss_ahead(
+    places: Places,
+    count: int,
+    learn: torch.Tensor,
+    logits: torch.Tensor,
+    probs: torch.Tensor,
+    row_of: torch.Tensor,
+) -> torch.Tensor:
+    """Mean over the places of the loss of ``logits [N, V]`` about token t + 2 + ``count``, where
+    that is to be learnt (``learn`` bool ``[B * W]``).
+
+    ``probs [M, V]`` are what the target says, ``row_of [B * W]`` which of them about a place's
+    next token.
+    """
+    wanted = places.inside(2 + count) & learn[places.ahead(2 + count)]
+    index = row_of[places.ahead(1 + count)]
+    return soft_cross_entropy(logits, probs, index, wanted.float() / len(wanted))
+
+
 def mixed_probs(
     count: int, logits_of: Callable[[slice], torch.Tensor], share: float
 ) -> torch.Tensor:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.heads.eagle_head import EagleHead
@@ -189,7 +189,7 @@ class EagleDrafter:
         state.rows += _row_keys(seq.tokens, state.start, tokens)
         return Feed(seq.seq_id, context, tokens, wants_logits=drafts)
 
-    def _admit(self, seq: SequenceState, state: _State) -> None:
+    def _admit(self, seq: SequenceView, state: _State) -> None:
         """Start the cache of a sequence, from rows of an earlier one that began alike."""
         keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
         shared = self.cache.admit(seq.seq_id, keys)

@@ -22,7 +22,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.draws import draft, draw_of
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, needs_paths
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.draft.heads.medusa_head import DraftingHeads, MedusaHeads
@@ -207,7 +207,7 @@ class MedusaDrafter:
         features = torch.zeros(
             batch_size, target.hidden_size, dtype=target.dtype, device=target.device
         )
-        seq = SequenceState(-1, [0], 1, SamplingParams())
+        seq = SequenceView(-1, [0], 1, SamplingParams())
         item = Slice(seq, 1, levels)
         with torch.inference_mode():
             self._crossed([item] * batch_size, self._heads(features, levels))

@@ -11,7 +11,7 @@ from paceline.core.batch import Slice
 from paceline.core.draws import draft
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.draft.trees.grow import candidates, level_feed
 from paceline.draft.trees.policy import Policy
 from paceline.model.paged.cache import Feed, PagedCache
@@ -22,7 +22,7 @@ _BLOCKS = 4  # of context: about what the target's own costs are measured with
 @contextmanager
 def stand_ins(
     cache: PagedCache, batch_size: int, max_positions: int, nodes: int
-) -> Iterator[tuple[list[SequenceState], int]]:
+) -> Iterator[tuple[list[SequenceView], int]]:
     """``batch_size`` made-up sequences with room for ``nodes``, and how many tokens they have.
 
     As many as the cache has room for. It is as before afterwards.
@@ -31,7 +31,7 @@ def stand_ins(
     blocks = max(1, min(_BLOCKS, cache.num_blocks, max_positions // size))
     count = max(1, min(batch_size, cache.num_blocks // blocks))
     context = max(1, min(blocks * size, max_positions) - nodes)
-    seqs = [SequenceState(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
+    seqs = [SequenceView(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
     for seq in seqs:
         cache.admit(seq.seq_id, seq.tokens)
         cache.reserve(seq.seq_id, context + nodes)

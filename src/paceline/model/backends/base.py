@@ -1,14 +1,40 @@
-"""What the layers of every backend are given: the step's attention over the paged cache."""
+"""What backends are: ways to run a forward over the paged cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from paceline.core.batch import Batch, ModelOutput
+from paceline.model.paged.pieces import KeyValueStore
+
+BACKENDS = ("auto", "native", "reference")
+
+
+class Backend(Protocol):
+    """Runs a model's whole forward over a packed batch, in place of its modules."""
+
+    name: str
+
+    def __call__(
+        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+    ) -> ModelOutput:
+        """As CausalModel: keys and values go into the cache, ``features`` are known to exist."""
+        ...
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
+        ...
+
+    def without(self, skipped: frozenset[int]) -> Backend:
+        """The same with some layers left out; the others keep their numbers, so their cache."""
+        ...
+
 
 class Attend(Protocol):
-    """Stores the rows' keys and values and attends over the cache."""
+    """What the layers of `reference` call: stores the rows' keys and values, and attends."""
 
     def __call__(
         self,

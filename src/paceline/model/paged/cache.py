@@ -218,7 +218,7 @@ class PagedCache:
             positions=to_device(positions, self.device),
             slots=to_device(slots, self.device),
             spans=tuple(spans),
-            tables=tuple(self._tables[feed.seq_id].blocks for feed in feeds),
+            tables=tuple(tuple(self._tables[feed.seq_id].blocks) for feed in feeds),
             logit_rows=None if len(wanted) == row else to_device(wanted, self.device),
         )
 

@@ -66,7 +66,7 @@ class AttentionStep:
 
     cache: KeyValueStore
     spans: tuple[Span, ...]
-    tables: tuple[list[int], ...]
+    tables: tuple[tuple[int, ...], ...]
     slots: Tensor
     patterns: tuple[Pattern, ...]
     first_slot: int | None  # set when the batch writes consecutive slots

@@ -20,7 +20,7 @@ import torch
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.tools.certify.cells import String
 from paceline.verify.verifier import Verifier, method_of
@@ -231,7 +231,7 @@ def _judged(
         above = [case.draft[paths[parent + 1]] for parent in case.parents]
         q = torch.stack(above).float()
     tree = TokenTree(torch.tensor(tokens), case.parents, case.draw, q)
-    request = SequenceState(0, [0], 1, _UNDRAWN)
+    request = SequenceView(0, [0], 1, _UNDRAWN)
     options = _options(verifier, logits, Check(request, 0, tree))
     if math.prod(map(len, options)) > most:
         raise TooManyOutcomes

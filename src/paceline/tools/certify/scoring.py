@@ -13,7 +13,7 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceView
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 from paceline.tools.certify.cells import String
@@ -61,7 +61,7 @@ class Scorer:
     def _distributions(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
         start, params = self._start, self._params
         seqs = tuple(
-            SequenceState(0, [*start.tokens, *string], len(start.prompt), params)
+            SequenceView(0, [*start.tokens, *string], len(start.prompt), params)
             for string in strings
         )
         return probabilities(self.logits(strings, stepwise), Rows(seqs, (0,) * len(seqs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from paceline.tools.doctor.kinds import KINDS, Severity
 
@@ -20,14 +20,7 @@ class Finding:
     cure: str
 
     def record(self) -> dict[str, str]:
-        return {
-            "code": self.code,
-            "severity": self.severity.value,
-            "about": self.about,
-            "found": self.found,
-            "consequence": self.consequence,
-            "cure": self.cure,
-        }
+        return {**asdict(self), "severity": self.severity.value}
 
 
 def finding(

@@ -137,4 +137,4 @@ def quicken(model: AnyModel) -> AnyModel:
 def _probe_batch(model: Adapted) -> Batch:
     rows = torch.arange(_PROBE_ROWS, device=model.device)
     ids = (rows * 7919 + 1) % model.vocab_size
-    return Batch(ids, rows, rows, (Span(0, 0, 0, _PROBE_ROWS),), ([0],))
+    return Batch(ids, rows, rows, (Span(0, 0, 0, _PROBE_ROWS),), ((0,),))

@@ -1,0 +1,83 @@
+"""The native backend's forward beside the reference's: rows, context and prompts, taking turns.
+
+    python benchmarks/native.py [MODEL] [--dtype bfloat16] [--context 64] [--rounds 5] [--json]
+
+Each figure is the median over rounds of the milliseconds of one forward of a chain behind
+``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.target import CausalModel
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prompt: bool) -> float:
+    """Milliseconds of a forward of a chain, or a prompt (only its last row has logits)."""
+    cache.admit(1, [])
+    cache.reserve(1, context + rows)
+    ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
+    parents = () if prompt else tuple(range(-1, rows - 2))
+    nodes = torch.tensor(ids[1:]) if parents else None
+    batch = cache.batch_of([Feed(1, context, ids if prompt else ids[:1], parents, nodes)])
+    began = time.perf_counter()
+    model(batch, cache)
+    took = time.perf_counter() - began
+    cache.free(1)
+    return 1e3 * took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="paceline/smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    models = {
+        name: CausalModel.load(options.model, options.dtype, "cpu", backend=name)
+        for name in ("reference", "native")
+    }
+    lengths = (options.prompt,) if options.prompt else ROWS
+    blocks = -(-(options.context + max(lengths)) // 16) + 1
+    found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in models}
+    with torch.inference_mode():
+        caches = {
+            name: PagedCache(model.cache_shapes, blocks, 16, model.dtype, "cpu")
+            for name, model in models.items()
+        }
+        for turn in range(options.rounds + 1):
+            for rows in lengths:
+                for name, model in models.items():
+                    took = forward(model, caches[name], options.context, rows, bool(options.prompt))
+                    if turn:
+                        found[name][rows].append(took)
+    medians = {
+        name: {rows: statistics.median(times) for rows, times in by_rows.items()}
+        for name, by_rows in found.items()
+    }
+    if options.json:
+        print(json.dumps(medians))
+        return
+    print(" rows  reference   native native/ref ratio ref  native")
+    for rows in lengths:
+        ref, nat = medians["reference"], medians["native"]
+        print(
+            f"{rows:5} {ref[rows]:10.2f} {nat[rows]:8.2f} {nat[rows] / ref[rows]:10.2f} "
+            f"{ref[rows] / ref[lengths[0]]:9.2f} {nat[rows] / nat[lengths[0]]:7.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

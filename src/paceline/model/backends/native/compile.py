@@ -1,0 +1,158 @@
+"""Building the kernels, on first use, with whatever C++ compiler the machine has.
+
+The sources lie beside this file. What they become is kept in the user's cache folder, under a name
+made of their content, the compiler, its options and the OpenMP library, so that it is built once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from paceline.errors import PacelineError
+from paceline.files import cache_folder, folder_aside
+from paceline.stages import say, stage
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+_COMPILERS = ("g++", "clang++", "c++")
+_OPTIONS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    # Sums are as they are written: no product is joined with a sum unless the source says so.
+    *("-ffp-contract=off", "-fno-math-errno"),
+)
+_LIBRARY = "paceline_native.so"
+_LIMIT = 300  # seconds for one compilation
+
+# What is compiled: object, source, options.
+_COMMON = (
+    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "amx_trial")),
+    ("portable", "kernels.cpp", ()),
+)
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
+_AMX = ("-mamx-tile", "-mamx-bf16", "-DPACELINE_AMX")  # older compilers do not know these
+_X86 = (
+    ("avx512", "kernels.cpp", _AVX512),
+    ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
+    ("avx2", "kernels.cpp", ("-mavx2", "-mfma", "-DPACELINE_AVX2")),
+)
+_OPTIONAL = {"amx"}
+
+
+class NativeUnavailableError(PacelineError):
+    """The kernels cannot be built or loaded here; the message says why in a few words."""
+
+
+def library_file() -> Path:
+    """The compiled kernels, built now if this machine has not built them yet.
+
+    Raises NativeUnavailableError.
+    """
+    if os.name != "posix":
+        raise NativeUnavailableError("only Linux and macOS are supported")
+    compiler = _compiler()
+    folder = _kept() / _digest(compiler)
+    file = folder / _LIBRARY
+    if file.is_file():
+        return file
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not file.is_file():  # else another process has built it meanwhile
+                _build(compiler, folder)
+    except (OSError, PacelineError) as error:
+        if isinstance(error, NativeUnavailableError):
+            raise
+        raise NativeUnavailableError(f"the kernels cannot be built ({error})") from None
+    return file
+
+
+def _kept() -> Path:
+    own = os.environ.get("PACELINE_NATIVE_CACHE")
+    return Path(own) if own else cache_folder() / "native"
+
+
+def _build(compiler: str, folder: Path) -> None:
+    began = time.perf_counter()
+    parts = [*_COMMON, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
+    with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as place:
+
+        def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
+            name, source, options = part
+            into = str(Path(place) / f"{name}.o")
+            try:
+                _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into])
+            except NativeUnavailableError:
+                if name not in _OPTIONAL:
+                    raise
+                return []
+            return [into]
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [into for made in pool.map(build, parts) for into in made]
+        with folder_aside(folder, "the native kernels") as partial:
+            into = str(partial / _LIBRARY)
+            _run([compiler, "-shared", *objects, "-o", into, *_openmp()])
+    seconds = time.perf_counter() - began
+    say(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{command[0]} does not run ({error})") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise NativeUnavailableError(f"{command[0]} fails: {lines[0].strip()[:200]}")
+
+
+def _compiler() -> str:
+    """Raises NativeUnavailableError if there is none."""
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else _COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    what = f"CXX={wanted} is not there" if wanted else "no C++ compiler (g++ or clang++) is there"
+    raise NativeUnavailableError(what)
+
+
+def _openmp() -> list[str]:
+    """How to link OpenMP: torch's own library where it is GNU's, as two pools of threads in one
+    process would wait for each other's processors."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ["-fopenmp"]
+    loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line.split()[-1]}
+    found = sorted(path for path in loaded if Path(path).is_file())
+    return [found[0], f"-Wl,-rpath,{Path(found[0]).parent}"] if found else ["-fopenmp"]
+
+
+@lru_cache(maxsize=8)
+def _version(compiler: str, modified: float) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{compiler} does not run ({error})") from None
+    return done.stdout
+
+
+def _digest(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    version = _version(compiler, Path(compiler).stat().st_mtime)
+    place = (platform.machine(), compiler, version, _OPTIONS, _X86, _openmp())
+    digest.update(repr(place).encode())
+    return digest.hexdigest()[:20]

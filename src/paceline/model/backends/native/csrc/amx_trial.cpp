@@ -1,0 +1,47 @@
+// Whether the tile instructions can be used: some systems list them, and kill who uses them.
+#include "amx_trial.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;  // arch_prctl's
+
+// A product with tiles and one without, in memory that the caller has made. True if they agree.
+bool agree(const Kernels& tiled, const Kernels& plain, std::vector<float>& memory) {
+  constexpr long rows = 37, inputs = 96, outputs = 64;
+  float* at = memory.data();
+  auto floats = [&](long count) { return (at += round_up(count, 16)) - round_up(count, 16); };
+  float *x = floats(rows * inputs), *a = floats(rows * outputs), *b = floats(rows * outputs);
+  uint16_t* w = reinterpret_cast<uint16_t*>(floats(outputs * inputs / 2));
+  unsigned state = 1;
+  auto next = [&] { return state = state * 1664525u + 1013904223u; };
+  for (long i = 0; i < outputs * inputs; i++) w[i] = static_cast<uint16_t>(0x3c00 + next() % 0x400 + (next() >> 31 << 15));
+  for (long i = 0; i < rows * inputs; i++) x[i] = static_cast<float>(static_cast<int>(next() >> 24) - 128) / 64.0f;
+  pl_weight weight{w, nullptr, outputs, inputs};
+  Product p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f};
+  plain.product(p, 0, 1, at);
+  p.y = b;
+  tiled.product(p, 0, 1, at);
+  return memcmp(a, b, rows * outputs * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+bool amx_works(const Kernels& tiled, const Kernels& plain) {
+  if (syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA)) return false;
+  std::vector<float> memory(40000);  // before the fork: the child may not ask for any
+  pid_t child = fork();
+  if (child == 0) _exit(agree(tiled, plain, memory) ? 0 : 1);
+  int status = 1;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+#else
+bool amx_works(const Kernels&, const Kernels&) { return false; }
+#endif

@@ -1,0 +1,185 @@
+#include "forward.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+constexpr long SPLIT_ITEMS = 3;  // items a thread, below which blocks of keys become items
+
+bool is_chain(const int32_t* parents, long nodes) {
+  for (long i = 0; i < nodes; i++)
+    if (parents[i] != i - 1) return false;
+  return true;
+}
+
+// The part of `rows` that a thread does.
+struct Share {
+  long from, to;
+  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
+};
+
+}  // namespace
+
+// Where each row's keys are, and how attention is divided.
+void Forward::lay_out() {
+  row_.resize(b_.rows);
+  own_.clear();
+  items_.clear();
+  blocks_ = 1;
+  long most = 0;
+  for (long s = 0; s < b_.spans; s++) most += static_cast<long>(b_.span[s].nodes) * b_.span[s].nodes;
+  own_.reserve(most);
+  long tile = std::max<long>(1, ATTEND_TILE / (m_.heads / m_.kv_heads));
+  for (long s = 0; s < b_.spans; s++) {
+    const pl_span& span = b_.span[s];
+    const int32_t *parents = b_.parents + span.parents, *table = b_.tables + span.table;
+    long base = span.context + span.pending, rows = span.pending + span.nodes - span.first_new;
+    bool chain = is_chain(parents, span.nodes);
+    for (long r = 0; r < rows; r++) {
+      Row& row = row_[span.start + r];
+      row.position = b_.positions[span.start + r];
+      row.shared = static_cast<int32_t>(chain ? base + span.nodes : base);
+      row.table = table;
+      row.own = nullptr;
+      blocks_ = std::max(blocks_, row.position / BLOCK + 1);
+      if (chain || r < span.pending) continue;
+      size_t begin = own_.size();
+      for (long node = r - span.pending + span.first_new; node >= 0; node = parents[node]) {
+        long index = base + node;
+        own_.push_back(static_cast<int32_t>(table[index / b_.block_size] * b_.block_size + index % b_.block_size));
+      }
+      std::reverse(own_.begin() + static_cast<long>(begin), own_.end());
+      row.own = own_.data() + begin;
+    }
+    for (long r = 0; r < rows; r += tile)
+      for (long h = 0; h < m_.kv_heads; h++)
+        items_.push_back({span.start + r, std::min(tile, rows - r), h, 0, 0, nullptr, b_.rows});
+  }
+}
+
+void Forward::run(const Kernels& kernels, const pl_batch& batch) {
+  std::lock_guard<std::mutex> alone(busy_);
+  k_ = kernels;
+  b_ = batch;
+  long threads = std::max<int64_t>(1, b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
+  x_.shape(b_.rows, hidden);
+  normed_.shape(b_.rows, hidden);
+  qkv_.shape(b_.rows, inner + 2 * m_.kv_heads * m_.head_dim);
+  attended_.shape(b_.rows, inner);
+  hidden_.shape(b_.rows, m_.ffn);
+  product_.shape(b_.rows, hidden);
+  last_.shape(b_.logit_rows, hidden);
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, std::max({hidden, inner, m_.ffn}))));
+  lay_out();
+  bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
+  if (split) partial_.shape(blocks_ * b_.rows * m_.heads, m_.head_dim + 2);
+  if (!split) blocks_ = 1;
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+#pragma omp single
+    team_.start(omp_get_num_threads());
+    FlushToZero flush;
+    work(omp_get_thread_num(), omp_get_num_threads());
+  }
+}
+
+void Forward::work(int thread, int threads) {
+  Share share(b_.rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) k_.embed(m_, b_.ids[r], x_.at(r));
+  for (long index = 0; index < m_.layers; index++) {
+    keep_features(index, thread, threads);
+    if (!b_.skipped || !b_.skipped[index]) layer(index, thread, threads);
+  }
+  keep_features(m_.layers, thread, threads);
+  logits(thread, threads);
+}
+
+// A thread's share of rows is always the same, so that a step from row to row needs no meeting.
+void Forward::layer(long index, int thread, int threads) {
+  const pl_layer& l = m_.layer[index];
+  normalise(l.attention_norm, x_, normed_, thread, threads);
+  team_.meet();
+  multiply(l.qkv, normed_, b_.rows, STORE, qkv_, thread, threads);
+  team_.meet();
+  long bytes = m_.kv_heads * m_.head_dim * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+  Share share(b_.rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) {
+    const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
+    char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
+    k_.place(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes);
+  }
+  team_.meet();
+  attention(index, thread, threads);
+  team_.meet();
+  add_product(l.out, attended_, l.attention_after, thread, threads);
+  normalise(l.mlp_norm, x_, normed_, thread, threads);
+  team_.meet();
+  multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads);
+  team_.meet();
+  add_product(l.down, hidden_, l.mlp_after, thread, threads);
+}
+
+void Forward::attention(long index, int thread, int threads) {
+  const pl_layer& l = m_.layer[index];
+  Attention a{&m_,     b_.keys[index], b_.values[index], b_.block_size, l.window,           qkv_.at(0), qkv_.ld,
+              attended_.at(0), attended_.ld,  row_.data(),      scratch_.at(thread)};
+  float* partial = blocks_ > 1 ? partial_.at(0) : nullptr;
+  long count = static_cast<long>(items_.size()) * blocks_;
+  for (long next = team_.next(); next < count; next = team_.next()) {
+    AttentionItem item = items_[next / blocks_];
+    int32_t last = 0;
+    for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
+    item.from = partial ? next % blocks_ : 0;
+    item.to = partial ? item.from + 1 : last / BLOCK + 1;
+    item.partial = partial;
+    if (item.from <= last / BLOCK) k_.attend(a, item);
+  }
+  if (!partial) return;
+  team_.meet();
+  Share share(b_.rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r, b_.rows);
+}
+
+// x += the product, or its norm.
+void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads) {
+  multiply(w, x, b_.rows, after.weight ? STORE : ADD, after.weight ? product_ : x_, thread, threads);
+  team_.meet();
+  if (!after.weight) return;
+  Share share(b_.rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) k_.add_normalised(m_, after, x_.at(r), product_.at(r));
+}
+
+void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads) {
+  Share share(b_.rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) k_.normalise(m_, norm, x.at(r), y.at(r), m_.hidden);
+}
+
+void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads) {
+  Product p{&w, m_.dtype, x.at(0), rows, x.ld, ending, y.at(0), y.ld, static_cast<int>(m_.activation), 0.0f};
+  k_.product(p, thread, threads, scratch_.at(thread));
+}
+
+// The input of a layer, or what the head sees.
+void Forward::keep_features(long layer, int thread, int threads) {
+  for (long f = 0; f < b_.features; f++) {
+    if (b_.feature_layers[f] != layer) continue;
+    long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+    Share share(b_.rows, thread, threads);
+    for (long r = share.from; r < share.to; r++) {
+      const float* x = x_.at(r);
+      if (layer == m_.layers) k_.normalise(m_, m_.final_norm, x, normed_.at(r), m_.hidden), x = normed_.at(r);
+      k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.feature[f]) + r * bytes);
+    }
+  }
+}
+
+void Forward::logits(int thread, int threads) {
+  team_.meet();
+  Share share(b_.logit_rows, thread, threads);
+  for (long r = share.from; r < share.to; r++)
+    k_.normalise(m_, m_.final_norm, x_.at(b_.wanted[r]), last_.at(r), m_.hidden);
+  team_.meet();
+  Product p{&m_.head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, m_.vocab, 0, m_.logit_cap};
+  k_.product(p, thread, threads, scratch_.at(thread));
+}

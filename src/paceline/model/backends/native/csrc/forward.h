@@ -1,0 +1,69 @@
+// A whole forward of a decoder, from token ids to logits.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+// Rows of floats. Columns behind a row's numbers are zeros and stay so: products read them.
+class Rows {
+ public:
+  void shape(long rows, long width) {
+    ld = round_up(width, PANEL);
+    if (rows <= rows_) return;
+    size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
+    data_.reset();
+    rows_ = 0;
+    data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(static_cast<long>(bytes), 64))));
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_.get(), 0, bytes);
+    rows_ = rows;
+  }
+  float* at(long row) const { return data_.get() + row * ld; }
+  long ld = 0;
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> data_;
+  long rows_ = 0;
+};
+
+class Forward {
+ public:
+  explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
+    m_.layer = layers_.data();
+  }
+  void run(const Kernels& kernels, const pl_batch& batch);
+
+ private:
+  void lay_out();
+  void work(int thread, int threads);
+  void layer(long index, int thread, int threads);
+  void attention(long index, int thread, int threads);
+  void keep_features(long layer, int thread, int threads);
+  void logits(int thread, int threads);
+  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads);
+  void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
+  void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
+
+  pl_model m_;
+  std::vector<pl_layer> layers_;
+  std::mutex busy_;
+
+  // Of the forward that is under way.
+  Kernels k_;
+  pl_batch b_;
+  Team team_;
+  Rows x_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
+  std::vector<Row> row_;
+  std::vector<int32_t> own_;
+  std::vector<AttentionItem> items_;
+  long blocks_ = 1;  // of keys, each an item; 1: items take all of them
+};

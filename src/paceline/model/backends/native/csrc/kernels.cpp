@@ -1,0 +1,24 @@
+// The kernels for one instruction set: compiled once for each, see compile.py. No header of the
+// standard C++ library may come in here: its inline functions would be compiled for this set, and
+// the linker might take them for all.
+#include "attention.h"
+#include "products.h"
+#include "rows.h"
+
+#if defined(PACELINE_AMX)
+#include "products_amx.h"
+#define product product_by_tiles
+#define TABLE kernels_amx
+#define NAME "amx"
+#elif defined(PACELINE_AVX512)
+#define TABLE kernels_avx512
+#define NAME "avx512"
+#elif defined(PACELINE_AVX2)
+#define TABLE kernels_avx2
+#define NAME "avx2"
+#else
+#define TABLE kernels_portable
+#define NAME "portable"
+#endif
+
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, place, give, take};

@@ -1,0 +1,92 @@
+// What forward.cpp asks of the kernels. Each instruction set fills one table; a kernel does one
+// thread's share of its work, and every number that it makes depends on its own row alone.
+#pragma once
+#include "paceline_native.h"
+
+constexpr long PANEL = 32;    // outputs packed side by side
+constexpr long STRIPE = 32;   // inputs summed before they are added to the rest
+constexpr long BLOCK = 256;   // keys of a block of attention, from a position divisible by it
+
+constexpr long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// What happens to a product's sums.
+enum Ending {
+  STORE,  // y = c
+  ADD,    // y += c
+  GATED,  // y = activation(gate) * up, rounded to the dtype
+  LOGITS, // y = c, capped, in the dtype; rows of exactly `outputs` numbers
+};
+
+struct Product {
+  const pl_weight* weight;
+  int64_t dtype;
+  const float* x;  // [rows, ldx], ldx a multiple of STRIPE; zeros behind the inputs
+  long rows, ldx;
+  Ending ending;
+  void* y;  // [rows, ldy]; float but for LOGITS
+  long ldy;
+  int activation;
+  float cap;
+};
+
+// One row of the step as attention sees it.
+struct Row {
+  int32_t position;
+  int32_t shared;  // positions below are in the block table, those from it on in `own`
+  const int32_t* own;  // slots of the positions shared .. position
+  const int32_t* table;
+};
+
+// Attention of rows with one block table, for one KV head.
+struct Attention {
+  const pl_model* model;
+  const void *keys, *values;
+  long block_size, window;
+  const float* q;  // [rows, ldq], scaled
+  long ldq;
+  float* out;  // [rows, ldo]
+  long ldo;
+  const Row* row;  // of the whole step
+  float* scratch;  // of this thread: attention_scratch() floats
+};
+
+// Rows `first .. first + rows` and blocks `from .. to` of one KV head. Partial results of a row and
+// query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
+// each block's result goes to partial[(block * step rows + row) * heads + head][head_dim + 2].
+struct AttentionItem {
+  long first, rows, kv_head, from, to;
+  float* partial;
+  long step_rows;
+};
+
+struct Kernels {
+  const char* name;
+  void (*product)(const Product&, long part, long parts, float* scratch);
+  void (*attend)(const Attention&, const AttentionItem&);
+  void (*fold)(const Attention&, const float* partial, long row, long step_rows);
+  void (*embed)(const pl_model&, int32_t id, float* x);
+  // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
+  void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
+  void (*add_normalised)(const pl_model&, const pl_norm&, float* x, const float* y);
+  void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value);
+  void (*give)(int64_t dtype, const float* x, long width, void* y);
+  void (*take)(int64_t dtype, const void* x, long width, float* y);
+};
+
+constexpr long CHUNK = 48;  // rows of a product per pass over the weights
+constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
+inline long product_scratch(long rows, long inputs) {
+  rows = rows < TILED_ROWS ? rows : TILED_ROWS;
+  return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) / 2;
+}
+
+// Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
+constexpr long ATTEND_TILE = 96;
+inline long attention_scratch(const pl_model& m) {
+  long group = m.heads / m.kv_heads, tile = ATTEND_TILE > group ? ATTEND_TILE : group;
+  long width = round_up(m.head_dim, STRIPE);
+  return tile * (width + BLOCK + 2 * (round_up(m.head_dim, 16) + 2)) + width * PANEL + 2 * BLOCK;
+}
+
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
+extern const Kernels kernels_amx __attribute__((weak));  // not every compiler can

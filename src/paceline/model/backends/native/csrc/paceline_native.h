@@ -1,0 +1,85 @@
+// The C interface: plain structures that Python fills through ctypes (library.py mirrors them).
+//
+// Nothing here owns weights or caches: they are torch's memory, and the caller keeps them alive.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
+enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
+
+// A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
+typedef struct {
+  const void* data;  // NULL: there is none
+  const float* bias;  // or NULL
+  int64_t outputs, inputs;  // outputs as packed: a gated pair counts once
+} pl_weight;
+
+typedef struct {
+  const float* weight;  // float32 [width]; NULL: no norm here
+  float eps;
+} pl_norm;
+
+typedef struct {
+  pl_weight qkv, out, gate_up, down;
+  pl_norm attention_norm, mlp_norm;  // of what goes into attention and MLP
+  pl_norm attention_after, mlp_after;  // of what comes out of them (Gemma)
+  pl_norm q_norm, k_norm;  // of each head
+  int64_t window;  // keys that a row sees, itself included; 0: all
+  int64_t rope;  // which table of cosines and sines
+} pl_layer;
+
+typedef struct {
+  int64_t dtype, hidden, vocab, layers, heads, kv_heads, head_dim, ffn, activation;
+  float embedding_scale, scaling, attention_cap, logit_cap;  // caps: 0 is none
+  const void* embedding;  // [vocab, hidden] in dtype
+  const pl_layer* layer;
+  pl_norm final_norm;
+  pl_weight head;
+} pl_model;
+
+// Rows of one sequence, as core/batch.py's Span. Row r of the span is its pending token r, or
+// node r - pending + first_new of its tree.
+typedef struct {
+  int32_t start, context, pending, nodes, first_new;
+  int32_t table, parents;  // where its block table and its nodes' parents begin
+} pl_span;
+
+typedef struct {
+  int64_t rows, spans, logit_rows, features, block_size, threads;
+  const int32_t *ids, *positions, *slots;  // [rows]
+  const pl_span* span;
+  const int32_t *tables, *parents;
+  const int32_t* wanted;  // [logit_rows]: rows whose logits are wanted
+  void* logits;  // [logit_rows, vocab] in dtype
+  const int32_t* feature_layers;  // [features], ascending
+  void* const* feature;  // each [rows, hidden] in dtype
+  void *const *keys, *const *values;  // per layer, [slots, kv_heads, head_dim] in dtype
+  const uint8_t* skipped;  // per layer, or NULL
+  const float* const* rope;  // tables [positions, head_dim]: cosines, then sines, half of each
+} pl_batch;
+
+const char* pl_instructions(void);  // of the kernels in use
+int pl_choose(const char* instructions);  // 0: chosen; else this processor does not have them
+
+int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
+// Put a dense matrix [rows, inputs] into a packed one, from its output `first` on; and get it out.
+void pl_pack(int64_t dtype, int64_t place, const void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed);
+void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t inputs, int64_t first, const void* packed);
+
+// y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits.
+int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads);
+
+// A model with the memory that its forwards work in; the structure is copied. NULL: no memory.
+void* pl_open(const pl_model* model);
+void pl_close(void* opened);
+int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif

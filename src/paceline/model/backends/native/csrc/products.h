@@ -1,0 +1,160 @@
+// Linear products of few rows: packed weights, and sums whose order is fixed by the inputs alone.
+//
+// A packed matrix is a row of panels of 32 outputs; a panel holds its weights by pairs of inputs:
+//
+//   bf16     pair 0: | o0 i0 i1 | o1 i0 i1 | ... | o31 i0 i1 |   pair 1: | o0 i2 i3 | ...
+//   float32  pair 0: | o0 i0 | o1 i0 | ... | o31 i0 | o0 i1 | ... | o31 i1 |   pair 1: ...
+//
+// so a panel is read from its beginning to its end, 128 or 256 bytes at a time, and its numbers lie
+// beside those that they are multiplied with. Inputs are padded to 32 with zeros.
+//
+// The sum of one output over its inputs is the same for every number of rows, in every register
+// tile: inputs come in stripes of 32; within a stripe the even and the odd ones are summed each in
+// order, by fused multiply-adds from zero; then sum += even + odd. (For bf16 that is, bit for bit,
+// what the tile instruction TDPBF16PS does.)
+#pragma once
+#include "kernels.h"
+#include "vec.h"
+
+namespace {
+
+struct Floats {
+  typedef float Number;
+  static V even(const float* pair, int i) { return load(pair + 16 * i); }
+  static V odd(const float* pair, int i) { return load(pair + PANEL + 16 * i); }
+};
+
+struct Bf16s {
+  typedef uint16_t Number;
+  static V even(const uint16_t* pair, int i) { return even_of(pair + 32 * i); }
+  static V odd(const uint16_t* pair, int i) { return odd_of(pair + 32 * i); }
+};
+
+// Add one stripe of R rows times W vectors of outputs to c [R, ldc].
+template <class Kind, int R, int W>
+inline void stripe(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
+  V even[R][W], odd[R][W];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < W; i++) even[r][i] = odd[r][i] = zero();
+#pragma GCC unroll 2
+  for (int pair = 0; pair < STRIPE / 2; pair++, w += 2 * PANEL, x += 2) {
+    V e[W], o[W];
+    for (int i = 0; i < W; i++) e[i] = Kind::even(w, i), o[i] = Kind::odd(w, i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      V first = set1(x[r * ldx]), second = set1(x[r * ldx + 1]);
+      for (int i = 0; i < W; i++) {
+        even[r][i] = fma(e[i], first, even[r][i]);
+        odd[r][i] = fma(o[i], second, odd[r][i]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < W; i++) {
+      float* at = c + r * ldc + 16 * i;
+      store(at, load(at) + (even[r][i] + odd[r][i]));
+    }
+}
+
+// All 32 outputs of a stripe, for R rows.
+template <class Kind, int R>
+inline void across(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
+  constexpr long step = sizeof(typename Kind::Number) == 2 ? 32 : 16;  // numbers from vector to vector
+  for (int i = 0; i < PANEL / 16; i += WIDE) stripe<Kind, R, WIDE>(w + step * i, x, ldx, c + 16 * i, ldc);
+}
+
+template <class Kind, int R = ROWS>
+inline void few_rows(const typename Kind::Number* w, const float* x, long ldx, long rows, float* c, long ldc) {
+  if (rows == R) return across<Kind, R>(w, x, ldx, c, ldc);
+  if constexpr (R > 1) few_rows<Kind, R - 1>(w, x, ldx, rows, c, ldc);
+}
+
+// Rows in tiles of sizes as even as possible.
+template <class Kind>
+inline void all_rows(const typename Kind::Number* w, const float* x, long ldx, long rows, float* c, long ldc) {
+  long tiles = (rows + ROWS - 1) / ROWS;
+  for (long tile = 0; tile < tiles; tile++) {
+    long from = rows * tile / tiles, to = rows * (tile + 1) / tiles;
+    few_rows<Kind>(w, x + from * ldx, ldx, to - from, c + from * ldc, ldc);
+  }
+}
+
+// c [rows, ldc] += x times the panel, whose inputs are `inputs`, a multiple of 32.
+inline void panel_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
+                          float*) {
+  for (long k = 0; k < inputs; k += STRIPE) {
+    __builtin_prefetch(panel + (k + 2 * STRIPE) * PANEL);
+    all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
+  }
+}
+
+inline void panel_product(const uint16_t* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
+                          float* unpacked) {
+  bool few = rows <= 2 * ROWS;
+  for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL) {
+    if (few) {
+      all_rows<Bf16s>(panel, x + k, ldx, rows, c, ldc);
+      continue;
+    }
+    for (int pair = 0; pair < STRIPE / 2; pair++)  // unpacked once for all tiles
+      for (int i = 0; i < PANEL / 16; i++) {
+        store(unpacked + (2 * pair) * PANEL + 16 * i, Bf16s::even(panel + 2 * pair * PANEL, i));
+        store(unpacked + (2 * pair + 1) * PANEL + 16 * i, Bf16s::odd(panel + 2 * pair * PANEL, i));
+      }
+    all_rows<Floats>(unpacked, x + k, ldx, rows, c, ldc);
+  }
+}
+
+// What becomes of the sums of one row and panel. `c` is a row of the tile.
+inline void finish(const Product& p, long row, long panel, const float* c) {
+  V low = load(c), high = load(c + 16);
+  if (p.weight->bias) {
+    low = low + load(p.weight->bias + panel * PANEL);
+    high = high + load(p.weight->bias + panel * PANEL + 16);
+  }
+  if (p.ending == GATED) {
+    V h = activated(low, p.activation) * high;
+    store(static_cast<float*>(p.y) + row * p.ldy + panel * 16, p.dtype == PL_BFLOAT16 ? as_bf16(h) : h);
+    return;
+  }
+  if (p.ending != LOGITS) {
+    float* y = static_cast<float*>(p.y) + row * p.ldy + panel * PANEL;
+    if (p.ending == ADD) low = load(y) + low, high = load(y + 16) + high;
+    store(y, low);
+    store(y + 16, high);
+    return;
+  }
+  if (p.cap > 0) low = capped(low, p.cap), high = capped(high, p.cap);
+  long left = p.weight->outputs - panel * PANEL;
+  if (p.dtype == PL_BFLOAT16) {
+    uint16_t* y = static_cast<uint16_t*>(p.y) + row * p.ldy + panel * PANEL;
+    store_first(y, left, low);
+    if (left > 16) store_first(y + 16, left - 16, high);
+  } else {
+    float* y = static_cast<float*>(p.y) + row * p.ldy + panel * PANEL;
+    store_first(y, left, low);
+    if (left > 16) store_first(y + 16, left - 16, high);
+  }
+}
+
+// One thread's panels; `scratch` has product_scratch() floats.
+void product(const Product& p, long part, long parts, float* scratch) {
+  long panels = round_up(p.weight->outputs, p.ending == GATED ? 16 : PANEL) / (p.ending == GATED ? 16 : PANEL);
+  long inputs = round_up(p.weight->inputs, STRIPE), from = panels * part / parts, to = panels * (part + 1) / parts;
+  float *unpacked = scratch, *c = scratch + STRIPE * PANEL;
+  for (long first = 0; first < p.rows; first += CHUNK) {
+    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
+    const float* x = p.x + first * p.ldx;
+    for (long panel = from; panel < to; panel++) {
+      memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
+      long at = panel * PANEL * inputs;
+      if (p.dtype == PL_BFLOAT16)
+        panel_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+      else
+        panel_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+      for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,91 @@
+// What is done to one row at a time: embedding, norms, rotary embedding, the cache's new entries.
+#pragma once
+#include "kernels.h"
+#include "vec.h"
+
+namespace {
+
+inline V rounded(int64_t dtype, V a) { return dtype == PL_BFLOAT16 ? as_bf16(a) : a; }
+
+// `width` numbers of `dtype` from x, and to y.
+void take(int64_t dtype, const void* x, long width, float* y) {
+  for (long i = 0; i < width; i += 16)
+    store_first(y + i, width - i,
+                dtype == PL_BFLOAT16 ? load_first(static_cast<const uint16_t*>(x) + i, width - i)
+                                     : load_first(static_cast<const float*>(x) + i, width - i));
+}
+
+void give(int64_t dtype, const float* x, long width, void* y) {
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i);
+    if (dtype == PL_BFLOAT16)
+      store_first(static_cast<uint16_t*>(y) + i, width - i, a);
+    else
+      store_first(static_cast<float*>(y) + i, width - i, a);
+  }
+}
+
+void embed(const pl_model& m, int32_t id, float* x) {
+  long size = m.dtype == PL_BFLOAT16 ? 2 : 4;
+  take(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
+  if (m.embedding_scale == 1.0f) return;
+  for (long i = 0; i < m.hidden; i += 16)
+    store_first(x + i, m.hidden - i, rounded(m.dtype, load_first(x + i, m.hidden - i) * set1(m.embedding_scale)));
+}
+
+// 1 / sqrt(mean of squares + eps)
+inline float scale_of(const float* x, long width, float eps) {
+  V squares = zero();
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i);
+    squares = fma(a, a, squares);
+  }
+  return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
+}
+
+void normalise(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
+  V scale = set1(scale_of(x, width, norm.eps));
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i) * scale * load_first(norm.weight + i, width - i);
+    store_first(y + i, width - i, rounded(m.dtype, a));
+  }
+}
+
+void add_normalised(const pl_model& m, const pl_norm& norm, float* x, const float* y) {
+  V scale = set1(scale_of(y, m.hidden, norm.eps));
+  for (long i = 0; i < m.hidden; i += 16) {
+    V a = load_first(y + i, m.hidden - i) * scale * load_first(norm.weight + i, m.hidden - i);
+    store_first(x + i, m.hidden - i, load_first(x + i, m.hidden - i) + a);
+  }
+}
+
+// One head in place: its norm, then the rotation by the row's cosines and sines.
+inline void turn(const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
+  if (norm.weight) {
+    V scale = set1(scale_of(head, width, norm.eps));
+    for (long i = 0; i < width; i += 16)
+      store_first(head + i, width - i,
+                  load_first(head + i, width - i) * scale * load_first(norm.weight + i, width - i));
+  }
+  long half = width / 2;
+  for (long i = 0; i < half; i += 16) {
+    long left = half - i;
+    V a = load_first(head + i, left), b = load_first(head + half + i, left);
+    V cosine = load_first(rope + i, left), sine = load_first(rope + half + i, left);
+    V first = fma(a, cosine, zero() - b * sine), second = fma(b, cosine, a * sine);
+    store_first(head + i, left, first * set1(scaling));
+    store_first(head + half + i, left, second * set1(scaling));
+  }
+}
+
+// Queries stay in qkv, scaled; the key and the value go to their places in the cache.
+void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value) {
+  long d = m.head_dim;
+  for (long h = 0; h < m.heads; h++) turn(layer.q_norm, rope, qkv + h * d, d, m.scaling);
+  float* k = qkv + m.heads * d;
+  for (long h = 0; h < m.kv_heads; h++) turn(layer.k_norm, rope, k + h * d, d, 1.0f);
+  give(m.dtype, k, m.kv_heads * d, key);
+  give(m.dtype, k + m.kv_heads * d, m.kv_heads * d, value);
+}
+
+}  // namespace

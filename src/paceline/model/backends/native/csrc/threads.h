@@ -1,0 +1,65 @@
+// One parallel region for a whole forward: threads meet at barriers of our own.
+//
+// A barrier of OpenMP's costs about as much as ours while all threads run, but a region for each
+// product would cost ten times that. The pool is torch's where the library is the same libgomp.
+#pragma once
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+class Team {
+ public:
+  void start(int threads) { size_ = threads; }
+
+  // Everybody waits for everybody. Also gives out the numbers of next() afresh.
+  void meet() {
+    unsigned round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+      if (spins < kPatience)
+        pause();
+      else
+        sched_yield();  // more threads than processors: somebody else must run
+    }
+  }
+
+  // 0, 1, 2, ... : each number goes to one thread.
+  long next() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  static constexpr int kPatience = 4000;
+  static void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+
+  int size_ = 1;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> round_{0};
+  alignas(64) std::atomic<long> next_{0};
+};
+
+// Numbers too small for a normal float count as zero in this thread: they are slow, and the tile
+// instructions know none.
+class FlushToZero {
+ public:
+#if defined(__x86_64__)
+  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushToZero() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+  FlushToZero() {}
+#endif
+};

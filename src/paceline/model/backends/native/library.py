@@ -1,0 +1,126 @@
+"""The compiled kernels as Python sees them: csrc/paceline_native.h in ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from paceline.model.backends.native.compile import NativeUnavailableError, library_file
+
+FLOAT32, BFLOAT16 = 0, 1
+PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+SILU, GELU_TANH = 0, 1
+INSTRUCTIONS = ("amx", "avx512", "avx2", "portable")
+
+
+class CWeight(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+    )
+
+
+class CNorm(Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float))
+
+
+class CLayer(Structure):
+    _fields_ = (
+        *((name, CWeight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, CNorm) for name in ("attention_norm", "mlp_norm")),
+        *((name, CNorm) for name in ("attention_after", "mlp_after", "q_norm", "k_norm")),
+        ("window", c_int64),
+        ("rope", c_int64),
+    )
+
+
+class CModel(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "layers", "heads")),
+        *((name, c_int64) for name in ("kv_heads", "head_dim", "ffn", "activation")),
+        *((name, c_float) for name in ("embedding_scale", "scaling", "attention_cap", "logit_cap")),
+        ("embedding", c_void_p),
+        ("layer", POINTER(CLayer)),
+        ("final_norm", CNorm),
+        ("head", CWeight),
+    )
+
+
+class CSpan(Structure):
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in ("start", "context", "pending", "nodes", "first_new", "table", "parents")
+    )
+
+
+class CBatch(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "spans", "logit_rows", "features")),
+        *((name, c_int64) for name in ("block_size", "threads")),
+        *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
+        *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
+        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope")),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pl_instructions": (c_char_p, ()),
+    "pl_choose": (c_int, (c_char_p,)),
+    "pl_packed_bytes": (c_int64, (c_int64,) * 3),
+    "pl_pack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "pl_unpack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "pl_product": (
+        c_int,
+        (c_int64, POINTER(CWeight), c_void_p, c_int64, c_float, c_void_p, c_int64),
+    ),
+    "pl_open": (c_void_p, (POINTER(CModel),)),
+    "pl_close": (None, (c_void_p,)),
+    "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
+}
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The loaded library, built first where needed. Raises NativeUnavailableError.
+
+    ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
+    that the processor has.
+    """
+    try:
+        loaded = ctypes.CDLL(str(library_file()))
+    except OSError as error:
+        raise NativeUnavailableError(f"the kernels cannot be loaded ({error})") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    wanted = os.environ.get("PACELINE_NATIVE")
+    if wanted and loaded.pl_choose(wanted.encode()):
+        raise NativeUnavailableError(
+            f"PACELINE_NATIVE={wanted} cannot run here; use one of {', '.join(INSTRUCTIONS)}"
+        )
+    return loaded
+
+
+def instructions() -> str:
+    """The instruction set of the kernels in use. Raises NativeUnavailableError."""
+    name: bytes = library().pl_instructions()
+    return name.decode()
+
+
+def choose(name: str) -> bool:
+    """Use the kernels for another instruction set from now on; false if they cannot run here."""
+    return not library().pl_choose(name.encode())
+
+
+def check(status: int) -> None:
+    """Raises MemoryError."""
+    if status:
+        raise MemoryError("no memory for a forward of this size")

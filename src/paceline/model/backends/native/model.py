@@ -1,0 +1,173 @@
+"""A model whose forward is one call of the kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Batch, ModelOutput
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.library import (
+    DTYPES,
+    CLayer,
+    CModel,
+    CNorm,
+    CWeight,
+    check,
+    library,
+)
+from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
+from paceline.model.backends.native.recognise import GATED, PROJECTIONS, Decoder
+from paceline.model.backends.reference.norms import RMSNorm
+from paceline.model.paged.pieces import KeyValueStore
+
+
+class Ropes:
+    """Cosines and sines of all positions so far, ``[positions, head_dim]`` float32 each kind: half
+    of a row the ones, half the others. They come from the model's own module, in float32."""
+
+    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
+        self._module, self._kinds = rotary_emb, kinds
+        self.tables: list[torch.Tensor] = []
+        self._length = 0
+
+    def reach(self, length: int) -> list[torch.Tensor]:
+        """Tables of at least so many positions."""
+        if length > self._length:
+            self._length = max(256, 1 << (length - 1).bit_length())
+            every = torch.arange(self._length)
+            like = torch.zeros(1)
+            self.tables = []
+            for kind in self._kinds:
+                more = () if kind is None else (kind,)
+                cos, sin = self._module(like, every[None], *more)
+                half = cos.shape[-1] // 2
+                both = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+                self.tables.append(both.float().contiguous())
+        return self.tables
+
+
+class _Opened:
+    """The library's own part of a model, given back when the last view of it goes."""
+
+    def __init__(self, model: CModel) -> None:
+        self._close = library().pl_close
+        self.handle = library().pl_open(model)
+        if not self.handle:
+            raise MemoryError("no memory for the native model")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._close(self.handle)
+
+
+class NativeModel:
+    """A decoder's packed weights and the calls on them.
+
+    ``skipped``: layers that are left out; the others keep their numbers, so their cache as well.
+    """
+
+    name = "native"
+
+    def __init__(self, hf: Any, decoder: Decoder) -> None:
+        """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""
+        self.decoder, self.dtype = decoder, hf.dtype
+        self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
+        self.num_layers = len(hf.model.layers)
+        self.skipped: frozenset[int] = frozenset()
+        self._held: list[Any] = []  # what the structures point to
+        layers = (CLayer * self.num_layers)(
+            *(self._layer(layer, n) for n, layer in enumerate(hf.model.layers))
+        )
+        self._head = pack_children(hf, ("lm_head",))
+        embedding = hf.model.embed_tokens.weight.detach().contiguous()
+        self._held += [embedding, layers]
+        self._opened = _Opened(
+            CModel(
+                dtype=DTYPES[self.dtype],
+                hidden=self.hidden_size,
+                vocab=self._head.outputs,
+                layers=self.num_layers,
+                heads=decoder.heads,
+                kv_heads=decoder.kv_heads,
+                head_dim=decoder.head_dim,
+                ffn=decoder.ffn,
+                activation=decoder.activation,
+                embedding_scale=decoder.embedding_scale,
+                scaling=decoder.scaling,
+                attention_cap=decoder.attention_cap,
+                logit_cap=decoder.logit_cap,
+                embedding=embedding.data_ptr(),
+                layer=layers,
+                final_norm=self._norm(decoder.final_norm),
+                head=self._weight(self._head),
+            )
+        )
+        self._ropes = Ropes(hf.model.rotary_emb, decoder.rope_kinds)
+        self._caches = CachePointers(self.num_layers)
+
+    def _layer(self, layer: Any, index: int) -> CLayer:
+        norms = self.decoder.norms[index]
+        return CLayer(
+            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS)),
+            out=self._weight(pack_children(layer.self_attn, ("o_proj",))),
+            gate_up=self._weight(pack_children(layer.mlp, GATED, gated=True)),
+            down=self._weight(pack_children(layer.mlp, ("down_proj",))),
+            attention_norm=self._norm(norms.attention),
+            mlp_norm=self._norm(norms.mlp),
+            attention_after=self._norm(norms.attention_after),
+            mlp_after=self._norm(norms.mlp_after),
+            q_norm=self._norm(norms.q),
+            k_norm=self._norm(norms.k),
+            window=self.decoder.windows[index],
+            rope=self.decoder.ropes[index],
+        )
+
+    def _weight(self, packed: Packed) -> CWeight:
+        self._held.append(packed)
+        return packed.struct()
+
+    def _norm(self, norm: RMSNorm | None) -> CNorm:
+        if norm is None:
+            return CNorm(None, 0.0)
+        weight = norm.weight.detach().float().contiguous()
+        self._held.append(weight)
+        return CNorm(weight.data_ptr(), norm.eps)
+
+    def without(self, skipped: frozenset[int]) -> NativeModel:
+        """The same weights with some layers left out."""
+        other = copy.copy(self)
+        other.skipped = skipped
+        return other
+
+    def __call__(
+        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+    ) -> ModelOutput:
+        """As CausalModel."""
+        rows = batch.input_ids.shape[0]
+        wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
+        logits = torch.empty(wanted, self._head.outputs, dtype=self.dtype)
+        kept = {
+            layer: torch.empty(rows, self.hidden_size, dtype=self.dtype)
+            for layer in sorted(set(features))
+        }
+        arrays = BatchArrays(batch, cache, self._caches.of(cache))
+        arrays.give(logits, kept, self.skipped, self.num_layers)
+        arrays.turn(self._ropes.reach(arrays.longest))
+        check(library().pl_forward(self._opened.handle, arrays.struct))
+        return ModelOutput(logits, {layer: kept[layer] for layer in features})
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of final-norm outputs ``[..., hidden]``."""
+        return self._head.product(hidden, self.decoder.logit_cap)
+
+
+def unpack_modules(hf: Any) -> None:
+    """Give a model whose weights were packed its plain ones back."""
+    for parent in list(hf.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedLinear):
+                setattr(parent, name, child.plain())

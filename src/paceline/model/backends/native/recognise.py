@@ -1,0 +1,167 @@
+"""Which models the kernels know: decoders of Llama's shape, and those of Gemma 2 and 3.
+
+Llama-shaped ones are found as the reference backend finds them, by structure and by the results
+of their layers. Of Gemma, whose layers have two more norms, the classes are known; and whatever is
+recognised must also give the reference's logits before it is used (see model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
+from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
+from paceline.model.backends.reference.products import is_plain
+from paceline.model.backends.reference.recognise import is_llama_shaped
+from paceline.model.paged.cache import LayerShape
+from paceline.model.paged.masks import Pattern
+
+_GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Of one layer. What goes in, what comes out, and each head's."""
+
+    attention: RMSNorm
+    mlp: RMSNorm
+    attention_after: RMSNorm | None = None
+    mlp_after: RMSNorm | None = None
+    q: RMSNorm | None = None
+    k: RMSNorm | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """All that the kernels must know of a model beside its matrices."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    activation: int
+    scaling: float
+    embedding_scale: float
+    attention_cap: float  # 0: none
+    logit_cap: float
+    norms: tuple[Norms, ...]
+    final_norm: RMSNorm
+    windows: tuple[int, ...]  # 0: none
+    ropes: tuple[int, ...]  # which of `rope_kinds` a layer has
+    rope_kinds: tuple[str | None, ...]  # as the rotary module wants to be asked
+
+
+@torch.inference_mode()
+def describe(hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]) -> Decoder | str:
+    """A model's description, or in a few words why the kernels cannot run it."""
+    kind = type(hf).__name__
+    if hf.device.type != "cpu":
+        return "only a processor is supported"
+    if hf.dtype not in DTYPES:
+        return f"no weights in {str(hf.dtype).removeprefix('torch.')}"
+    if any(pattern.chunk is not None for pattern in patterns):
+        return "layers that see chunks are not known"
+    if len(set(shapes)) > 1 or shapes[0][1] != shapes[0][2]:
+        return "layers differ in their heads"
+    gemma = kind in _GEMMA
+    if not gemma and not is_llama_shaped(hf):
+        return f"{kind} is no decoder of a known shape"
+    if not all(_is_plain(layer) for layer in (*hf.model.layers, hf.lm_head)):
+        return "weights that are no plain numbers"
+    dtypes = {parameter.dtype for parameter in hf.parameters()}
+    if dtypes != {hf.dtype}:
+        return "weights of several dtypes"
+    return _described(hf, shapes[0], patterns, gemma)
+
+
+def _described(
+    hf: Any, shape: LayerShape, patterns: Sequence[Pattern], gemma: bool
+) -> Decoder | str:
+    base, config = hf.model, hf.config.get_text_config(decoder=True)
+    norms = [_norms(layer, gemma) for layer in base.layers]
+    known = tuple(found for found in norms if found is not None)
+    final = as_rms_norm(base.norm)
+    if final is None or len(known) < len(norms):
+        return "a norm is not an RMS norm"
+    attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
+    activation = _activation(mlp.act_fn)
+    if activation is None:
+        return f"the activation {type(mlp.act_fn).__name__} is not known"
+    kinds = getattr(base.rotary_emb, "layer_types", None)
+    of_layer = [
+        getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))
+    ]
+    rope_kinds = tuple(dict.fromkeys(of_layer))
+    rope = base.rotary_emb.rope_type
+    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
+        return f"the rotary embedding {rope} depends on the length"
+    scale = getattr(base.embed_tokens, "embed_scale", None)
+    return Decoder(
+        heads=attention.q_proj.out_features // shape[1],
+        kv_heads=shape[0],
+        head_dim=shape[1],
+        ffn=mlp.gate_proj.out_features,
+        activation=activation,
+        scaling=float(attention.scaling),
+        embedding_scale=1.0 if scale is None else float(scale.to(hf.dtype)),
+        attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0)
+        if gemma
+        else 0.0,
+        logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
+        norms=known,
+        final_norm=final,
+        windows=tuple(pattern.window or 0 for pattern in patterns),
+        ropes=tuple(rope_kinds.index(kind) for kind in of_layer),
+        rope_kinds=rope_kinds,
+    )
+
+
+def _is_plain(layer: Any) -> bool:
+    if isinstance(layer, nn.Linear):
+        return type(layer) is nn.Linear and is_plain(layer.weight)
+    linears = [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+    linears += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
+    return all(isinstance(linear, nn.Linear) and _is_plain(linear) for linear in linears)
+
+
+def _norms(layer: Any, gemma: bool) -> Norms | None:
+    attention = layer.self_attn
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if gemma:
+        names = ["input_layernorm", "pre_feedforward_layernorm"]
+        names += ["post_attention_layernorm", "post_feedforward_layernorm"]
+    found = [as_rms_norm(getattr(layer, name)) for name in names]
+    heads: list[RMSNorm | None] = [None, None]
+    if hasattr(attention, "q_norm"):
+        heads = [as_rms_norm(attention.q_norm), as_rms_norm(attention.k_norm)]
+        if None in heads:
+            return None
+    before = found[:2]
+    if None in found or before[0] is None or before[1] is None:
+        return None
+    after: list[RMSNorm | None] = found[2:] or [None, None]
+    return Norms(before[0], before[1], after[0], after[1], heads[0], heads[1])
+
+
+def _activation(module: nn.Module) -> int | None:
+    """Which of the kernels' activations a module computes, by comparing results."""
+    x = torch.linspace(-8, 8, 257)
+    try:
+        got = module(x)
+    except (RuntimeError, TypeError):
+        return None
+    for code, wanted in (
+        (SILU, torch.nn.functional.silu(x)),
+        (GELU_TANH, torch.nn.functional.gelu(x, approximate="tanh")),
+    ):
+        if torch.allclose(got, wanted, atol=1e-6, rtol=1e-5):
+            return code
+    return None

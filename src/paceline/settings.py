@@ -1,0 +1,270 @@
+"""Settings, each said once: its default, its help, what it may be and where it can be said.
+
+A table is a frozen dataclass whose fields are made by ``setting``. The command line takes its
+options from such tables (cli/options.py), a server its flags and the keys of its file
+(server/config.py), a training its configuration (train/configs.py). ``EngineSettings`` is the table
+of the engine. Nothing here loads torch, so that ``--help`` is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from paceline.config import parse_bytes
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Key:
+    """What there is to know about one setting besides its default.
+
+    ``panel`` is its heading in ``--help`` and, in small letters, its section in a file. ``kind``
+    is how it is written, by default as its type is. ``shown`` is the default in words, "" shows
+    none. ``flags`` replace ``--name``. ``but`` names where it cannot be said: "command", "server",
+    "LLM", "beside".
+    """
+
+    help: str
+    panel: str = ""
+    kind: str = ""
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    shown: str | None = None
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        return self.panel.lower()
+
+    def parse(self, value: object, where: str) -> Any:
+        """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
+        try:
+            return _READERS[self.kind](value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where} is {value!r}; it must be {_WORDS[self.kind]}") from None
+
+    def read(self, value: object, where: str) -> Any:
+        """As ``parse``, and checked."""
+        found = self.parse(value, where)
+        if self.choices and found not in self.choices:
+            raise ConfigError(f"{where} is {value!r}; use one of {', '.join(self.choices)}")
+        if self.low is not None and isinstance(found, (int, float)) and not found >= self.low:
+            raise ConfigError(f"{where} is {value!r}; it must be at least {self.low:g}")
+        if self.high is not None and isinstance(found, (int, float)) and found > self.high:
+            raise ConfigError(f"{where} is {value!r}; it can be at most {self.high:g}")
+        return found
+
+
+# -- ways to write a value -------------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError
+    return value
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value == float("inf"):
+        raise TypeError
+    return float(value)
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _list(value: object) -> tuple[str, ...]:
+    """One text is a list of one."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise TypeError
+    return tuple(map(_text, items))
+
+
+def _size(value: object) -> int:
+    return parse_bytes(value if isinstance(value, str) else str(_count(value)))
+
+
+def _length(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.isdecimal():  # flags are text
+        return int(value)
+    return _count(value)
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    """``2,6,11``; nothing is ()."""
+    items = value.split(",") if isinstance(value, str) else _list(value)
+    return tuple(int(item) for item in items if item.strip())
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "text": _text,
+    "count": _count,
+    "number": _number,
+    "seconds": _number,
+    "switch": _switch,
+    "list": _list,
+    "size": _size,
+    "length": _length,
+    "numbers": _numbers,
+}
+_WORDS = {
+    "text": "text in quotes",
+    "count": "a whole number",
+    "number": "a number",
+    "seconds": "a number of seconds",
+    "switch": "true or false",
+    "list": "a list of texts",
+    "size": "a size, as in 512M or 2G",
+    "length": "auto or a whole number",
+    "numbers": "numbers, as in 2,6,11",
+}
+SPELT = ("size", "length", "numbers")  # kinds that a command line takes as text
+_KINDS = {str: "text", int: "count", float: "number", bool: "switch"}
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field of a table; ``more`` are fields of ``Key``. MISSING: it must be given."""
+    return field(default=default, kw_only=default is MISSING, metadata={"key": Key(help, **more)})
+
+
+def under(panel: str) -> Callable[..., Any]:
+    """``setting`` for the fields of one heading."""
+    return partial(setting, panel=panel)
+
+
+def changed(table: type, name: str, default: Any, **changes: Any) -> Any:
+    """The setting of another table with another default, or said in other words."""
+    (key,) = (item.metadata["key"] for item in fields(table) if item.name == name)
+    return field(default=default, metadata={"key": replace(key, **changes)})
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """One field of a table; ``type`` is without None, and ``optional`` says whether that may be."""
+
+    name: str
+    type: Any
+    optional: bool
+    default: Any  # MISSING: it must be given
+    key: Key
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is tuple
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def entries(table: type, place: str) -> Iterator[TableEntry]:
+    """The settings of a table that can be said in a ``place`` (see ``Key.but``)."""
+    hints = get_type_hints(table)
+    for item in fields(table):
+        key = item.metadata.get("key")
+        if key is None or place in key.but:
+            continue
+        hint = hints[item.name]
+        inner = [part for part in get_args(hint) if part is not NoneType]
+        kind = hint if get_origin(hint) is tuple or not inner else inner[0]
+        own = key.kind or _KINDS.get(kind, "list")
+        optional = NoneType in get_args(hint)
+        yield TableEntry(item.name, kind, optional, item.default, replace(key, kind=own))
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+_model, _engine = under("Model"), under("Engine")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How a model is loaded."""
+
+    dtype: str = _engine(
+        "auto",
+        "Numbers of the model.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        but=("beside",),
+    )
+    device: str = _engine("auto", "auto, cpu, cuda, cuda:1 ...", but=("beside",))
+    threads: int | None = _engine(
+        None, "Processor threads.", low=1, shown="torch's choice", but=("LLM", "beside")
+    )
+    kv_cache_memory: int | None = _engine(
+        None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
+    )
+
+
+@dataclass(frozen=True)
+class EngineSettings(LoadSettings):
+    """Everything about an engine that is not a model: the one table of it.
+
+    ``LLM`` and ``LLM.beside`` have these as keywords, the commands as options, a server as flags
+    and as keys of its file. None is left open: a profile of ``paceline tune`` or the default of
+    ``EngineOptions`` (build.py) fills it.
+    """
+
+    draft_length: int | str | None = _model(
+        None,
+        "Tokens drafted a step: a number, or auto to adapt.",
+        kind="length",
+        low=0,
+        high=64,
+        shown="auto",
+    )
+    max_draft_length: int | None = _model(
+        None, "Bound of the length auto.", low=1, but=("LLM", "command", "server")
+    )
+    rule: str | None = _model(
+        None,
+        "Acceptance rule of sampled drafts without a seed.",
+        choices=("auto", "token", "block", "coupled"),
+        shown="auto",
+    )
+    lossy: bool = _model(
+        False,
+        "Typical acceptance: faster sampling that is NOT the model's own distribution.",
+        but=("server",),
+    )
+    max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
+    prefix_sharing: bool = _engine(
+        True, "Requests that begin alike share what is cached.", but=("command", "server")
+    )
+    seed: int | None = _engine(
+        None, "Of requests that bring none.", but=("command", "server"), shown="random"
+    )
+
+
+def told(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Of ``values`` the engine's settings that a ``place`` knows and that are not left open."""
+    names = [entry.name for entry in entries(EngineSettings, place)]
+    return {name: values[name] for name in names if values.get(name) is not None}

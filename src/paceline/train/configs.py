@@ -1,0 +1,245 @@
+"""What determines a training, once: the configuration of each, from which ``paceline train`` takes
+its options. Nothing here loads torch, so that ``--help`` is fast.
+
+Sizes are in tokens, rates per step. Whatever changes a run's result is in here; how it is carried
+out (device, processes, checkpoints) is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+
+from paceline.model.names import EMBEDDED
+from paceline.settings import changed, under
+
+_data, _shape, _schedule = under("Data"), under("Model shape"), under("Schedule")
+_loss, _held_out = under("Loss"), under("Held-out acceptance")
+_head, _heads, _joint = under("Head"), under("Heads"), under("Medusa-2")
+_prompts, _answers = under("Prompts"), under("Answers")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What every training is told."""
+
+    data: tuple[str, ...] = _data(
+        MISSING,
+        "JSONL(.gz) with messages, conversations, turns, text or ids, and its share; repeatable. "
+        "For a draft, best is what the target wrote itself (paceline train sample).",
+        metavar="FILE[=WEIGHT]",
+    )
+    valid: tuple[str, ...] = _data((), "Validation data; repeatable.", metavar="FILE")
+    exclude_licenses: tuple[str, ...] = _data(
+        ("CC-BY-SA",),
+        "Leave out records whose license contains this; repeatable.",
+        flags=("--exclude-license",),
+    )
+    loss_on: str = _data(
+        "assistant",
+        "Of conversations, learn what the assistant says, or all.",
+        metavar="[assistant|all]",
+    )
+    seq_len: int = _schedule(256, "Tokens of a training window.", low=1)
+    long_every: int = _schedule(
+        10, "Every so many steps, windows of --max-positions; 0: never.", low=0
+    )
+    max_positions: int = _schedule(1024, "Longest context.", low=1)
+    batch_tokens: int = _schedule(8192, "Tokens a step.", low=1)
+    micro_tokens: int = _schedule(2048, "Tokens of one forward pass.", low=1)
+    steps: int = _schedule(1500, "Steps in all.", low=1)
+    warmup: int = _schedule(50, "Steps of rising learning rate.", low=1)
+    lr: float = _schedule(0.005, "Peak rate of Muon (matrices).")
+    adam_lr: float = _schedule(0.004, "Peak rate of AdamW (the rest).")
+    weight_decay: float = _schedule(0.05, "Weight decay of matrices.", low=0)
+    seed: int = _schedule(0, "Of weights and batches.", low=0)
+    argmax_weight: float = _loss(
+        0.0,
+        "Share of the target's likeliest token; more serves greedy decoding, less sampling.",
+        low=0,
+        high=1,
+    )
+
+
+@dataclass(frozen=True)
+class HeldOutConfig(TrainConfig):
+    """What is trained for a target, and measured on texts that the target wrote."""
+
+    valid: tuple[str, ...] = changed(
+        TrainConfig, "valid", (), help="Openings for the held-out acceptance; repeatable."
+    )
+    draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
+    held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
+    held_out_tokens: int = _held_out(96, "Tokens written from each.", low=2)
+
+
+@dataclass(frozen=True)
+class LMConfig(TrainConfig):
+    """A small language model from text or, with a ``teacher``, from its probabilities."""
+
+    tokenizer: str | None = _data(None, "Use the tokenizer of this folder.")
+    teacher: str | None = _data(None, "Distil from this model; use its tokenizer.")
+    init: str | None = _data(None, "Start from the weights of this folder; its shape counts.")
+    text_weight: float = _loss(0.1, "Share of the text itself in distillation.", low=0, high=1)
+    vocab_size: int = _shape(4096, "Tokens of a new tokenizer.", low=1)
+    hidden_size: int = _shape(256, "Width.", low=1)
+    layers: int = _shape(12, "Depth.", low=1)
+    heads: int = _shape(4, "Attention heads.", low=1)
+    kv_heads: int = _shape(2, "Key and value heads.", low=1)
+    ffn_size: int = _shape(768, "Width of the feed-forward part.", low=1)
+
+
+@dataclass(frozen=True)
+class DraftConfig(HeldOutConfig, LMConfig):
+    """A draft for ``teacher``, from the weights of ``init`` or new, of the given shape."""
+
+    teacher: str | None = _data(
+        EMBEDDED, "The model to draft for; it stays as it is.", flags=("--target",)
+    )
+    init: str | None = _data(
+        None,
+        "Start from this model, whose vocabulary must be the target's; without it, a new one of "
+        "the shape below.",
+        flags=("--draft",),
+    )
+    tokenizer: str | None = None  # this and the next are the target's
+    vocab_size: int = 4096
+    loss: str = _loss(
+        "kl",
+        "kl: learns fast. tv: total variation, the chance of rejection itself; best to finish "
+        "with. mixed: both.",
+    )
+    tv_weight: float = _loss(0.5, "Share of total variation in the mixed loss.", low=0, high=1)
+    text_weight: float = changed(LMConfig, "text_weight", 0.0, help="Share of the text itself.")
+    hidden_size: int = changed(LMConfig, "hidden_size", 192)
+    layers: int = changed(LMConfig, "layers", 2)
+    heads: int = changed(LMConfig, "heads", 3)
+    kv_heads: int = changed(LMConfig, "kv_heads", 3)
+    ffn_size: int = changed(LMConfig, "ffn_size", 512)
+
+
+@dataclass(frozen=True)
+class HeadConfig(HeldOutConfig):
+    """Heads of any kind on a frozen target."""
+
+    target: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
+    cache_features: bool = _data(
+        False,
+        "Keep what the target says about each document on disk, for several passes.",
+        flags=("--cache-features/--stream-features",),
+    )
+    seq_len: int = changed(
+        TrainConfig, "seq_len", 1024, help="Longest piece of a document, in tokens."
+    )
+    long_every: int = changed(
+        TrainConfig,
+        "long_every",
+        10,
+        help="Every so many steps, documents joined to --max-positions; 0: never.",
+    )
+    max_positions: int = changed(
+        TrainConfig, "max_positions", 1024, help="Longest of joined documents."
+    )
+    batch_tokens: int = changed(TrainConfig, "batch_tokens", 4096)
+    steps: int = changed(TrainConfig, "steps", 1000)
+    adam_lr: float = changed(TrainConfig, "adam_lr", 0.003)
+    argmax_weight: float = changed(TrainConfig, "argmax_weight", 0.3)
+    dtype: str = _schedule(
+        "bfloat16",
+        "bfloat16, float32 or auto; the optimizer's weights are float32 in any case.",
+    )
+
+
+@dataclass(frozen=True)
+class EagleTrainConfig(HeadConfig):
+    """An EAGLE-3 head. Sizes of 0 are taken from the target."""
+
+    version: int = 3
+    init: str = _head("", "Go on from this head, in its shape.", metavar="FOLDER")
+    ttt_steps: int = _head(
+        4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
+    )
+    step_decay: float = _head(0.8, "Weight of each further step.", low=0)
+    feature_weight: float = 1.0  # of version 1 alone, as the next one
+    token_weight: float = 0.1
+    feature_layers: tuple[int, ...] = _head(
+        (),
+        "Target layers whose inputs are read; default: 2, half of them, all but 3.",
+        kind="numbers",
+        metavar="N,N,N",
+    )
+    draft_vocab_size: int = _head(16000, "Most frequent tokens that it can draft; 0: all.", low=0)
+    heads: int = _head(0, "Attention heads; 0: the target's.", low=0)
+    kv_heads: int = _head(0, "Key and value heads; 0: the target's.", low=0)
+    head_dim: int = _head(0, "Width of a head; 0: the target's.", low=0)
+    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
+
+
+@dataclass(frozen=True)
+class Eagle1TrainConfig(EagleTrainConfig):
+    """A head of the first EAGLE, which EAGLE-2 drafts with, too."""
+
+    version: int = 1
+    ttt_steps: int = changed(
+        EagleTrainConfig,
+        "ttt_steps",
+        1,
+        help="Drafting steps that training unrolls; the paper has 1.",
+    )
+    feature_weight: float = _head(1.0, "Weight of the feature loss.", low=0)
+    token_weight: float = _head(0.1, "Weight of the token loss.", low=0)
+    feature_layers: tuple[int, ...] = ()  # it has one, and drafts all tokens
+    draft_vocab_size: int = 16000
+
+
+@dataclass(frozen=True)
+class MedusaTrainConfig(HeadConfig):
+    """Medusa heads."""
+
+    heads: int = _heads(4, "Heads: tokens drafted ahead.", low=1)
+    layers: int = _heads(1, "Residual blocks of each.", low=0)
+    shared_head: bool = _heads(
+        False,
+        "Use the target's vocabulary layer instead of one per head: far smaller.",
+        flags=("--shared-head/--own-heads",),
+    )
+    head_decay: float = _heads(0.8, "Weight of each further head.", low=0)
+    nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
+    joint: bool = _joint(
+        False, "Medusa-2: train the target too, and write it to OUT/model. Its text changes."
+    )
+    joint_after: int = _joint(200, "Steps in which heads train alone.", low=0)
+    joint_weight: float = _joint(0.2, "Weight of the heads' loss beside the target's.", low=0)
+    target_lr: float = _joint(0.1, "Rates of the target, as a share of the heads'.", low=0)
+
+
+@dataclass(frozen=True)
+class PromptSelection:
+    """Which prompts a target answers. ``count`` None is all conversations there are, and a thousand
+    beginnings of other text."""
+
+    count: int | None = _prompts(
+        None, "Prompts to take.", low=1, shown="all conversations, 1000 texts"
+    )
+    seed: int = _prompts(0, "Of choice and text.", low=0)
+    exclude_licenses: tuple[str, ...] = _prompts(
+        ("CC-BY-SA",), "Leave out such records; repeatable.", flags=("--exclude-license",)
+    )
+    longest: int = _prompts(96, "Longest beginning of a text, in tokens.", low=12)
+    max_prompt: int = _prompts(640, "Longest conversation, in tokens.", low=1)
+    follow_ups: float = _prompts(
+        0.0,
+        "Share of the conversations that are asked a further question. Questions of several "
+        "turns are always asked to the end.",
+        low=0,
+        high=1,
+    )
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How the target answers them: fields of SamplingParams."""
+
+    max_tokens: int = _answers(256, "New tokens of each.", low=1)
+    temperature: float = _answers(0.0, "0 is greedy.", low=0, flags=("--temperature", "-t"))
+    top_p: float = _answers(1.0, "Keep this much probability.")
+    ignore_eos: bool = _answers(False, "Go on past the end of a text.")

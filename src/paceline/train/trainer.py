@@ -1,0 +1,269 @@
+"""The loop of every training: steps, measurements, checkpoints, and a result that is written whole.
+
+Batches depend only on (seed, step), so an interrupted run continues exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, DataError
+from paceline.model.loading import resolve_device
+from paceline.stages import stage
+from paceline.train.acceptance import AcceptanceCounts, total
+from paceline.train.configs import HeldOutConfig, TrainConfig
+from paceline.train.heldout import WrittenText, written_texts
+from paceline.train.parallel import Team
+from paceline.train.records import Source
+from paceline.train.saved_run import previous, read_state, write_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+class Optimizer(Protocol):
+    """What a trainer asks of its optimizer; ``MasterOptimizer`` is one."""
+
+    def step(self, scale: float) -> float: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """What the training reports after every step; the last two only when measured."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+    validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)  # of a draft, by file
+
+
+def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, then linear decay to zero at the last step."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(0.0, (steps - step) / max(1, steps - warmup))
+
+
+def run_name(model: str) -> str:
+    """A model without its folders: ``runs/target/model`` is "target"."""
+    path = Path(model)
+    return path.parent.name if path.name == "model" else path.name
+
+
+class Trainer(ABC):
+    """One resumable run. The folder ``out`` holds checkpoint.pt, token streams and the result.
+
+    A kind of training says what it loads (``prepare``), what it learns (``learner``), its losses,
+    what it measures (``evaluate``) and how its result is written. Raises PacelineError, before
+    anything is written, for models, data or options that cannot be used.
+    """
+
+    result = "model"  # where the result goes, below ``out``
+    noun = "model"  # what it is
+    spec: str | None = None  # what stands before its folder in ``--draft``; None: it is no draft
+    measured = "validation"  # which of the history's measurements tells how good it is
+
+    optimizer: Optimizer
+    tokenizer: PreTrainedTokenizerFast
+
+    def __init__(
+        self, config: TrainConfig, out: Path, device: str = "auto", compiled: bool = False
+    ) -> None:
+        self.config, self.out, self.compiled = config, out, compiled
+        self.check()
+        self.team = Team()  # with others: see train/parallel.py
+        self.device = resolve_device(device)
+        self.sources = [Source.parse(spec) for spec in config.data]
+        self.valid_sources = [Source.parse(spec) for spec in config.valid]
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        saved = self._read_checkpoint()
+        self.prepare()
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.history = saved["step"], saved["history"]
+
+    # -- what a kind of training says --------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ConfigError for options that make no sense; before anything is read."""
+        if not 0 <= self.config.argmax_weight <= 1:
+            raise ConfigError("argmax_weight is a share: use a number from 0 to 1")
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Load and make everything, ``optimizer`` and ``tokenizer`` among it."""
+
+    @property
+    @abstractmethod
+    def learner(self) -> nn.Module:
+        """What is trained, and written in the end."""
+
+    @property
+    def alone(self) -> str:
+        """Why only one process can train it; empty if several can."""
+        return ""
+
+    @abstractmethod
+    def losses(self) -> Iterator[torch.Tensor]:
+        """This process's share of the step's mean loss in parts, one forward each."""
+
+    def evaluate(self, progress: Progress) -> dict[str, Any]:
+        """Measure on held-out data into ``progress``; returns what the history keeps."""
+        return {"step": self.step, "loss": progress.loss}
+
+    @abstractmethod
+    def write_result(self) -> Path:
+        """Write what was trained, all at once; returns its folder. Raises WriteError."""
+
+    @abstractmethod
+    def about(self) -> str:
+        """What was made from what, for the model card."""
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def _read_checkpoint(self) -> dict[str, Any] | None:
+        saved, self.note = read_state(self.checkpoint)
+        if saved is None:
+            return None
+        kind = type(self).__name__
+        before, own = saved["config"], asdict(self.config)
+        # The length of the schedule may change on resumption; anything else would be another run.
+        differing = sorted(key for key in own if key != "steps" and before.get(key) != own[key])
+        if differing or saved.get("kind", kind) != kind:
+            what = f"other options ({', '.join(differing)})" if differing else "another kind"
+            raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
+        return saved
+
+    def save_checkpoint(self) -> None:
+        """Replace checkpoint.pt as a whole. Raises WriteError; the former one then stands."""
+        state = {
+            "kind": type(self).__name__,
+            "config": asdict(self.config),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "history": self.history,
+        }
+        write_state(self.checkpoint, state)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def is_long(self, step: int) -> bool:
+        """Whether a step has long windows."""
+        every = self.config.long_every
+        return every > 0 and step % every == every - 1
+
+    def learnt(self) -> list[nn.Parameter]:
+        """What the processes of a team add up the gradients of."""
+        return list(self.learner.parameters())
+
+    def train_step(self) -> float:
+        """One optimizer step; returns the mean loss over what is to be learnt."""
+        total_loss = 0.0
+        for loss in self.losses():
+            loss.backward()  # type: ignore[no-untyped-call]
+            total_loss += float(loss.detach())
+        total_loss = self.team.add_up(self.learnt(), total_loss)
+        self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
+        self.step += 1
+        return total_loss
+
+    def run(
+        self,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        eval_every: int = 100,
+        save_seconds: float = 300.0,
+    ) -> Path:
+        """Train to the last step, then write the result; returns its folder."""
+        saved = time.monotonic()
+        while self.step < self.config.steps:
+            start = time.monotonic()
+            loss = self.train_step()
+            speed = self.config.batch_tokens / (time.monotonic() - start)
+            progress = Progress(self.step, self.config.steps, loss, speed)
+            if self.step % eval_every == 0 or self.step == self.config.steps:
+                self.history.append(self.evaluate(progress))
+            on_progress(progress)
+            if time.monotonic() - saved > save_seconds:
+                self.save_checkpoint()
+                saved = time.monotonic()
+        self.save_checkpoint()
+        folder = self.write_result()
+        previous(self.checkpoint).unlink(missing_ok=True)
+        return folder
+
+
+class DraftingTrainer(Trainer):
+    """Trains what drafts for a target, and measures it on texts that the target wrote."""
+
+    config: HeldOutConfig
+    spec = ""
+    measured = "acceptance"
+    held_out: list[WrittenText] | None = None  # None: not read yet
+
+    @property
+    @abstractmethod
+    def drafts_for(self) -> PreTrainedModel:
+        """The target."""
+
+    @property
+    def measured_drafts(self) -> str:
+        """What held-out acceptance is measured with, for the model card."""
+        return f"drafts of {self.config.draft_length} tokens"
+
+    @abstractmethod
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        """What the target would take of drafts for one of its texts."""
+
+    def evaluate(self, progress: Progress) -> dict[str, Any]:
+        found = super().evaluate(progress)
+        progress.acceptance = self.measure()
+        parts = {name: part.to_dict() for name, part in progress.acceptance.items()}
+        return {**found, "acceptance": parts}
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, AcceptanceCounts]:
+        """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
+        texts, found = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
+        with stage("measuring held-out acceptance", len(texts), "texts") as doing:
+            for text in texts:
+                found.setdefault(text.source, []).append(self.acceptance_of(text))
+                doing.advance()
+        return {name: total(parts) for name, parts in found.items()}
+
+    def held_out_texts(self) -> list[WrittenText]:
+        """Written by the target once and kept in ``out``. Raises DataError if none has a word."""
+        config = self.config
+        if self.held_out is None and self.valid_sources:
+            self.held_out = written_texts(
+                self.drafts_for,
+                self.tokenizer,
+                self.valid_sources,
+                config.held_out,
+                config.held_out_tokens,
+                config.exclude_licenses,
+                self.out / "held_out.json",
+            )
+            if not self.held_out:
+                raise DataError(
+                    "the target ends every held-out text at once; give other --valid files"
+                )
+        return self.held_out or []

@@ -1,0 +1,221 @@
+"""Which models the kernels take, what is said of the others, and how the library is built."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_models import native_model
+from random_models import tiny_pair
+
+from paceline.core.batch import Batch, Span
+from paceline.errors import ConfigError
+from paceline.model.backends.native import adopt as adopting
+from paceline.model.backends.native import compile as compiling
+from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.native.compile import NativeUnavailableError, library_file
+from paceline.model.backends.native.library import library
+from paceline.model.backends.native.packing import PackedLinear
+from paceline.model.paged.cache import PagedCache
+from paceline.model.target import CausalModel
+from paceline.model.view import LayerView
+from paceline.stages import listening
+
+
+class Said(list[str]):
+    """Lines that were said."""
+
+    def begin(self, what: str, total: float | None, unit: str) -> Any:
+        return None
+
+    def end(self, stage: Any) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.append(line)
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    lines = Said()
+    with listening(lines):
+        yield lines
+
+
+def logits(model: Any) -> torch.Tensor:
+    cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
+    rows = torch.arange(9)
+    with torch.inference_mode():
+        out: torch.Tensor = model(Batch(rows + 3, rows, rows, (Span(0, 0, 0, 9),), ((0,),)), cache)
+    return out.logits
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("mixtral", "MixtralForCausalLM is no decoder of a known shape"),
+        ("granite", "GraniteForCausalLM is no decoder of a known shape"),
+        ("llama4", "layers that see chunks are not known"),
+    ],
+)
+def test_others_run_on_the_reference_and_say_so(name: str, why: str, said: Said) -> None:
+    model, _ = tiny_pair(name)
+    assert not adopt(model) and model.backend == "reference"
+    assert said == [f"{name} runs on the reference backend: {why}"]
+
+
+def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
+    model, _ = tiny_pair("llama", torch.float16)
+    assert not adopt(model)
+    assert said == ["llama runs on the reference backend: no weights in float16"]
+
+
+@pytest.mark.parametrize("change", ["scaling", "windows", "norms"])
+def test_what_disagrees_with_the_reference_is_not_used(
+    change: str, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is as it was: its own modules, with the very same weights."""
+    model, _ = tiny_pair("mistral")
+    before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
+    wanted = logits(model)
+    right = adopting.describe
+
+    def wrong(*arguments: Any) -> Any:
+        found: Any = right(*arguments)
+        other = {"scaling": 0.1, "windows": (1, 1), "norms": found.norms[::-1]}[change]
+        return replace(found, **{change: other})
+
+    monkeypatch.setattr(adopting, "describe", wrong)
+    assert not adopt(model) and model.native is None
+    assert "the kernels' logits are" in said[0] and len(said) == 1
+    assert torch.equal(logits(model), wanted)
+    after = model.hf.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_plain_weights_are_given_up_one_by_one() -> None:
+    model, _ = tiny_pair("llama")
+    linears = [m for m in model.hf.modules() if type(m) is torch.nn.Linear]
+    weights = [weakref.ref(m.weight) for m in linears]
+    dense = [m.weight.detach().clone() for m in linears]
+    del linears
+    assert adopt(model)
+    assert all(weight() is None for weight in weights)
+    packed = [m for m in model.hf.modules() if isinstance(m, PackedLinear)]
+    assert all(torch.equal(m.weight, weight) for m, weight in zip(packed, dense, strict=True))
+
+
+def test_its_modules_still_compute_the_same() -> None:
+    """What asks the transformers module itself, as a head that shares the target's, is right."""
+    for name in ("qwen2", "gemma2"):
+        model, reference = tiny_pair(name)
+        assert adopt(model)
+        native, model.native = logits(model), None
+        assert torch.allclose(logits(model), native, atol=1e-4)
+        ids = torch.arange(3, 12)[None]
+        with torch.inference_mode():
+            wanted = reference(ids, use_cache=False).logits[0]
+        assert torch.allclose(native, wanted, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_a_part_of_the_layers() -> None:
+    model, _ = tiny_pair("qwen3")
+    wanted = [logits(LayerView(model, layers)) for layers in ([0], [1])]
+    assert adopt(model)
+    for layers, want in zip(([0], [1]), wanted, strict=True):
+        assert torch.allclose(logits(LayerView(model, layers)), want, atol=1e-4)
+
+
+def test_two_models_in_one_process() -> None:
+    first, second = (native_model(name, torch.float32) for name in ("llama", "gemma3"))
+    wanted = logits(first), logits(second)
+    for _ in range(3):
+        assert torch.equal(logits(second), wanted[1]) and torch.equal(logits(first), wanted[0])
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match="backend 'cuda' is not known; use one of auto, native"):
+        CausalModel.load("paceline/tiny", backend="cuda")
+
+
+# -- building ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing is built yet, and nothing is loaded."""
+    monkeypatch.setenv("PACELINE_NATIVE_CACHE", str(tmp_path / "built"))
+    library.cache_clear()
+    yield tmp_path
+    library.cache_clear()
+
+
+def compiler(folder: Path, body: str) -> str:
+    file = folder / "compiler"
+    file.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{body}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+def test_without_a_compiler(fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    model, _ = tiny_pair("llama")
+    assert not adopt(model)
+    what = "no C++ compiler (g++ or clang++) is there"
+    assert said == [f"llama runs on the reference backend: {what}"]
+
+
+def test_a_compiler_that_fails(fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = compiler(fresh, "echo 'vec.h:1:1: error: what is this' >&2; exit 1")
+    monkeypatch.setenv("CXX", broken)
+    model, _ = tiny_pair("llama")
+    assert not adopt(model)
+    assert said == [
+        f"llama runs on the reference backend: {broken} fails: vec.h:1:1: error: what is this"
+    ]
+    assert not list((fresh / "built").glob("*/*.so"))
+
+
+def test_built_once_for_a_source_and_a_compiler(
+    fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f'echo run >> {fresh}/runs\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"'
+    monkeypatch.setenv("CXX", compiler(fresh, body))
+
+    def runs() -> int:
+        return len((fresh / "runs").read_text().split())
+
+    first = library_file()
+    count = runs()
+    assert first.is_file() and len(said) == 1 and said[0].startswith("built the native kernels")
+    assert library_file() == first and runs() == count and len(said) == 1
+    sources = fresh / "csrc"
+    shutil.copytree(compiling.SOURCES, sources)
+    (sources / "vec.h").write_text("// another one")
+    monkeypatch.setattr(compiling, "SOURCES", sources)
+    assert library_file() != first and runs() == 2 * count
+
+
+def test_a_file_that_is_no_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = 'while [ "$1" != -o ]; do shift; done\n: > "$2"'
+    monkeypatch.setenv("CXX", compiler(fresh, body))
+    with pytest.raises(NativeUnavailableError, match="the kernels cannot be loaded"):
+        library()
+
+
+def test_an_instruction_set_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", "mmx")
+    library.cache_clear()
+    with pytest.raises(NativeUnavailableError, match="PACELINE_NATIVE=mmx cannot run here; use"):
+        library()
+    monkeypatch.delenv("PACELINE_NATIVE")
+    library.cache_clear()

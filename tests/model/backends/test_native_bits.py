@@ -1,0 +1,162 @@
+"""A row's bits depend on that row alone: whatever the batch, the chunks, the threads, the tree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_models import SHAPES, VOCAB, Decoding, Paged, Piece, native_model, paths
+from torch import nn
+
+from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
+from paceline.model.backends.native.packing import PLAIN, Packed
+
+BEST = instructions()
+HERE = [name for name in INSTRUCTIONS if choose(name)]
+choose(BEST)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(params=HERE)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert choose(request.param)
+    yield request.param
+    choose(BEST)
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def shape(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=sorted(DTYPES))
+def decoding(request: pytest.FixtureRequest, shape: str) -> Decoding:
+    return Decoding(native_model(shape, DTYPES[request.param]))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def text(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def random_tree(rng: random.Random, nodes: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(-1, node) for node in range(nodes))
+
+
+def check(decoding: Decoding, pieces: dict[int, Piece], logits: torch.Tensor) -> None:
+    wanted = [decoding.logits(path) for piece in pieces.values() for path in paths(piece)]
+    for row, (got, want) in enumerate(zip(logits, wanted, strict=True)):
+        assert torch.equal(got, want), f"row {row} of {len(wanted)}"
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 30))
+def test_any_batch(decoding: Decoding, seed: int) -> None:
+    """Prompts in chunks of any size beside chains and trees, on any number of threads."""
+    rng = random.Random(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(rng.randrange(1, 4))
+    texts = random.Random(0)  # the same ones in all examples: decoding remembers them
+    pool = [text(texts, 330) for _ in range(3)]
+    sequences = rng.randrange(1, 4)
+    paged = Paged(decoding.model, rng, rng.choice([1, 4, 16]), sequences, 380)
+    done = [0] * sequences
+    for _ in range(4):
+        pieces: dict[int, Piece] = {}
+        for seq in rng.sample(range(sequences), rng.randrange(1, sequences + 1)):
+            pending = rng.choice([1, 1, 2, 7, 40, 120])
+            tokens = pool[seq][: done[seq] + pending]
+            parents = random_tree(rng, rng.choice([0, 0, 1, 4, 16, 32]))
+            if rng.random() < 0.3:
+                parents = tuple(range(-1, len(parents) - 1))
+            if len(tokens) == done[seq]:
+                continue
+            pieces[seq] = Piece(tokens, done[seq], parents, tuple(text(rng, len(parents))))
+            done[seq] = len(tokens)
+        if pieces:
+            check(decoding, pieces, paged.run(pieces).logits)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("context", [3, 255, 300])
+def test_any_number_of_rows(decoding: Decoding, context: int, kernels: str) -> None:
+    """1 to 40 rows of a chain, and of a star, behind contexts of one block of keys and of two."""
+    tokens = text(random.Random(5), context + 1)
+    nodes = tuple(text(random.Random(6), 40))
+    paged = Paged(decoding.model, random.Random(1), 16, 1, context + 64)
+    paged.run({0: Piece(tokens[:-1], 0)})
+    for rows in (*range(1, 14), 24, 39):
+        for parents in (tuple(range(-1, rows - 1)), (-1,) * rows):
+            piece = {0: Piece(tokens, context, parents, nodes[:rows])}
+            check(decoding, piece, paged.run(piece).logits)
+
+
+def test_any_number_of_threads(decoding: Decoding, threads: None) -> None:
+    tokens = text(random.Random(7), 290)
+    found = []
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        paged = Paged(decoding.model, random.Random(count), 16, 1, 400)
+        out = paged.run({0: Piece(tokens, 0)}, features=(0, 1, 2))
+        more = paged.run({0: Piece([*tokens, 5], 290)})
+        found.append((out.logits, *out.features.values(), more.logits))
+    for other in found[1:]:
+        for got, want in zip(other, found[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_instruction_sets_agree(decoding: Decoding) -> None:
+    """The order of sums is part of the kernels' definition, not of a processor."""
+    tokens = text(random.Random(8), 70)
+    found = {}
+    for name in HERE:
+        assert choose(name)
+        found[name] = Paged(decoding.model, random.Random(0), 16, 1, 80).run({0: Piece(tokens, 0)})
+    choose(BEST)
+    for out in found.values():
+        assert torch.equal(out.logits, found["portable"].logits)
+
+
+def in_stripes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The sums as csrc/products.h defines them, in float64 rounded after each step."""
+    total = torch.zeros(len(x), len(weight))
+    for begin in range(0, x.shape[1], 32):
+        parts = []
+        for odd in (0, 1):
+            part = torch.zeros(len(x), len(weight))
+            for k in range(begin + odd, min(begin + 32, x.shape[1]), 2):
+                exact = x[:, k, None].double() * weight[None, :, k].double()
+                part = (part.double() + exact).float()
+            parts.append(part)
+        total = total + (parts[0] + parts[1])
+    return total
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("sizes", [(1, 1), (83, 70), (64, 96), (130, 33)])
+def test_products(kernels: str, dtype: str, sizes: tuple[int, int]) -> None:
+    """Sums in the defined order, for 1 to 100 rows, with odd sizes; and the weight comes back."""
+    outputs, inputs = sizes
+    torch.manual_seed(0)
+    linear = nn.Linear(inputs, outputs).to(DTYPES[dtype])
+    packed = Packed.of([linear])
+    assert torch.equal(packed.dense(PLAIN, 0, outputs), linear.weight)
+    x = torch.randn(100, inputs).to(DTYPES[dtype])
+    alone = torch.cat([packed.product(row[None]) for row in x])
+    for rows in (*range(1, 41), 48, 49, 100):
+        assert torch.equal(packed.product(x[:rows]), alone[:rows]), rows
+    wanted = in_stripes(x, linear.weight.detach()) + linear.bias.detach().float()
+    if dtype == "bfloat16":  # there the products of two numbers are exact in float64 and float32
+        assert torch.equal(alone, wanted.bfloat16())
+    assert torch.allclose(alone.float(), wanted, rtol=1e-2 if dtype == "bfloat16" else 1e-5)

@@ -1,0 +1,101 @@
+"""On the native kernels drafting never changes a bit: no tie excuses another text, in any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from every_drafter import SPECS
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.model.paged.cache import bytes_per_token
+from paceline.request.completion import Completion
+
+PROMPTS = [
+    "Once upon a time, there was a little fox who lived in the woods.",
+    "<|user|>Tom has 12 apples and buys 30 more. How many apples has he?<|end|><|assistant|>",
+    "def add(a, b):\n",
+    "The cat sat on the mat. The cat sat on the mat. The cat",
+    "Once upon a time, there was a little fox who lived in the woods. " * 4,
+]
+REQUESTS = {
+    "greedy": SamplingParams(max_tokens=40, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True),
+    "top-p": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+}
+# Longer drafts, and the length that adapts itself.
+MORE = {
+    "model, adaptive": ("paceline/tiny-draft", "auto"),
+    "hybrid, adaptive": ("hybrid:suffix+eagle3:paceline/tiny-eagle3", "auto"),
+    "ngram, long": ("ngram", 16),
+}
+DRAFTS: dict[str, tuple[str, int | str]] = {name: (spec, 4) for name, spec in SPECS.items()} | MORE
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def texts(llm: LLM, part: slice = slice(None)) -> dict[str, list[list[int]]]:
+    found: dict[str, list[Completion]] = {}
+    for name, params in REQUESTS.items():
+        found[name] = llm.generate(PROMPTS[part], params)
+    return {name: [one.token_ids for one in many] for name, many in found.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(dtype: str) -> Iterator[LLM]:
+    """Plain decoding, one request at a time."""
+    llm = LLM("paceline/tiny", dtype=dtype, backend="native", max_batch_size=1)
+    assert llm.target.backend == "native"
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def plain(alone: LLM) -> dict[str, list[list[int]]]:
+    return texts(alone)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_the_same_text(
+    plain: dict[str, list[list[int]]], dtype: str, draft: str, batch: int
+) -> None:
+    spec, length = DRAFTS[draft]
+    part = slice(None) if batch > 1 else slice(1, 3)  # one after another takes longer
+    llm = LLM(
+        "paceline/tiny",
+        spec,
+        dtype=dtype,
+        backend="native",
+        draft_length=length,
+        max_batch_size=batch,
+    )
+    found = texts(llm, part)
+    llm.close()
+    assert found == {name: many[part] for name, many in plain.items()}
+
+
+def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]], dtype: str) -> None:
+    """A cache too small for all, so that sequences give up their blocks and are read again."""
+    target = alone.target
+    llm = LLM(
+        "paceline/tiny",
+        "ngram",
+        dtype=dtype,
+        backend="native",
+        draft_length=4,
+        max_batch_size=5,
+        kv_cache_memory=208 * bytes_per_token(target.cache_shapes, target.dtype),
+    )
+    scheduler = llm.engine.scheduler
+    scheduler.config = replace(scheduler.config, prefill_chunk=7)
+    found = texts(llm)
+    assert scheduler.preemptions > 0
+    llm.close()
+    assert found == plain

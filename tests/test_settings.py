@@ -1,0 +1,119 @@
+"""Settings are said once: constructors, commands, server and trainings have those of the tables."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+
+from paceline import LLM
+from paceline.build import EngineOptions
+from paceline.cli.main import app
+from paceline.server.config import ServeConfig, keys
+from paceline.settings import EngineSettings, LoadSettings, entries
+from paceline.train import configs
+from paceline.train.configs import TrainConfig
+from paceline.tuned import EngineChoice
+from paceline.verify.verifier import RULES
+
+COMMANDS: Any = typer.main.get_command(app)
+TRAININGS = {
+    "lm": configs.LMConfig,
+    "draft": configs.DraftConfig,
+    "eagle3": configs.EagleTrainConfig,
+    "eagle": configs.Eagle1TrainConfig,
+    "medusa": configs.MedusaTrainConfig,
+}
+
+
+def defaults_of(table: type, place: str) -> dict[str, Any]:
+    return {entry.name: entry.default for entry in entries(table, place)}
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "besides"),
+    [
+        (LLM.__init__, "LLM", {"self", "model", "draft", "profile"}),
+        (LLM.beside, "beside", {"self", "draft"}),
+    ],
+)
+def test_the_keywords_of_an_llm(method: Callable[..., Any], place: str, besides: set[str]) -> None:
+    parameters = inspect.signature(method).parameters
+    keywords = {name: p.default for name, p in parameters.items() if name not in besides}
+    assert keywords == defaults_of(EngineSettings, place)
+    docs = f"{LLM.__doc__}{LLM.beside.__doc__}"
+    assert not [name for name in keywords if f"``{name}``" not in docs]
+
+
+def options(*words: str) -> dict[str, Any]:
+    command = COMMANDS
+    for word in words:
+        command = command.commands[word]
+    return {param.name: param for param in command.params}
+
+
+@pytest.mark.parametrize(
+    ("command", "table"),
+    [
+        *((name, EngineSettings) for name in ("generate", "chat", "demo", "bench", "certify")),
+        *((name, EngineSettings) for name in ("profile", "doctor")),
+        ("tune", LoadSettings),
+    ],
+)
+def test_commands_take_the_engine_s_settings(command: str, table: type) -> None:
+    own = options(command)
+    for entry in entries(table, "command"):
+        assert entry.flag in own[entry.name].opts
+        assert own[entry.name].default == entry.default
+        assert own[entry.name].help.startswith(entry.key.help)
+
+
+def test_a_server_takes_the_engine_s_settings() -> None:
+    known = {entry.name: entry for entry in keys()}
+    assert {entry.name for entry in entries(EngineSettings, "server")} <= set(known)
+    assert all(options("serve")[name].help.startswith(e.key.help) for name, e in known.items())
+    assert not ServeConfig().lossy and "lossy" not in known, "a server is lossless"
+
+
+def test_a_profile_fills_settings_of_the_engine() -> None:
+    known = {item.name for item in fields(EngineSettings)}
+    assert {item.name for item in fields(EngineChoice)} <= known
+    open_ones = {"draft_length", "max_draft_length", *(i.name for i in fields(EngineChoice))}
+    assert all(getattr(EngineSettings(), name) is None for name in open_ones)
+    assert all(getattr(EngineOptions(), name) is not None for name in open_ones)
+
+
+def test_the_rules_are_the_verifier_s() -> None:
+    (rule,) = (entry for entry in entries(EngineSettings, "command") if entry.name == "rule")
+    assert rule.key.choices == RULES
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_s_options_are_its_configuration(name: str) -> None:
+    table, own = TRAININGS[name], options("train", name)
+    said = defaults_of(table, "command")
+    for field, default in said.items():
+        told = tuple(own[field].default) if isinstance(default, tuple) else own[field].default
+        assert own[field].required or told == default
+    settled = {
+        "draft": {"tokenizer", "vocab_size"},  # the target's
+        "eagle3": {"version", "feature_weight", "token_weight"},
+        "eagle": {"version", "feature_layers", "draft_vocab_size"},
+    }
+    assert {item.name for item in fields(table)} - set(said) == settled.get(name, set())
+
+
+def test_every_option_says_what_it_is() -> None:
+    assert issubclass(configs.HeadConfig, TrainConfig)
+
+    def bare(command: Any, *words: str) -> list[str]:
+        found = [" ".join((*words, p.name)) for p in command.params if not p.help]
+        for name, inner in getattr(command, "commands", {}).items():
+            found += bare(inner, *words, name)
+        return found
+
+    assert not bare(COMMANDS)
