@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-oldest test-clients soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -55,6 +55,19 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 
 test-oldest: $(OLDEST)/.installed  ## the same with the oldest versions allowed, in .venv-oldest
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+# What people call the server with; their pins differ from ours. Those of node only where node is.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q -c constraints-clients.txt \
+		"$(shell grep -m1 '^torch==' constraints-clients.txt)" -e ".[gguf,test-clients]"
+	! command -v npm || npm install --silent --prefix $(CLIENTS)/node ai@6 @ai-sdk/openai@3 zod@4
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed  ## ask the server with the packages that people use, in .venv-clients
+	OMP_NUM_THREADS=$(THREADS) $(CLIENTS)/bin/python -m pytest -q tests/clients $(ARGS)
 
 soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \
@@ -114,4 +127,4 @@ dist-check: $(VENV)/.installed-dev  ## build sdist and wheel, install the wheel 
 	@echo "the wheel works alone"
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(OLDEST) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from paceline.server.client import Limits
 from paceline.server.desk import Desk
 from paceline.server.records import Facts
 from paceline.server.remote import RemoteEngine
+from paceline.server.requestlog import Exchange
 from paceline.server.security import Security
 from paceline.server.service import Service
 
@@ -75,11 +76,16 @@ def socket_service(llm: LLM, model: str, limits: Limits | None = None, **more: A
 
 
 def serve(
-    service: Service, security: Security | None = None, listener: socket.socket | None = None
+    service: Service,
+    security: Security | None = None,
+    listener: socket.socket | None = None,
+    ended: Callable[[Exchange], None] | None = None,
 ) -> Iterator[Running]:
     """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
-    config = uvicorn.Config(create_app(service, security), log_level="warning", lifespan="on")
+    config = uvicorn.Config(
+        create_app(service, security, ended), log_level="warning", lifespan="on"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

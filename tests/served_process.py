@@ -10,10 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 START_SECONDS = 120  # a busy machine is slow to load torch; an idle one takes about six
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server: its address, without a slash at the end, and the model's name."""
+
+    root: str
+    model: str
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1"
 
 
 class ServedProcess:

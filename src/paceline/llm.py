@@ -43,7 +43,9 @@ class LLM:
     ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``. Of a
     list of them every request may choose one by its name in ``drafters`` (its kind), see
     ``SamplingParams.drafter``; the first is the default.
-    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them.
+    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
+    "native" runs forwards on kernels of our own, whose rows have the same bits whatever rides
+    along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU).
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -75,13 +77,16 @@ class LLM:
         lossy: bool = False,
         profile: str | Path | None = None,
         backend: str = "auto",
+        quantize: str | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
         options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
-            target = CausalModel.load(model, dtype=dtype, device=device, backend=backend)
+            target = CausalModel.load(
+                model, dtype=dtype, device=device, backend=backend, quantize=quantize
+            )
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:

@@ -216,6 +216,19 @@ class LoadSettings:
         but=("beside",),
     )
     device: str = _engine("auto", "auto, cpu, cuda, cuda:1 ...", but=("beside",))
+    backend: str = _engine(
+        "auto",
+        "What runs the forwards: kernels of our own, or torch.",
+        choices=("auto", "native", "reference"),
+        but=("beside",),
+    )
+    quantize: str | None = _engine(
+        None,
+        "Round the weights when loading, on a processor.",
+        choices=("int8", "int4"),
+        shown="no",
+        but=("beside",),
+    )
     threads: int | None = _engine(
         None, "Processor threads.", low=1, shown="torch's choice", but=("LLM", "beside")
     )

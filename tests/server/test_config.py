@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.server import protocol
-from paceline.server.completions import MAX_PROMPTS
 from paceline.server.config import SECTIONS, ServeConfig, configure, keys, read_file, to_toml
+from paceline.server.protocol import MAX_PROMPTS
 
 ALL = """
 [model]

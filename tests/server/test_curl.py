@@ -69,9 +69,10 @@ def test_small_endpoints(server: Running) -> None:
     ("path", "body", "status", "message"),
     [
         ("/v1/completions", "{", 400, "the body is not valid JSON"),
-        ("/v1/completions", {}, 400, "model: Field required"),
+        ("/v1/completions", {}, 400, "prompt: Field required"),
+        ("/v1/completions", {**REQUEST, "prompt": {}}, 400, "prompt: give a text, a list of"),
         ("/v1/completions", {**REQUEST, "beams": 3}, 400, "unknown or unsupported field 'beams'"),
-        ("/v1/completions", {**REQUEST, "echo": True}, 400, "echo"),
+        ("/v1/completions", {**REQUEST, "suffix": "x"}, 400, "no tokens for filling in the middle"),
         ("/v1/completions", {**REQUEST, "model": "gpt"}, 404, "does not exist"),
         ("/v1/completions", {**REQUEST, "prompt": []}, 400, "send 1 to"),
         ("/v1/completions", {**REQUEST, "n": 1000}, 400, "n: Input should be less"),

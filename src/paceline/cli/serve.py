@@ -62,6 +62,11 @@ def _run(settings: ServeConfig, api_keys: Keys) -> None:
     from paceline.server.run import bind, run, set_up_logging
     from paceline.server.security import exposure_warning, key_file_warning
 
+    telemetry = None
+    if settings.otlp_endpoint is not None:
+        from paceline.server.telemetry import Telemetry
+
+        telemetry = Telemetry.to(settings.otlp_endpoint, settings.name)
     with bind(settings.host, settings.port) as listener:
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
@@ -72,7 +77,7 @@ def _run(settings: ServeConfig, api_keys: Keys) -> None:
             for note in service.loop.facts.notes:
                 print(f"note: {note}", file=sys.stderr)
             set_up_logging(settings.log_level)
-            run(service, settings, api_keys, listener)
+            run(service, settings, api_keys, listener, telemetry)
 
 
 @contextmanager
@@ -87,7 +92,9 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
 
         with showing(), stage(f"loading {settings.model}"):
             llm = load_llm(settings)
-        yield local_service(llm, settings.name, limits, asks, settings.log_prompts)
+        yield local_service(
+            llm, settings.name, limits, asks, settings.log_prompts, settings.alias_of
+        )
         return
     from paceline.server.process import EngineProcess
     from paceline.server.remote import RemoteEngine

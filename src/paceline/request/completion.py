@@ -19,6 +19,7 @@ class CompletionStats:
     the request was queued, as are the times in ``arrivals``: one ``(seconds, tokens)`` for every
     step that yielded tokens.
     ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
+    ``cached_tokens`` of the prompt were in the cache when the request first ran.
     ``lossy`` figures come from an engine that was asked for typical acceptance.
     """
 
@@ -34,6 +35,7 @@ class CompletionStats:
     time_to_first_token: float = 0.0
     reached_per_position: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list, repr=False)
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, seq: SequenceState, lossy: bool = False) -> CompletionStats:
@@ -55,6 +57,7 @@ class CompletionStats:
             time_to_first_token=arrivals[0][0] if arrivals else 0.0,
             reached_per_position=list(counts.reached_at),
             arrivals=arrivals,
+            cached_tokens=seq.shared,
         )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -17,19 +16,22 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server import chat, completions, page
-from paceline.server.chat_format import check_text, render
+from paceline.server import chat, completions, messages, page, responses, tokens
+from paceline.server.bodies import BodyLimit, Front
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
-from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
-from paceline.server.requestlog import RequestLog
-from paceline.server.security import BodyLimit, HostGuard, KeyGuard, Security
+from paceline.server.requestlog import Exchange, RequestLog
+from paceline.server.security import HostGuard, KeyGuard, Security
 from paceline.server.service import Service
 
 
-def create_app(service: Service, security: Security | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    security: Security | None = None,
+    ended: Callable[[Exchange], None] | None = None,
+) -> FastAPI:
     """The whole API around a service; its engine runs while the application does.
 
-    ``security`` without keys lets anybody in.
+    ``security`` without keys lets anybody in. ``ended`` hears of every request's end.
     """
 
     @asynccontextmanager
@@ -49,8 +51,10 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
+    app.include_router(responses.router(service))
+    app.include_router(messages.router(service))
     app.include_router(_models(service))
-    app.include_router(_tokens(service))
+    app.include_router(tokens.router(service))
     app.include_router(_state(service))
     app.include_router(page.router())
     app.add_exception_handler(PacelineError, on_error)
@@ -59,24 +63,26 @@ def create_app(service: Service, security: Security | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_error)
     _protect(app, security or Security())
+    app.add_middleware(RequestLog, ended=ended)
     return app
 
 
 def _protect(app: FastAPI, security: Security) -> None:
-    """The guards of security.py. The last one added sees a request first."""
+    """What stands around the application. The last one added sees a request first."""
     app.add_middleware(BodyLimit, limit=security.max_request_bytes)
     if security.keys:
         app.add_middleware(KeyGuard, keys=security.keys)
+    app.add_middleware(Front)
     if security.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=security.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # those that a preflight asks for: clients send many of their own
+            expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
     if security.local:
         app.add_middleware(HostGuard)
-    app.add_middleware(RequestLog)
 
 
 def _models(service: Service) -> APIRouter:
@@ -102,56 +108,6 @@ def _models(service: Service) -> APIRouter:
         return card()
 
     return routes
-
-
-def _tokens(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    # Beside the event loop, down to the answer's bytes: a long text takes seconds.
-
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        if body.model is not None:
-            service.check_model(body.model)
-        return await asyncio.to_thread(_tokens_of, service, body)
-
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        if body.model is not None:
-            service.check_model(body.model)
-        return await asyncio.to_thread(_text_of, service, body.tokens)
-
-    return routes
-
-
-def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
-    tokenizer = service.tokenizer
-    if body.messages is not None:
-        ids = render(tokenizer, body.messages)
-    else:
-        check_text(body.prompt or "", "prompt")
-        ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.max_model_len,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-    return _json(answer)
-
-
-def _text_of(service: Service, tokens: list[int]) -> Response:
-    tokenizer = service.tokenizer
-    count = len(tokenizer)
-    wrong = next((token for token in tokens if not 0 <= token < count), None)
-    if wrong is not None:
-        raise APIError(f"token {wrong} is not in the vocabulary (0 to {count - 1})", param="tokens")
-    return _json({"prompt": str(tokenizer.decode(tokens))})
-
-
-def _json(answer: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _state(service: Service) -> APIRouter:

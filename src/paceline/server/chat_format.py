@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import is_unicode, shown
 from paceline.server.errors import APIError
-from paceline.server.protocol import ChatMessage, Tool
+from paceline.server.protocol import ChatMessage, ChatRequest, Tool
+from paceline.server.requestlog import note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,6 +19,8 @@ _INSTRUCTION = (
     "You may call functions. To call one, answer with nothing but JSON of the form "
     '{"name": NAME, "arguments": {...}}. The functions:'
 )
+# Taken from a request into the template's variables, if the template has them.
+_HANDED_ON = ("reasoning_effort", "verbosity")
 
 
 def check_text(text: str, param: str) -> None:
@@ -27,31 +31,63 @@ def check_text(text: str, param: str) -> None:
         )
 
 
-def render(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()
-) -> list[int]:
-    """Token ids of a conversation, ready for the answer. Raises APIError.
+def render_request(tokenizer: PreTrainedTokenizerFast, body: ChatRequest) -> list[int]:
+    """Token ids of a request's conversation, as it wants it rendered. Raises APIError."""
+    variables = dict(body.chat_template_kwargs)
+    template = _template_of(tokenizer)
+    for name in _HANDED_ON:
+        value = getattr(body, name)
+        if value is not None and name in template:
+            variables.setdefault(name, value)
+        elif value is not None:
+            note(name)
+    return render(
+        tokenizer,
+        body.messages,
+        body.shown_tools,
+        variables,
+        body.add_generation_prompt,
+        body.continues,
+    )
 
-    A template that knows tools gets them; for any other they are described in a system message.
+
+def render(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] = (),
+    variables: dict[str, Any] | None = None,
+    opens: bool = True,
+    continues: bool = False,
+) -> list[int]:
+    """Token ids of a conversation. Raises APIError.
+
+    ``opens`` ends it where an answer begins; ``continues`` in the middle of the last message.
+    ``variables`` are for the template. One that knows tools gets them; for any other they are
+    described in a system message.
     """
     for number, message in enumerate(messages):
         check_text(message.text(), f"messages.{number}.content")
-    template = tokenizer.chat_template
-    if template is None:
+    template = _template_of(tokenizer)
+    if not template:
         raise APIError(
             "this model has no chat template; use /v1/completions", code="no_chat_template"
         )
-    knows_tools = "tools" in (template if isinstance(template, str) else str(template))
-    rendered = [_message(message, knows_tools) for message in messages]
+    knows_tools, knows_thoughts = "tools" in template, "reasoning_content" in template
+    rendered = [_message(message, knows_tools, knows_thoughts) for message in messages]
     described = [tool.model_dump(exclude_none=True) for tool in tools]
-    options: dict[str, Any] = {}
+    options = _checked(tokenizer, variables or {})
     if described and knows_tools:
         options["tools"] = described
     elif described:
         rendered = _with_instruction(rendered, described)
     try:
         ids = tokenizer.apply_chat_template(
-            rendered, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+            rendered,
+            add_generation_prompt=opens and not continues,
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=False,
+            **options,
         )
     except Exception as error:  # jinja errors of any kind: the template refused the messages
         reason = " ".join(str(error).split())
@@ -61,15 +97,34 @@ def render(
     return [int(token) for token in ids]
 
 
-def _message(message: ChatMessage, knows_tools: bool) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
+def _template_of(tokenizer: PreTrainedTokenizerFast) -> str:
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else str(template or "")
+
+
+def _checked(tokenizer: PreTrainedTokenizerFast, variables: dict[str, Any]) -> dict[str, Any]:
+    """Variables that are the template's own: none may be another template, or the tokenizer's."""
+    taken = signature(tokenizer.apply_chat_template).parameters
+    for name in variables:
+        if name in taken or name in ("messages", "self"):
+            raise APIError(
+                f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
+                param="chat_template_kwargs",
+            )
+    return dict(variables)
+
+
+def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     shown: dict[str, Any] = {"role": role, "content": message.text()}
     if message.name is not None:
         shown["name"] = message.name
+    if message.reasoning_content is not None and knows_thoughts:
+        shown["reasoning_content"] = message.reasoning_content
     if knows_tools:
         if message.tool_call_id is not None:
             shown["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
+        if message.calls:
             shown["tool_calls"] = [
                 {
                     "id": call.id,
@@ -79,15 +134,15 @@ def _message(message: ChatMessage, knows_tools: bool) -> dict[str, Any]:
                         "arguments": _arguments(call.function.arguments),
                     },
                 }
-                for call in message.tool_calls
+                for call in message.calls
             ]
         return shown
-    if message.role == "tool":  # templates without tools know no such role
+    if role == "tool":  # templates without tools know no such role
         return {"role": "user", "content": f"Result of the call: {message.text()}"}
-    if message.tool_calls:
+    if message.calls:
         calls = [
             json.dumps({"name": c.function.name, "arguments": _arguments(c.function.arguments)})
-            for c in message.tool_calls
+            for c in message.calls
         ]
         shown["content"] = "\n".join(filter(None, [message.text(), *calls]))
     return shown

@@ -119,7 +119,7 @@ def _open(config: ServeConfig, link: Link) -> Desk:
 
     set_up_logging(config.log_level)
     try:
-        return Desk(load_llm(config), config.max_queue, link.send)
+        return Desk(load_llm(config), config.max_queue, link.send, config.alias_of)
     except Exception as error:
         if debugging():
             traceback.print_exc()

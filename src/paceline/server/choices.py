@@ -13,14 +13,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def usage(prompt_tokens: int, completions: Sequence[CompletionRecord]) -> dict[str, int]:
-    """Token counts; a prompt counts once, however many completions it has."""
+def usage(
+    prompt_tokens: int, completions: Sequence[CompletionRecord], n: int = 1
+) -> dict[str, Any]:
+    """Token counts; a prompt counts once, however many completions (``n``) it has."""
     written = sum(len(completion.token_ids) for completion in completions)
+    cached = sum(completion.stats.cached_tokens for completion in completions[::n])
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": written,
         "total_tokens": prompt_tokens + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def ends_unseen(tokenizer: PreTrainedTokenizerFast, token: int, reason: str | None) -> bool:
+    """Whether a last token has only ended the text, and is no part of it."""
+    return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
+
+
+def seen(
+    tokenizer: PreTrainedTokenizerFast,
+    entries: Sequence[LogprobRecord],
+    reason: str | None,
+) -> Sequence[LogprobRecord]:
+    """The entries of tokens that are part of the text."""
+    ended = bool(entries) and ends_unseen(tokenizer, entries[-1].token_id, reason)
+    return entries[:-1] if ended else entries
 
 
 def speculation_stats(completion: CompletionRecord, drafter: str) -> dict[str, Any]:
@@ -76,10 +95,6 @@ class Origins:
         self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
 
     @cached_property
-    def _spelling(self) -> Spelling:
-        return Spelling.of(self._tokenizer)
-
-    @cached_property
     def _detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
@@ -99,7 +114,7 @@ class Origins:
         position = 0
         for place, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
             last = reason is not None and place == len(tokens) - 1
-            ends = last and reason == "stop" and self._spelling.name(token, True) is None
+            ends = last and ends_unseen(self._tokenizer, token, reason)
             text = "" if ends else self._detokeniser.feed(token)
             records.append(
                 {
@@ -128,6 +143,12 @@ class LogprobColumns:
     @cached_property
     def _detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._prompt)
+
+    def prompt(self, ids: Sequence[int], entries: Sequence[LogprobRecord]) -> dict[str, Any]:
+        """Of a prompt; nothing says how likely its first token is."""
+        columns = self.columns([LogprobRecord(ids[0], 0.0), *entries])
+        columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
+        return columns
 
     def columns(self, entries: Sequence[LogprobRecord]) -> dict[str, Any]:
         """Of the tokens that follow. ``text_offset`` is how many characters of the text stood

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.server.failures import DeadlineError, DrainingError, GoneError, SlowReaderError
-from paceline.server.records import Event, Facts
+from paceline.server.records import CompletionRecord, Event, Facts
 from paceline.server.wire import (
     Accepted,
     Cancel,
@@ -56,9 +56,19 @@ class Limits:
 class Ticket:
     """What a handler holds of its requests. Iterate over it once; ``cancel`` is free."""
 
-    def __init__(self, client: EngineClient, number: int, count: int, drafter: str) -> None:
-        self.number, self.count, self.drafter = number, count, drafter
+    def __init__(
+        self,
+        client: EngineClient,
+        number: int,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        drafter: str,
+    ) -> None:
+        self.number, self.params, self.drafter = number, params, drafter
+        self.count = count = len(prompts) * params.n
+        self.prompt_tokens = sum(map(len, prompts))
         self.written = 0  # tokens so far
+        self.done: list[CompletionRecord] = []
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client = client
         self._open = count
@@ -114,6 +124,7 @@ class Ticket:
         count = len(event.token_ids)
         if event.completion is not None:
             self._open -= 1
+            self.done.append(event.completion)
             self.written += count or len(event.completion.token_ids)
         else:
             self.written += count
@@ -197,7 +208,7 @@ class EngineClient(ABC):
         own = deadline is not None and seconds == deadline
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
-        ticket = Ticket(self, next(self._numbers), len(prompts) * params.n, drafter)
+        ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         submit = Submit(ticket.number, list(prompts), params, streams, seconds, own)
         self._post(submit)
         self._tickets[ticket.number] = ticket

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from paceline.server.choices import (
-    LogprobColumns,
-    Origins,
-    speculation_stats,
-    usage,
-)
+from paceline.server.answers import OpenAIAnswer
+from paceline.server.choices import LogprobColumns, seen
 from paceline.server.client import Ticket
 from paceline.server.errors import APIError
+from paceline.server.infill import infill
 from paceline.server.params import sampling_params
-from paceline.server.protocol import CompletionRequest, Speculation
-from paceline.server.records import CompletionRecord, Event
-from paceline.server.service import Service, gather
-from paceline.server.sse import Chunk, EventStream
-
-MAX_PROMPTS = 64
+from paceline.server.protocol import MAX_PROMPTS, CompletionRequest
+from paceline.server.records import CompletionRecord, Event, LogprobRecord
+from paceline.server.service import Service
+from paceline.server.sse import Chunk, respond_with
 
 
 def router(service: Service) -> APIRouter:
@@ -33,26 +30,26 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
-        prompts = [await service.encode(prompt) for prompt in as_prompts(body.prompt)]
+        prompts = [await _prompt(service, body, given) for given in _checked(body.prompt)]
         remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
-        speculation = body.speculation or Speculation()
-        logprobs = 0 if body.logprobs is None and speculation.tokens else body.logprobs
-        limit = remaining if body.max_tokens is None else body.max_tokens
-        params = sampling_params(body, limit, logprobs, service.drafters)
+        traced = body.speculation is not None and body.speculation.tokens
+        scored = body.logprobs is not None or body.best_of not in (None, body.n)
+        params = sampling_params(
+            body,
+            remaining if body.max_tokens is None else max(1, body.max_tokens),
+            (body.logprobs or 0) if traced or scored else None,
+            service.drafters,
+        )
+        params = replace(params, n=body.best_of or body.n)
         ticket = await service.submit(prompts, params, body.deadline, body.stream)
-        answer = _Answer(service, body, ticket, prompts)
-        if body.stream:
-            return EventStream(answer, ticket)
-        return JSONResponse(answer.whole(await gather(ticket, http)))
+        answer = CompletionAnswer(service, body, ticket, prompts)
+        return await respond_with(answer, ticket, http, body.stream)
 
     return routes
 
 
-def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """One prompt or several, as text or token ids. Raises APIError."""
-    prompts: list[Any] = list(given) if isinstance(given, list) else [given]
-    if prompts and isinstance(prompts[0], int):
-        prompts = [prompts]
+def _checked(prompts: list[str | list[int]]) -> list[str | list[int]]:
+    """Raises APIError for none, too many, or an empty one."""
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise APIError(
             f"{len(prompts)} prompts in one request; send 1 to {MAX_PROMPTS}", param="prompt"
@@ -62,96 +59,142 @@ def as_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str
     return prompts
 
 
-class _Answer:
-    """The response to one request, whole or in chunks."""
+async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> list[int]:
+    """Token ids of one prompt. Raises APIError."""
+    ids = given
+    if isinstance(given, str):
+        ids = await service.encode(given, body.add_special_tokens)
+    assert isinstance(ids, list)
+    if not ids:
+        raise APIError("a prompt is empty; give at least one token of text", param="prompt")
+    if body.suffix:
+        return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
+    return ids
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """With texts as choices, which may begin with their prompts (``echo``)."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
-        self._service, self._body, self._ticket = service, body, ticket
-        self._prompt_tokens = sum(map(len, prompts))
-        self._prompts = [prompt for prompt in prompts for _ in range(body.n)]  # of every choice
-        self._tokenizer = service.tokenizer
-        self._speculation = body.speculation or Speculation()
-        self._frame = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": service.now(),
-            "model": service.model,
-        }
-        # of a stream that wants them
-        shown = self._prompts if body.stream and body.logprobs is not None else []
-        traced = self._prompts if body.stream and self._speculation.tokens else []
-        self._columns = [LogprobColumns(self._tokenizer, prompt) for prompt in shown]
-        self._origins = [Origins(self._tokenizer, prompt) for prompt in traced]
-        self._done: dict[int, CompletionRecord] = {}
+        super().__init__(service, body, ticket, prompts, visible=not body.skip_special_tokens)
+        self._body = body
+        self._header = self._frame("cmpl", "text_completion")
+        self._columns: dict[int, LogprobColumns] = {}
 
-    def whole(self, completions: Sequence[CompletionRecord]) -> dict[str, Any]:
-        choices = []
-        for place, completion in enumerate(completions):
-            logprobs = None
-            if self._body.logprobs is not None:
-                entries = completion.logprobs or []
-                logprobs = LogprobColumns(self._tokenizer, self._prompts[place]).columns(entries)
-            choice = self._choice(place, completion.text, completion.finish_reason, logprobs)
-            if self._speculation.tokens:
-                choice["tokens"] = Origins(self._tokenizer, self._prompts[place]).records(
-                    completion.token_ids,
-                    completion.draft_mask,
-                    completion.logprobs,
-                    completion.finish_reason,
-                )
-            choices.append(choice)
-        answer = {**self._frame, "choices": choices}
-        answer["usage"] = usage(self._prompt_tokens, completions)
-        if self._speculation.stats:
-            answer["speculation"] = self._stats(completions)
-        return answer
+    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
+        if self._body.max_tokens == 0:
+            completions = [_unwritten(done) for done in completions]
+        choices: list[dict[str, Any]] = []
+        for place in self._best(completions):
+            done = completions[place]
+            text, names = self._prompt_text(place), self._prompt_names(place, done.prompt_logprobs)
+            names = _joined(names, self._names(place, done.logprobs, done.finish_reason))
+            choice = self._choice(len(choices), text + done.text, done.finish_reason, names)
+            choices.append({**choice, **self._more_of(place, done), **self._prompt_ids(place)})
+        return {**self._header, "choices": choices, **self._totals(completions)}
+
+    def _best(self, completions: Sequence[CompletionRecord]) -> list[int]:
+        """The places of the n likeliest answers of each prompt, by their mean log-probability."""
+        ranked = []
+        for first in range(0, len(completions), self._n):
+            own = list(range(first, min(first + self._n, len(completions))))
+            if self._n > self._body.n:
+                own.sort(key=lambda place: -_mean_logprob(completions[place]))
+            ranked += own[: self._body.n]
+        return ranked
 
     def _choice(
-        self, place: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
     ) -> dict[str, Any]:
-        return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _stats(self, completions: Sequence[CompletionRecord]) -> list[dict[str, Any]]:
-        return [speculation_stats(found, self._ticket.drafter) for found in completions]
+    def _names(
+        self, place: int, entries: Sequence[LogprobRecord] | None, reason: str | None
+    ) -> dict[str, Any] | None:
+        """The columns of tokens that were written."""
+        if self._body.logprobs is None or entries is None:
+            return None
+        if not self._body.echo:  # who has it echoed counts tokens
+            entries = seen(self._tokenizer, entries, reason)
+        return self._columns_of(place).columns(entries)
+
+    def _columns_of(self, place: int) -> LogprobColumns:
+        if place not in self._columns:
+            prompt = [] if self._body.echo else self._prompts[place // self._n]
+            self._columns[place] = LogprobColumns(self._tokenizer, prompt)
+        return self._columns[place]
+
+    # -- the prompt, for those who want it back ------------------------------------------------
+
+    def _prompt_text(self, place: int) -> str:
+        if not self._body.echo:
+            return ""
+        given = self._body.prompt[place // self._n]
+        if isinstance(given, str):
+            return given
+        skip = self._body.skip_special_tokens
+        return str(self._tokenizer.decode(given, skip_special_tokens=skip))
+
+    def _prompt_names(
+        self, place: int, entries: Sequence[LogprobRecord] | None
+    ) -> dict[str, Any] | None:
+        if not self._body.echo or self._body.logprobs is None:
+            return None
+        return self._columns_of(place).prompt(self._prompts[place // self._n], entries or ())
+
+    def _prompt_ids(self, place: int) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prompts[place // self._n]}
 
     # -- streaming -----------------------------------------------------------------------------
 
-    def opening(self) -> list[Chunk]:
-        return []
-
     def feed(self, event: Event) -> list[Chunk]:
-        place = event.request * self._body.n + event.index
-        logprobs = None
-        if self._body.logprobs is not None and event.logprobs is not None:
-            logprobs = self._columns[place].columns(event.logprobs)
-        reason = None
+        if self._body.max_tokens == 0:
+            event = _unwritten_event(event)
+        place, reason, text, names = self._place(event), None, event.text, None
+        more = self._more_of_event(place, event)
         if event.completion is not None:
-            self._done[place] = event.completion
             reason = event.completion.finish_reason
-        choice = self._choice(place, event.text, reason, logprobs)
-        if self._speculation.tokens:
-            choice["tokens"] = self._origins[place].records(
-                event.token_ids, event.from_draft, event.logprobs, reason
-            )
-        if not (event.text or reason or logprobs or self._speculation.tokens):
+        if place not in self._begun:
+            self._begun.add(place)
+            text = self._prompt_text(place) + text
+            names = self._prompt_names(place, event.prompt_logprobs)
+            more |= self._prompt_ids(place)
+        names = _joined(names, self._names(place, event.logprobs, reason))
+        if not (text or reason or more or (names and names["tokens"])):
             return []
-        chunk = {**self._frame, "choices": [choice]}
-        return [{**chunk, "usage": None} if self._counts else chunk]
+        return [self._chunk(self._header, {**self._choice(place, text, reason, names), **more})]
 
     def closing(self) -> list[Chunk]:
-        completions = [self._done[place] for place in sorted(self._done)]
-        chunks: list[Chunk] = []
-        if self._speculation.stats:
-            stats = self._stats(completions)
-            chunks.append({**self._frame, "choices": [], "speculation": stats})
-        if self._counts:
-            totals = usage(self._prompt_tokens, completions)
-            chunks.append({**self._frame, "choices": [], "usage": totals})
-        return chunks
+        return self._tails(self._header)
 
-    @property
-    def _counts(self) -> bool:
-        options = self._body.stream_options
-        return options is not None and options.include_usage
+
+def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Columns one after the other."""
+    if first is None or second is None:
+        return first or second
+    return {name: [*first[name], *second[name]] for name in first}
+
+
+def _mean_logprob(done: CompletionRecord) -> float:
+    values = [entry.logprob for entry in done.logprobs or ()]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _unwritten(done: CompletionRecord) -> CompletionRecord:
+    """Of a request for no tokens: the engine writes one, and it is dropped."""
+    logprobs: list[LogprobRecord] | None = None if done.logprobs is None else []
+    return msgspec.structs.replace(
+        done, text="", token_ids=[], draft_mask=[], logprobs=logprobs, finish_reason="length"
+    )
+
+
+def _unwritten_event(event: Event) -> Event:
+    done = None if event.completion is None else _unwritten(event.completion)
+    logprobs: list[LogprobRecord] | None = None if event.logprobs is None else []
+    return msgspec.structs.replace(
+        event, text="", token_ids=[], from_draft=[], logprobs=logprobs, completion=done
+    )

@@ -57,6 +57,18 @@ class ServeConfig(EngineSettings, _Names):
     drain_seconds: float = _server(
         30.0, "On SIGTERM, running requests may take so long.", kind="seconds", low=0
     )
+    metrics_alias: str | None = _server(
+        None,
+        "Metrics also under the names of another server, for its dashboards.",
+        choices=("vllm",),
+        shown="none",
+    )
+    otlp_endpoint: str | None = _server(
+        None,
+        "Where OpenTelemetry traces and metrics go, as in http://127.0.0.1:4318; needs "
+        "paceline[otlp].",
+        shown="nowhere",
+    )
     single_process: bool = _server(
         False, "HTTP and the engine in one process: slower, easier to debug."
     )
@@ -108,6 +120,11 @@ class ServeConfig(EngineSettings, _Names):
     def name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model
+
+    @property
+    def alias_of(self) -> str | None:
+        """The model that metrics speak of under another server's names, if they do."""
+        return None if self.metrics_alias is None else self.name
 
 
 def keys() -> tuple[TableEntry, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import PacelineError
 from paceline.server.loop import EngineJob, EngineLoop
 from paceline.server.metrics import Metrics
+from paceline.server.metrics_alias import VllmNames
 from paceline.server.wire import (
     Accepted,
     Cancel,
@@ -34,10 +35,19 @@ class Desk:
     ``handle`` never waits for the engine or for a grammar to be compiled.
     """
 
-    def __init__(self, llm: LLM, max_queue: int, post: Callable[[WireMessage], None]) -> None:
-        """``post`` is called from several threads."""
+    def __init__(
+        self,
+        llm: LLM,
+        max_queue: int,
+        post: Callable[[WireMessage], None],
+        alias_of: str | None = None,
+    ) -> None:
+        """``post`` is called from several threads. ``alias_of``: metrics have vLLM's names, too,
+        as those of the model that is served under this name."""
         self.llm = llm
         self.metrics = Metrics()
+        if alias_of is not None:
+            self.metrics.registry.register(VllmNames(self.metrics.registry, alias_of))
         self.loop = EngineLoop(llm, max_queue, post, self.metrics)
         self.metrics.watch(self.loop)
         self._post = post

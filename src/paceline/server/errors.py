@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -10,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from paceline.errors import CacheMemoryError, GrammarError, PacelineError
+from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 from paceline.server.failures import (
     BusyError,
     ClientGoneError,
@@ -21,6 +23,8 @@ from paceline.server.failures import (
     RequestFailedError,
     SlowReaderError,
 )
+from paceline.server.fields import REFUSED
+from paceline.server.requestlog import request_id
 
 
 class ErrorDetails(BaseModel):
@@ -58,6 +62,10 @@ class APIError(PacelineError):
         self.status, self.kind, self.param, self.code = status, kind, param, code
 
 
+# How the line of a ConfigError begins that is about one field.
+_NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
+
+
 def as_api_error(error: Exception) -> APIError:
     """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
     message = str(error)
@@ -85,7 +93,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, GrammarError):
         return APIError(message, 400, param="response_format", code="invalid_schema")
     if isinstance(error, PacelineError):
-        return APIError(message, 400)
+        named = _NAMED.match(message) if isinstance(error, ConfigError) else None
+        return APIError(message, 400, param=named and named[1])
     if isinstance(error, RecursionError):
         return APIError("the body is nested too deeply; flatten it", 400, code="invalid_value")
     return APIError("an unexpected error occurred; see the server's log", 500, "server_error")
@@ -102,7 +111,33 @@ def error_body(error: APIError) -> dict[str, Any]:
     }
 
 
-def respond(error: Exception) -> JSONResponse:
+# Anthropic's names, by status; what is not here is an invalid request or the server's fault.
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: APIError) -> dict[str, Any]:
+    """The same for clients of ``/v1/messages``."""
+    known = "invalid_request_error" if error.status < 500 else "api_error"
+    kind, message = _ANTHROPIC.get(error.status, known), str(error)
+    if error.code == "context_length_exceeded":  # as its clients know it
+        message = f"prompt is too long: {message}"
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id(),
+    }
+
+
+def respond(error: Exception, path: str = "") -> JSONResponse:
+    """The response to a request for ``path``, in the words of the API that it belongs to."""
     shown = as_api_error(error)
     headers = {}
     if isinstance(error, BusyError):
@@ -112,11 +147,12 @@ def respond(error: Exception) -> JSONResponse:
         headers |= {"Retry-After": "5", "Connection": "close"}
     if shown.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(shown), shown.status, headers)
+    body = anthropic_body if path.startswith("/v1/messages") else error_body
+    return JSONResponse(body(shown), shown.status, headers)
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    return respond(error)
+    return respond(error, request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -124,7 +160,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = respond(APIError(message, error.status_code, code=code))
+    response = respond(APIError(message, error.status_code, code=code), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -133,13 +169,28 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     """A body that does not fit: the first complaint, with the field it is about."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    # The place begins with "body"; the rest reads like messages.0.role.
-    place = ".".join(str(part) for part in first["loc"][1:])
-    if first["type"] == "extra_forbidden":
-        message, code = f"unknown or unsupported field {place!r}; leave it out", "unknown_field"
-    elif first["type"] == "json_invalid":
-        message, code = "the body is not valid JSON", "invalid_json"
-    else:
-        reason = str(first["msg"]).removeprefix("Value error, ")
-        message, code = f"{place or 'body'}: {reason}", "invalid_value"
-    return respond(APIError(message, 400, param=place or None, code=code))
+    # The place begins with "body".
+    return respond(invalid(first, first["loc"][1:]), request.url.path)
+
+
+# What pydantic adds to a place: which member of a union, or which check, a value was tried as.
+_TRIED = re.compile(r"(str|int|float|bool|list\[|dict\[|literal\[|function-|[A-Z]).*")
+
+
+def invalid(complaint: Mapping[str, Any], place: Sequence[str | int]) -> APIError:
+    """One of pydantic's complaints as an error; the place reads like messages.0.role."""
+    names = [str(part) for part in place if not _TRIED.fullmatch(str(part))]
+    param = ".".join(names)
+    if complaint["type"] == "extra_forbidden":
+        reason = REFUSED.get(names[-1])
+        message = f"unknown or unsupported field {param!r}; leave it out"
+        if reason is not None:
+            message = f"{param}: {reason}"
+        return APIError(message, param=param, code="unknown_field")
+    if complaint["type"] == "json_invalid":
+        return APIError("the body is not valid JSON", code="invalid_json")
+    reason = str(complaint["msg"]).removeprefix("Value error, ")
+    if not param:  # of a whole body: its line begins with the field it is about
+        param = (re.match(r"[a-z_]+", reason) or [""])[0]
+        return APIError(reason, param=param if "_" in param else None, code="invalid_value")
+    return APIError(f"{param}: {reason}", param=param, code="invalid_value")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class LocalEngine(EngineClient):
     """Messages are handed over as they are; nothing is encoded."""
 
-    def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
+    def __init__(self, llm: LLM, limits: Limits | None = None, alias_of: str | None = None) -> None:
         super().__init__(Facts.of(llm), limits)
         self.llm = llm
-        self.desk = Desk(llm, self.limits.max_queue, self._from_engine)
+        self.desk = Desk(llm, self.limits.max_queue, self._from_engine, alias_of)
         self._events: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -58,6 +58,8 @@ def local_service(
     limits: Limits | None = None,
     asks: RequestLimits | None = None,
     log_prompts: bool = False,
+    alias_of: str | None = None,
 ) -> Service:
     """A service over a loaded model, served under the name ``model``."""
-    return Service(LocalEngine(llm, limits), llm.tokenizer, model, asks, log_prompts)
+    engine = LocalEngine(llm, limits, alias_of)
+    return Service(engine, llm.tokenizer, model, asks, log_prompts)

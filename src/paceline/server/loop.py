@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
+from paceline.errors import CacheMemoryError, ConfigError, EngineLostError, PacelineError
 from paceline.server.failures import (
     BusyError,
     DeadlineError,
@@ -101,7 +101,10 @@ class EngineLoop:
         return not (self._reserved or self._inbox or self._jobs)
 
     def reserve(self, ticket: int, count: int) -> None:
-        """A place for so many sequences, while they are prepared. Raises BusyError, GoneError."""
+        """A place for so many sequences, while they are prepared.
+
+        Raises BusyError, GoneError, and ConfigError for more than can ever wait together.
+        """
         with self._wake:
             self._check_capacity(count)
             self._reserved[ticket] = count
@@ -133,6 +136,12 @@ class EngineLoop:
             raise GoneError
         scheduler = self.llm.engine.scheduler
         running = len(scheduler.running)
+        most = self._max_queue + scheduler.config.max_batch_size
+        if count > most:
+            raise ConfigError(
+                f"n: {count} sequences in one request, but this server takes {most} at a time "
+                "(max_queue and max_batch_size); send fewer prompts, or a smaller n"
+            )
         free = max(0, scheduler.config.max_batch_size - running)
         waiting = self.waiting
         if waiting + count > self._max_queue + free:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
-from paceline.errors import ConfigError
 from paceline.server.errors import APIError
-from paceline.server.protocol import Generation, ResponseFormat, Speculation
+from paceline.server.protocol import Generation, Speculation, StructuredOutputs
 
 _MOST_DIGITS = 12  # of a token id
 
@@ -22,37 +23,34 @@ def sampling_params(
 ) -> SamplingParams:
     """``drafters`` are the loaded ones; ``grammar`` that of a tool call, else the request's own.
 
-    ``visible``: special tokens are part of the text, as calls are marked by them.
+    ``visible``: special tokens are part of the text, as calls are marked by them. As OpenAI and
+    vLLM have it, seed -1 is no seed, and top_p 0 the likeliest token alone.
 
-    Raises APIError.
+    Raises APIError and ConfigError.
     """
-    stop = request.stop if request.stop is not None else ()
     speculation = request.speculation or Speculation()
-    try:
-        return SamplingParams(
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias=_biases(request.logit_bias or {}),
-            seed=request.seed,
-            max_tokens=max_tokens,
-            min_tokens=request.min_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            logprobs=logprobs,
-            n=request.n,
-            drafter=_drafter(speculation.method, drafters),
-            draft_length=speculation.draft_length,
-            skip_special_tokens=not visible,
-            grammar=grammar or _grammar(request.response_format),
-        )
-    except ConfigError as error:
-        raise APIError(str(error)) from None
+    return SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k if request.top_p else 1,
+        top_p=request.top_p or 1.0,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=_biases(request.logit_bias or {}),
+        seed=None if request.seed in (None, -1) else request.seed % 2**63,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        n=request.n,
+        drafter=_drafter(speculation.method, drafters),
+        draft_length=speculation.draft_length,
+        skip_special_tokens=request.skip_special_tokens and not visible,
+        grammar=grammar or _grammar(request),
+    )
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
@@ -82,9 +80,45 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
     return method
 
 
-def _grammar(response_format: ResponseFormat | None) -> Grammar | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.json_schema is None:
-        return Grammar.json()
-    return Grammar("json", json.dumps(response_format.json_schema.schema_))
+def _grammar(request: Generation) -> Grammar | None:
+    """What the text must look like, however that was said. Raises APIError if twice."""
+    guided = {
+        "json": request.guided_json,
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+        "grammar": request.guided_grammar,
+    }
+    given = request.structured_outputs
+    if any(value is not None for value in guided.values()):
+        given = StructuredOutputs.model_validate(guided)
+    found = [] if given is None else _grammars(given)
+    wanted = request.response_format
+    if wanted is not None and wanted.type != "text":
+        schema = wanted.json_schema
+        found.append(Grammar.json() if schema is None else _json(schema.schema_))
+    if len(found) > 1:
+        raise APIError(
+            "the text is given several forms; give one of response_format and structured_outputs",
+            param="structured_outputs",
+        )
+    return found[0] if found else None
+
+
+def _grammars(given: StructuredOutputs) -> list[Grammar]:
+    """One for each of the ways that are used."""
+    found = []
+    if given.json_ is not None:
+        found.append(_json(given.json_))
+    if given.json_object:
+        found.append(Grammar.json())
+    if given.regex is not None:
+        found.append(Grammar("regex", given.regex))
+    if given.choice is not None:
+        found.append(Grammar("regex", "|".join(map(re.escape, given.choice))))
+    if given.grammar is not None:
+        found.append(Grammar("lark", given.grammar))
+    return found
+
+
+def _json(schema: dict[str, Any] | str) -> Grammar:
+    return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))

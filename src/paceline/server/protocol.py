@@ -1,27 +1,36 @@
-"""Requests as OpenAI's API has them, with our additions; unknown fields are refused by name."""
+"""Requests as OpenAI's API has them, with our additions and those of other servers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from paceline.server.content import Content
+from paceline.server.fields import Body
 
 MAX_CHOICES = 16  # n
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_PROMPTS = 64
 
 
-class Strict(BaseModel):
-    """No field is ignored: what we do not know we do not do."""
+class StreamOptions(Body):
+    """``continuous_usage_stats``: every chunk counts the tokens so far, if ``include_usage``."""
 
-    model_config = ConfigDict(extra="forbid")
-
-
-class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class Speculation(Strict):
+class Speculation(Body):
     """Ours. ``method``: "auto" (the server's default drafter), "off", or the name of a loaded
     drafter; ``draft_length`` fixes the length. ``stats`` adds how drafting went, ``tokens`` says of
     every token where it came from."""
@@ -32,14 +41,14 @@ class Speculation(Strict):
     tokens: bool = False
 
 
-class JsonSchema(Strict):
+class JsonSchema(Body):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -50,21 +59,43 @@ class ResponseFormat(Strict):
         return self
 
 
-class Generation(Strict):
-    """What completions and chats have in common."""
+class StructuredOutputs(Body):
+    """vLLM's: one way to say what the text must look like."""
 
-    model: str = Field(max_length=512)
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = None
+
+
+def _stops(given: Any) -> Any:
+    """A text is a list of one, and an empty text is none."""
+    return ([given] if given else []) if isinstance(given, str) else given
+
+
+Stops = Annotated[
+    list[str],
+    BeforeValidator(_stops),
+    Field(max_length=MAX_STOPS),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+class Generation(Body):
+    """What all ways to ask have in common. Without a ``model`` it is the one that is served."""
+
+    model: str | None = Field(default=None, max_length=512)
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Stops = Field(default_factory=list)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
-    user: str | None = Field(default=None, max_length=512)
     response_format: ResponseFormat | None = None
     # beyond OpenAI
     top_k: int = Field(default=0, ge=-1)
@@ -73,6 +104,14 @@ class Generation(Strict):
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_grammar: str | None = None
     deadline: float | None = Field(default=None, gt=0)
     speculation: Speculation | None = None
 
@@ -82,72 +121,157 @@ class Generation(Strict):
             raise ValueError("stream_options goes with stream=true only")
         return self
 
+    @property
+    def counts(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return self.counts and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+def _prompts(given: Any) -> Any:
+    """A list of prompts, whatever was given. Raises ValueError in one sentence."""
+    prompts = given if isinstance(given, list) else [given]
+    if prompts and type(prompts[0]) is int:
+        prompts = [prompts]
+    for prompt in prompts:
+        ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not ids and not isinstance(prompt, str):
+            raise ValueError("give a text, a list of token ids, or a list of either")
+    return prompts
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
 
 class CompletionRequest(Generation):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(default=16, ge=1)
+    prompt: Prompts
+    max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] = False
-    best_of: int | None = None
-    suffix: None = None
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    suffix: str | None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise ValueError("best_of other than n is not supported")
+    def _fields_agree(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError("best_of is less than n; it is of how many answers n are the best")
+        if self.best_of not in (None, self.n) and self.stream:
+            raise ValueError("best_of is known at the end only; leave out stream")
+        if self.suffix and self.echo:
+            raise ValueError("echo and suffix contradict each other; give one")
         return self
 
 
-class FunctionCall(Strict):
+# -- conversations ---------------------------------------------------------------------------------
+
+
+class FunctionCall(Body):
+    """A call in a conversation; what else a server or a client has noted on it is passed over."""
+
+    model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: str
+    arguments: str = "{}"
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, given: Any) -> Any:
+        return json.dumps(given) if isinstance(given, dict) else given
 
 
-class ToolCall(Strict):
-    id: str
+class ToolCall(Body):
+    model_config = ConfigDict(extra="ignore")
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
+class ChatMessage(Body):
+    """An assistant's message may have whatever a server has said of it beside its content.
 
+    ``prefix``: the answer goes on where this last message ends.
+    """
 
-class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    _passed_over: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    prefix: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_a_server_wrote_it(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("role") != "assistant":
+            return data
+        if data.get("audio") is not None and not data.get("content"):
+            raise ValueError("audio is not supported; send its transcript as content")
+        kept = {name: value for name, value in data.items() if name in cls.model_fields}
+        if kept.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
+            kept["reasoning_content"] = data["reasoning"]
+        return kept
 
     def text(self) -> str:
         """The content as one string."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content or self.refusal or ""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Its calls, those of before there were tools included."""
+        if self.tool_calls or self.function_call is None:
+            return self.tool_calls or []
+        return [ToolCall(id="", function=self.function_call)]
 
 
-class FunctionDefinition(Strict):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+class FunctionDefinition(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(Strict):
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class Prediction(Body):
+    """What the answer will probably be: a draft."""
+
+    type: Literal["content"] = "content"
+    content: Content
 
 
 class ChatRequest(Generation):
@@ -159,29 +283,71 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    prediction: Prediction | None = None
+    # for the chat template
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: str | None = Field(default=None, max_length=64)
+    verbosity: str | None = Field(default=None, max_length=64)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true only")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+        if self.functions and self.tools:
+            raise ValueError("functions and tools say the same; give tools")
+        if self.choice not in (None, "none", "auto") and not self.offered:
             raise ValueError("tool_choice needs tools")
-        if isinstance(self.tool_choice, NamedTool):
-            names = [tool.function.name for tool in self.tools or []]
-            if self.tool_choice.function.name not in names:
+        if isinstance(self.choice, NamedTool):
+            names = [tool.function.name for tool in self.offered]
+            if self.choice.function.name not in names:
                 raise ValueError("tool_choice names a function that is not among the tools")
         return self
 
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools, which were once called functions."""
+        return self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
 
-class TokenizeRequest(Strict):
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+        if isinstance(self.function_call, NamedFunction):
+            return NamedTool(type="function", function=self.function_call)
+        return self.tool_choice or self.function_call
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """Those that the model is shown, and may call."""
+        return [] if self.choice == "none" else self.offered
+
+    @property
+    def callable_names(self) -> list[str]:
+        """The functions that a forced call may call."""
+        if isinstance(self.choice, NamedTool):
+            return [self.choice.function.name]
+        return [tool.function.name for tool in self.offered]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on where the last message ends."""
+        last = self.messages[-1]
+        return self.continue_final_message or (last.role == "assistant" and last.prefix)
+
+
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=128)
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -191,6 +357,6 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int]

@@ -38,6 +38,9 @@ class Stats(WireRecord):
     mean_accepted_length: float
     acceptance_per_position: list[float]
     target_steps: int
+    cached_tokens: int = 0
+    time_to_first_token: float = 0.0
+    seconds: float = 0.0  # to the last token, from its arrival as the first
 
 
 class CompletionRecord(WireRecord):
@@ -50,12 +53,14 @@ class CompletionRecord(WireRecord):
     draft_mask: list[bool]
     stats: Stats
     lossy: bool
+    prompt_logprobs: list[LogprobRecord] | None = None
 
 
 class Event(WireRecord):
     """What a step added to one text of a ticket; see ``paceline.request.completion.StreamEvent``.
 
-    An answer that is not streamed has one event a text, its completion.
+    An answer that is not streamed has one event a text, its completion. ``prompt_logprobs`` come
+    with the first event, of the prompt's tokens from the second on.
     """
 
     ticket: int
@@ -66,6 +71,7 @@ class Event(WireRecord):
     from_draft: list[bool] = []
     completion: CompletionRecord | None = None
     logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
 
 
 class Facts(WireRecord):
@@ -109,6 +115,9 @@ def completion_of(done: completion.Completion) -> CompletionRecord:
             stats.mean_accepted_length,
             stats.acceptance_per_position,
             stats.target_steps,
+            stats.cached_tokens,
+            stats.time_to_first_token,
+            stats.arrivals[-1][0] if stats.arrivals else 0.0,
         ),
         done.lossy,
     )

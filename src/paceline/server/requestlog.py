@@ -1,14 +1,19 @@
-"""One line in the log for every request: method, path, status, seconds, tokens; never content.
+"""What there is to know of an HTTP request while it is answered; at its end, a line in the log.
 
-At level info; answered polls of metrics and health at level debug.
+The line has method, path, status, seconds and tokens; never content. It is at level info; answered
+polls of metrics and health are at level debug. Every answer has an ``x-request-id``, the client's
+own if it sent one, and names in ``x-paceline-ignored`` the fields that have no effect here.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -19,57 +24,106 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-# The tickets that the HTTP request in this context has led to.
-_account: ContextVar[list[Ticket] | None] = ContextVar("paceline_account", default=None)
 _LONGEST_PATH = 200
+_MOST_NOTES = 32
 # Asked every few seconds by machines; a line each would bury the rest.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready"})
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+@dataclass
+class Exchange:
+    """One HTTP request and its answer. ``began`` by time.time; ``status`` 499: nobody waited."""
+
+    scope: Scope
+    id: str
+    began: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    status: int = 499
+    tickets: list[Ticket] = field(default_factory=list)
+    ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
+
+
+_exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default=None)
 
 
 def charge(ticket: Ticket) -> None:
-    """Count its tokens to the HTTP request that is being answered, if it is logged."""
-    account = _account.get()
-    if account is not None:
-        account.append(ticket)
+    """Count its tokens to the HTTP request that is being answered, if there is one."""
+    exchange = _exchange.get()
+    if exchange is not None:
+        exchange.tickets.append(ticket)
+
+
+def note(name: str) -> None:
+    """A field of the request that is being answered has no effect here."""
+    exchange = _exchange.get()
+    if exchange is not None and len(exchange.ignored) < _MOST_NOTES:
+        exchange.ignored[name] = None
+
+
+def request_id() -> str:
+    """That of the request which is being answered."""
+    exchange = _exchange.get()
+    return exchange.id if exchange is not None else new_id("req_")
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that name, which is in small letters."""
+    return next((bytes(value) for key, value in scope["headers"] if key == name), None)
 
 
 class RequestLog:
-    """Logs a request once its answer is complete, streamed or not."""
+    """Logs a request once its answer is complete, streamed or not; ``ended`` hears of it, too."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None] | None = None) -> None:
+        self._app, self._ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status: int | None = None
+        given = header(scope, b"x-request-id") or b""
+        known = _REQUEST_ID.fullmatch(given)
+        exchange = Exchange(scope, given.decode() if known else new_id("req_"))
+        answered = False
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                answered, exchange.status = True, message["status"]
+                more = [(b"x-request-id", exchange.id.encode())]
+                if exchange.ignored:
+                    more.append((b"x-paceline-ignored", ", ".join(exchange.ignored).encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
-        account: list[Ticket] = []
-        token = _account.set(account)
+        token = _exchange.set(exchange)
         start = time.perf_counter()
         try:
             await self._app(scope, receive, watch)
         except Exception:
-            status = status or 500  # which is answered outside of us
+            exchange.status = exchange.status if answered else 500  # answered outside of us
             raise
         finally:
-            _account.reset(token)
-            # Who left before there was an answer got none: 499, as proxies call it.
-            _write(scope, status or 499, time.perf_counter() - start, account)
+            _exchange.reset(token)
+            exchange.seconds = time.perf_counter() - start
+            _write(exchange)
+            if self._ended is not None:
+                self._ended(exchange)
 
 
-def _write(scope: Scope, status: int, seconds: float, account: Sequence[Ticket]) -> None:
+def _write(exchange: Exchange) -> None:
+    scope, status = exchange.scope, exchange.status
     # Quoted again, for a path could otherwise break the line; without the query.
     path = quote(scope["path"])[:_LONGEST_PATH]
-    tokens = sum(ticket.written for ticket in account)
-    counted = f" {tokens} tokens" if account else ""
+    tokens = sum(ticket.written for ticket in exchange.tickets)
+    counted = f" {tokens} tokens" if exchange.tickets else ""
+    if exchange.ignored:
+        counted += f" (ignored: {', '.join(exchange.ignored)})"
     polled = scope["path"] in _POLLED and status == 200
     level = logging.DEBUG if polled else logging.INFO
-    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, seconds, counted)
+    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, exchange.seconds, counted)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient, Limits
 from paceline.server.records import Facts
+from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.service import Service
 
@@ -99,8 +101,14 @@ def asks_of(config: ServeConfig) -> RequestLimits:
     return RequestLimits(config.max_n, config.max_logprobs, config.max_prompts)
 
 
-def run(service: Service, config: ServeConfig, keys: Keys, listener: socket.socket) -> None:
-    """Serve until a signal ends it; returns when everything is done.
+def run(
+    service: Service,
+    config: ServeConfig,
+    keys: Keys,
+    listener: socket.socket,
+    ended: Callable[[Exchange], None] | None = None,
+) -> None:
+    """Serve until a signal ends it; returns when everything is done. ``ended`` hears of requests.
 
     Raises AddressError, and EngineLostError if the engine could not go on.
     """
@@ -112,7 +120,7 @@ def run(service: Service, config: ServeConfig, keys: Keys, listener: socket.sock
     except OSError as error:  # somebody else was quicker while the model was loading
         raise AddressError(_refusal(error, config.host, config.port)) from None
     uvicorn_config = uvicorn.Config(
-        create_app(service, security),
+        create_app(service, security, ended),
         log_config=None,
         access_log=False,  # ours says more, and never a query
         server_header=False,

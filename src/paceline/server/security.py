@@ -1,6 +1,6 @@
-"""Who may ask, from where, and how much: API keys, origins and the size of a request.
+"""Who may ask, and from where: API keys and origins.
 
-    request log -> host -> CORS -> API key -> size -> the application
+    request log -> host -> CORS -> path and type -> API key -> size -> the application
 
 These are plain ASGI applications around another, so that they see a request before anything of
 it has been parsed.
@@ -8,14 +8,12 @@ it has been parsed.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,17 +21,17 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.server.errors import APIError, respond
-from paceline.server.protocol import MAX_CHOICES, MAX_LOGPROBS
+from paceline.server.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
+from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from paceline.core.params import SamplingParams
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # Nothing here tells what the model says or what others ask.
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
-_SWALLOW_SECONDS = 10.0
 
 
 def _digest(key: bytes) -> bytes:
@@ -137,7 +135,7 @@ class RequestLimits:
 
     max_n: int = MAX_CHOICES
     max_logprobs: int = MAX_LOGPROBS
-    max_prompts: int = 64
+    max_prompts: int = MAX_PROMPTS
 
     def check(self, prompts: int, params: SamplingParams) -> None:
         """Raises APIError, naming the field."""
@@ -172,7 +170,7 @@ class HostGuard:
                     403,
                     code="host_not_allowed",
                 )
-                await respond(error)(scope, receive, send)
+                await respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -197,86 +195,14 @@ class KeyGuard:
                 error = APIError(
                     f"{what}; send it as Authorization: Bearer KEY", 401, code="invalid_api_key"
                 )
-                await respond(error)(scope, receive, send)
+                await respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def bearer(scope: Scope) -> bytes | None:
-    """The key of an Authorization header; None without one."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() == b"bearer" and key.strip():
-                return bytes(key.strip())
-    return None
-
-
-class _GoneError(Exception):
-    """The client has left before its request was complete."""
-
-
-class BodyLimit:
-    """Refuses bodies above a size, whatever their Content-Length says, before they are parsed."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = await self._read(receive, _content_length(scope))
-        except _GoneError:
-            return
-        if body is None:
-            error = APIError(
-                f"the request is larger than {self._limit} bytes", 413, code="request_too_large"
-            )
-            response = respond(error)
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
-            return
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return first.pop() if first else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, receive: Receive, declared: int) -> bytes | None:
-        """The whole body; None if it is too large. Raises _GoneError if nobody waits any more."""
-        parts: list[bytes] = []
-        size, more = 0, True
-        if declared <= self._limit:
-            while more and size <= self._limit:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _GoneError
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                more = message.get("more_body", False)
-            if size <= self._limit:
-                return b"".join(parts)
-        # A connection that is closed while the client still sends is reset, and the client then
-        # never sees the answer. So swallow what comes, but neither for long nor without end.
-        if more and declared <= 8 * self._limit:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._swallow(receive, size), _SWALLOW_SECONDS)
-        return None
-
-    async def _swallow(self, receive: Receive, size: int) -> None:
-        more = True
-        while more and size <= 8 * self._limit:
-            message = await receive()
-            size += len(message.get("body", b""))
-            more = message["type"] != "http.disconnect" and message.get("more_body", False)
-
-
-def _content_length(scope: Scope) -> int:
-    """As declared; 0 if it is not. HTTP parsers have refused what is no number."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0
+    """The key of an Authorization header or, as Anthropic's clients send it, of x-api-key."""
+    scheme, _, key = (header(scope, b"authorization") or b"").strip().partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return (header(scope, b"x-api-key") or b"").strip() or None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -55,9 +56,9 @@ class Service:
         """Tokens of a prompt and its answer."""
         return self.loop.facts.context_budget.limit
 
-    def check_model(self, name: str) -> None:
-        """Raises APIError 404 for another model."""
-        if name != self.model:
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError 404 for another model; who names none means this one."""
+        if name not in (None, self.model):
             raise APIError(
                 f"the model {name!r} does not exist; this server has {self.model!r}",
                 404,
@@ -66,25 +67,31 @@ class Service:
             )
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that may follow a prompt. Raises APIError if there is no room for any."""
-        refused = self.loop.facts.context_budget.refusal(prompt_tokens)
-        if refused is not None:
-            raise APIError(refused, param=param, code="context_length_exceeded")
-        return self.max_model_len - prompt_tokens
+        """Tokens that may follow a prompt.
 
-    async def encode(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt; texts are encoded beside the event loop. Raises APIError."""
-        if not isinstance(prompt, str):
-            return prompt
-        check_text(prompt, "prompt")
-        ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        if not ids:
-            raise APIError("a prompt is empty; give at least one token of text", param="prompt")
-        return list(ids)
+        Raises APIError if there is no room for any, in the sentence that clients know.
+        """
+        refused = self.loop.facts.context_budget.refusal(prompt_tokens)
+        if refused is None:
+            return self.max_model_len - prompt_tokens
+        raise APIError(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, your "
+            f"{param} resulted in {prompt_tokens} tokens. Please reduce the length of the {param}. "
+            f"({refused[:1].upper()}{refused[1:]}.)",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text, found beside the event loop; ``special``: with those that a
+        tokenizer adds to a text. Raises APIError."""
+        check_text(text, param)
+        encode = self.tokenizer.encode
+        return list(await asyncio.to_thread(encode, text, add_special_tokens=special))
 
     def now(self) -> int:
-        """Seconds since the epoch, for ``created``."""
-        return int(time.time())
+        """Seconds since the epoch, for ``created``: never before the request came."""
+        return math.ceil(time.time())
 
     async def submit(
         self,

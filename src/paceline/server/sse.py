@@ -1,4 +1,4 @@
-"""Server-sent events: one JSON object a chunk, ``[DONE]`` at the end, errors as a last chunk.
+"""Answers as they grow, as server-sent events: one JSON object a chunk, errors as a last one.
 
 All that a step adds to an answer is one write, and no task but the handler's is woken for it.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from fastapi.responses import Response
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, Response
 
-from paceline.server.errors import as_api_error, error_body
+from paceline.server.errors import APIError, as_api_error, error_body
 from paceline.server.failures import ClientGoneError
-from paceline.server.service import leave_with_client
+from paceline.server.service import gather, leave_with_client
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from paceline.server.client import Ticket
-    from paceline.server.records import Event
+    from paceline.server.records import CompletionRecord, Event
 
 log = logging.getLogger("paceline.server")
 
@@ -29,14 +31,38 @@ Chunk = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-class Streamed(Protocol):
-    """An answer in chunks."""
+class Answer(ABC):
+    """What a request gets, whole or in chunks, in the words of one API.
 
-    def opening(self) -> Sequence[Chunk]: ...
+    ``named``: events have the name that their chunk's ``type`` says, and no ``[DONE]`` follows.
+    """
 
-    def feed(self, event: Event) -> Sequence[Chunk]: ...
+    named: ClassVar[bool] = False
 
-    def closing(self) -> Sequence[Chunk]: ...
+    @abstractmethod
+    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
+        """All of it at once; the completions of every prompt, one after the other."""
+
+    @abstractmethod
+    def feed(self, event: Event) -> Sequence[Chunk]:
+        """What a step has added. Nothing goes out before there is some output."""
+
+    @abstractmethod
+    def closing(self) -> Sequence[Chunk]:
+        """What follows once all is complete."""
+
+    def failed(self, error: APIError) -> Chunk:
+        """The end, where it is none."""
+        return error_body(error)
+
+
+async def respond_with(
+    answer: Answer, ticket: Ticket, http: HTTPRequest, streams: bool
+) -> Response:
+    """The response of a handler that has got its ticket."""
+    if streams:
+        return EventStream(answer, ticket)
+    return JSONResponse(answer.whole(await gather(ticket, http)))
 
 
 class EventStream(Response):
@@ -44,7 +70,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Streamed, ticket: Ticket) -> None:
+    def __init__(self, answer: Answer, ticket: Ticket) -> None:
         # Not the base's: there is no body yet, and so no length.
         self._answer, self._ticket = answer, ticket
         self.status_code, self.background = 200, None
@@ -68,14 +94,14 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         answer, ticket = self._answer, self._ticket
         try:
-            opening = answer.opening()
-            if opening:
-                await send(_body(opening))
             while events := await ticket.next():
                 chunks = [chunk for event in events for chunk in answer.feed(event)]
                 if chunks:
-                    await send(_body(chunks))
-            last = b"".join([*map(_line, answer.closing()), b"data: [DONE]\n\n"])
+                    body = b"".join(map(self._line, chunks))
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            last = b"".join(map(self._line, answer.closing()))
+            if not answer.named:
+                last += b"data: [DONE]\n\n"
         except ClientGoneError:
             return
         except Exception as error:
@@ -83,14 +109,10 @@ class EventStream(Response):
             shown = as_api_error(error)
             if shown is not error and shown.status >= 500:
                 log.warning("a stream ended early: %s", shown)
-            last = _line(error_body(shown))
+            last = self._line(answer.failed(shown))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-
-def _line(chunk: Chunk) -> bytes:
-    return b"data: %b\n\n" % _encode(chunk)
-
-
-def _body(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    body = b"".join(map(_line, chunks))
-    return {"type": "http.response.body", "body": body, "more_body": True}
+    def _line(self, chunk: Chunk) -> bytes:
+        if not self._answer.named:
+            return b"data: %b\n\n" % _encode(chunk)
+        return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _encode(chunk))

@@ -8,19 +8,17 @@ from collections.abc import Set
 from typing import Any
 
 from paceline.core.params import Grammar
-from paceline.server.protocol import ChatRequest, NamedTool
+from paceline.server.protocol import ChatRequest
 
 Call = dict[str, Any]
 
 
 def forced_grammar(request: ChatRequest) -> Grammar | None:
     """The grammar of a request that must call: a named function, or any of them."""
-    choice, tools = request.tool_choice, request.tools or []
-    if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    elif choice != "required":
+    if request.choice in (None, "none", "auto"):
         return None
-    names = [tool.function.name for tool in tools]
+    names = request.callable_names
+    tools = [tool for tool in request.offered if tool.function.name in names]
     schema: dict[str, Any] = {
         "$defs": {
             name: _moved(tool.function.parameters, f"#/$defs/{name}")

@@ -96,12 +96,17 @@ class _JsonEnd:
 
 
 class ForcedCall:
-    """An answer whose grammar makes it a call: name first, then the arguments as they come."""
+    """An answer whose grammar makes it a call: name first, then the arguments as they come.
+
+    It is never text: one that was cut off in its name is a call without arguments, if it can only
+    be one of ``names``, and nothing otherwise.
+    """
 
     # The layout is the grammar's (request/grammar.py): JSON on one line.
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._text = ""  # before the arguments
         self._named = self._whole = False
         self._end = _JsonEnd()
@@ -127,9 +132,13 @@ class ForcedCall:
         return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}] if piece else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        if not self._named:  # cut off before it had a name
-            return ([{"content": self._text}] if self._text else []), reason
-        return [], "tool_calls" if self._whole else reason
+        if self._named:
+            return [], "tool_calls" if self._whole else reason
+        heads = {name: f'{{"name": "{name}", "arguments": ' for name in self._names}
+        calls = [name for name, head in heads.items() if head.startswith(self._text)]
+        if len(calls) != 1:
+            return [], reason
+        return [{"tool_calls": [{"index": 0, **call_of(calls[0], "")}]}], reason
 
 
 # What calls in the middle of a text begin and end with.

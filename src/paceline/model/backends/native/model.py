@@ -20,7 +20,7 @@ from paceline.model.backends.native.library import (
     library,
 )
 from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
-from paceline.model.backends.native.recognise import GATED, PROJECTIONS, Decoder
+from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -72,7 +72,7 @@ class NativeModel:
 
     name = "native"
 
-    def __init__(self, hf: Any, decoder: Decoder) -> None:
+    def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""
         self.decoder, self.dtype = decoder, hf.dtype
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape

@@ -40,7 +40,7 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderShape:
     """All that the kernels must know of a model beside its matrices."""
 
     heads: int
@@ -60,7 +60,9 @@ class Decoder:
 
 
 @torch.inference_mode()
-def describe(hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]) -> Decoder | str:
+def describe(
+    hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]
+) -> DecoderShape | str:
     """A model's description, or in a few words why the kernels cannot run it."""
     kind = type(hf).__name__
     if hf.device.type != "cpu":
@@ -84,7 +86,7 @@ def describe(hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern])
 
 def _described(
     hf: Any, shape: LayerShape, patterns: Sequence[Pattern], gemma: bool
-) -> Decoder | str:
+) -> DecoderShape | str:
     base, config = hf.model, hf.config.get_text_config(decoder=True)
     norms = [_norms(layer, gemma) for layer in base.layers]
     known = tuple(found for found in norms if found is not None)
@@ -104,7 +106,7 @@ def _described(
     if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
     scale = getattr(base.embed_tokens, "embed_scale", None)
-    return Decoder(
+    return DecoderShape(
         heads=attention.q_proj.out_features // shape[1],
         kv_heads=shape[0],
         head_dim=shape[1],

@@ -1,0 +1,148 @@
+"""Answers that are lists of blocks, texts and calls, each begun, grown and ended by events.
+
+So do OpenAI's responses and Anthropic's messages; here is what they have in common. A whole answer
+is one that came in one piece.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from paceline.server.choices import seen, token_record
+from paceline.server.dialogue import Dialogue
+from paceline.server.errors import invalid
+from paceline.server.protocol import ChatRequest, Generation
+from paceline.server.records import CompletionRecord, Event
+from paceline.server.sse import Answer, Chunk
+from paceline.server.tool_stream import Delta
+
+
+class BlocksAnswer(Answer):
+    """One choice. ``self._blocks`` are those begun so far, the last of them perhaps open."""
+
+    named: ClassVar[bool] = True
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self._dialogue, self._service = dialogue, dialogue.service
+        self._reader = dialogue.reader()
+        self._blocks: list[dict[str, Any]] = []
+        self._open = self._begun = False
+        self._done: CompletionRecord | None = None
+        self._reason: str | None = None  # of the end
+
+    def feed(self, event: Event) -> list[Chunk]:
+        deltas, done = self._reader.feed(event.text), event.completion
+        if done is not None:
+            self._done = done
+            rest, self._reason = self._reader.finish(done.finish_reason)
+            deltas = [*deltas, *rest]
+        logprobs = self._logprobs(event, done)
+        chunks: list[Chunk] = []
+        for delta in deltas:
+            chunks += self._grow(delta, logprobs)
+            if delta.get("content"):
+                logprobs = []
+        if done is not None:
+            chunks += [*self._open_up(), *self._close()]
+        return chunks
+
+    def _open_up(self) -> list[Chunk]:
+        if self._begun:
+            return []
+        self._begun = True
+        return self._opening()
+
+    def _logprobs(self, event: Event, done: CompletionRecord | None) -> list[dict[str, Any]]:
+        """Those of the tokens of a step, which go with its text."""
+        if not self._dialogue.body.logprobs or event.logprobs is None:
+            return []
+        tokenizer = self._service.tokenizer
+        entries = seen(tokenizer, event.logprobs, None if done is None else done.finish_reason)
+        return [token_record(tokenizer, entry) for entry in entries]
+
+    def _grow(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        text = delta.get("content")
+        if text:
+            if not (self._open and self._is_text(self._blocks[-1])):
+                chunks += [*self._close(), *self._begin(self._new_text())]
+            chunks += self._add_text(text, logprobs)
+        for part in delta.get("tool_calls", ()):
+            function = part["function"]
+            if "id" in part:
+                call = self._new_call(part["id"], function["name"])
+                chunks += [*self._close(), *self._begin(call)]
+            if function["arguments"]:
+                chunks += self._add_arguments(function["arguments"])
+        return chunks
+
+    def _begin(self, block: dict[str, Any]) -> list[Chunk]:
+        first = self._open_up()
+        self._blocks.append(block)
+        self._open = True
+        return [*first, *self._started(block)]
+
+    def _close(self) -> list[Chunk]:
+        if not self._open:
+            return []
+        self._open = False
+        return self._ended(self._blocks[-1], cut=self._reason == "length")
+
+    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
+        done = completions[0]
+        self.feed(Event(0, 0, 0, done.text, completion=done, logprobs=done.logprobs))
+        return self._result()
+
+    # -- the words of an API -------------------------------------------------------------------
+
+    @abstractmethod
+    def _opening(self) -> list[Chunk]:
+        """The events before the first block."""
+
+    @abstractmethod
+    def _is_text(self, block: dict[str, Any]) -> bool: ...
+
+    @abstractmethod
+    def _new_text(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _new_call(self, call: str, name: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _started(self, block: dict[str, Any]) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _add_arguments(self, piece: str) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _ended(self, block: dict[str, Any], cut: bool) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _result(self) -> Chunk:
+        """The whole answer."""
+
+
+def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:
+    """A request of another API as one for a chat: what all have in common, and ``fields``.
+
+    ``conversation`` is the field that has become the messages. Raises APIError.
+    """
+    common = asked.model_dump(
+        include=set(Generation.model_fields), exclude_unset=True, by_alias=True
+    )
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatRequest.model_validate({**common, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = first["loc"]
+        if place[:1] == ("messages",):
+            place = (conversation,)
+        raise invalid(first, place) from None

@@ -1,0 +1,127 @@
+"""What a body may hold: fields that are implemented, that are noted, and that are refused.
+
+A field that cannot change the text is taken and noted (see ``requestlog.note``); so is one of
+another server at the value that changes nothing. An unknown field whose value is null is as good as
+left out. Everything else is refused by name: what we do not know we do not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, ClassVar, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from paceline.server.requestlog import note
+
+# Of a field that is taken whatever it says, and of one that is at these values only.
+_ANY: tuple[Any, ...] = ()
+NOTED: Mapping[str, tuple[Any, ...]] = {
+    # where an answer is kept, billed or routed
+    "store": _ANY,
+    "metadata": _ANY,
+    "service_tier": _ANY,
+    "safety_identifier": _ANY,
+    "prompt_cache_key": _ANY,
+    "prompt_cache_retention": _ANY,
+    "prompt_cache_options": _ANY,
+    "user": _ANY,
+    "include_obfuscation": _ANY,
+    "cache_control": _ANY,
+    "cache_salt": _ANY,
+    "cache_prompt": _ANY,
+    "mm_processor_kwargs": _ANY,
+    "kv_transfer_params": ({},),
+    "guided_decoding_backend": _ANY,
+    "modalities": (["text"],),
+    # of responses and messages: what only their own servers could do
+    "background": (False,),
+    "truncation": ("disabled",),
+    "max_tool_calls": _ANY,
+    "context_management": _ANY,
+    "betas": _ANY,
+    "inference_geo": _ANY,
+    "speed": _ANY,
+    "mcp_servers": ([],),
+    "client_metadata": _ANY,
+    # other servers' sampling, at what is no sampling
+    "use_beam_search": (False,),
+    "length_penalty": (1, 0),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "documents": ([],),
+    "web_search_options": ({},),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "mirostat": (0,),
+}
+# Why not, for what clients do ask.
+REFUSED: Mapping[str, str] = {
+    "audio": "answers are text; audio is not supported",
+    "modalities": 'answers are text; only ["text"] is supported',
+    "web_search_options": "there is no web search here",
+    "use_beam_search": "beam search is not supported; sample n answers",
+    "logits_processors": "code from requests is not run; use logit_bias or a grammar",
+    "bad_words": "words cannot be banned; use logit_bias for tokens",
+    "background": "answers are not made in the background; stream it",
+    "truncation": 'nothing is left out of a prompt; use "disabled"',
+    "prompt": "prompt templates are not kept here; send the messages",
+    "container": "there are no containers here",
+    "documents": "documents are not supported; put their text into a message",
+    "return_tokens_as_token_ids": "not supported; return_token_ids adds the ids",
+    "conversation": "conversations are not kept; use previous_response_id, or send the input again",
+    "mcp_servers": "MCP servers are not called from here; offer their tools as functions",
+    "guided_whitespace_pattern": "JSON is written on one line, which cannot be changed",
+    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
+}
+
+
+def taken(name: str, value: object) -> bool:
+    """Whether a field that is not implemented may be noted with this value."""
+    allowed = NOTED.get(name)
+    return allowed is not None and (not allowed or value in allowed)
+
+
+class Body(BaseModel):
+    """A part of a request. Nulls for fields that know no null are as good as left out."""
+
+    model_config = ConfigDict(extra="forbid")
+    _passed_over: ClassVar[frozenset[str]] = frozenset()  # taken without a word
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sift(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = _fields(cls)
+        kept = {}
+        for name, value in data.items():
+            if name in known:
+                if value is not None or known[name]:
+                    kept[name] = value
+            elif name in cls._passed_over or value is None:
+                pass
+            elif taken(name, value):
+                note(name)
+            else:
+                kept[name] = value
+        return kept
+
+
+_known: dict[type[Body], dict[str, bool]] = {}
+
+
+def _fields(kind: type[Body]) -> dict[str, bool]:
+    """The names in JSON, and whether null is a value of its own."""
+    if kind not in _known:
+        _known[kind] = {
+            field.alias or name: NoneType in get_args(field.annotation)
+            for name, field in kind.model_fields.items()
+        }
+    return _known[kind]

@@ -1,0 +1,220 @@
+"""``/v1/responses``: OpenAI's newer way to ask, and to go on from an answer that is kept here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+from fastapi.responses import Response
+
+from paceline.server.blocks import BlocksAnswer
+from paceline.server.dialogue import Dialogue
+from paceline.server.errors import APIError, error_body
+from paceline.server.requestlog import new_id
+from paceline.server.responses_api import MessageFields, ResponsesRequest, messages_of
+from paceline.server.responses_kept import KeptResponse, ResponseStore
+from paceline.server.service import Service
+from paceline.server.sse import Chunk, respond_with
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+    store = ResponseStore()
+
+    def kept(name: str, param: str) -> KeptResponse:
+        found = store.get(name)
+        if found is None:
+            raise APIError(
+                f"{param}: no response {name[:80]!r} is kept here; send the whole input instead",
+                404,
+                param=param,
+                code="response_not_found",
+            )
+        return found
+
+    @routes.post("/v1/responses", response_model=None)
+    async def respond(body: ResponsesRequest, http: HTTPRequest) -> Response:
+        service.check_model(body.model)
+        messages: list[MessageFields] = []
+        if body.previous_response_id is not None:
+            messages += kept(body.previous_response_id, "previous_response_id").messages
+        messages += messages_of(body.input, store.item)
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        dialogue = await Dialogue.begin(service, body.chat([*system, *messages]))
+        answer = ResponsesAnswer(dialogue, body, messages, store)
+        return await respond_with(answer, dialogue.ticket, http, body.stream)
+
+    @routes.get("/v1/responses/{name}")
+    async def response(name: str) -> dict[str, Any]:
+        return kept(name, "name").shown
+
+    @routes.delete("/v1/responses/{name}")
+    async def delete(name: str) -> dict[str, Any]:
+        kept(name, "name")
+        store.drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    return routes
+
+
+class ResponsesAnswer(BlocksAnswer):
+    """Items: messages of one text, and calls."""
+
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        asked: ResponsesRequest,
+        messages: list[MessageFields],
+        store: ResponseStore,
+    ) -> None:
+        super().__init__(dialogue)
+        self._asked, self._messages, self._store = asked, messages, store
+        self._id = asked.request_id or new_id("resp_")
+        self._created = self._service.now()
+        self._number = 0  # of the next event
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def _result(self) -> Chunk:
+        shown = self._response()
+        if self._asked.store and shown["status"] != "in_progress":
+            messages = (*self._messages, *messages_of(self._blocks, lambda name: None))
+            self._store.keep(KeptResponse(messages, shown))
+        return shown
+
+    def _response(self) -> dict[str, Any]:
+        asked = self._asked
+        cut = self._reason == "length"
+        done = "incomplete" if cut else "completed"
+        tools = [tool.model_dump() for tool in asked.tools]
+        choice = asked.tool_choice
+        format = asked.text.format.model_dump(exclude_none=True, by_alias=True)
+        if format["type"] != "json_schema":
+            format = {"type": format["type"]}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "in_progress" if self._done is None else done,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self._service.model,
+            "output": [dict(block) for block in self._blocks],
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": asked.reasoning.model_dump(),
+            "store": asked.store,
+            "temperature": asked.temperature,
+            "text": {"format": format},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": tools,
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": self._usage(),
+            "metadata": asked.metadata,
+        }
+
+    def _usage(self) -> dict[str, Any] | None:
+        if self._done is None:
+            return None
+        read, written = len(self._dialogue.prompt), len(self._done.token_ids)
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": self._done.stats.cached_tokens},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        }
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> Chunk:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> Chunk:
+        place = len(self._blocks) - 1
+        own = {"item_id": self._blocks[place]["id"], "output_index": place}
+        if self._is_text(self._blocks[place]):
+            own["content_index"] = 0
+        return self._event(kind, **own, **fields)
+
+    def _opening(self) -> list[Chunk]:
+        shown = {**self._response(), "status": "in_progress", "output": [], "usage": None}
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=shown) for kind in kinds]
+
+    def closing(self) -> list[Chunk]:
+        shown = self._result()
+        return [self._event(f"response.{shown['status']}", response=shown)]
+
+    def failed(self, error: APIError) -> Chunk:
+        said = error_body(error)
+        return self._event("error", **{**said["error"], "type": "error"}, **said)
+
+    def _is_text(self, block: dict[str, Any]) -> bool:
+        return bool(block["type"] == "message")
+
+    def _new_text(self) -> dict[str, Any]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [part],
+        }
+
+    def _new_call(self, call: str, name: str) -> dict[str, Any]:
+        return {
+            "id": new_id("fc_"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call,
+            "name": name,
+            "arguments": "",
+        }
+
+    def _started(self, block: dict[str, Any]) -> list[Chunk]:
+        place = len(self._blocks) - 1
+        shown = {**block, "content": []} if self._is_text(block) else dict(block)
+        chunks = [self._event("response.output_item.added", output_index=place, item=shown)]
+        if self._is_text(block):
+            part = dict(block["content"][0])
+            chunks.append(self._of_item("response.content_part.added", part=part))
+        return chunks
+
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Chunk]:
+        part = self._blocks[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] = [*part["logprobs"], *logprobs]
+        return [self._of_item("response.output_text.delta", delta=text, logprobs=logprobs)]
+
+    def _add_arguments(self, piece: str) -> list[Chunk]:
+        self._blocks[-1]["arguments"] += piece
+        return [self._of_item("response.function_call_arguments.delta", delta=piece)]
+
+    def _ended(self, block: dict[str, Any], cut: bool) -> list[Chunk]:
+        block["status"] = "incomplete" if cut else "completed"
+        if self._is_text(block):
+            part = block["content"][0]
+            chunks = [
+                self._of_item(
+                    "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
+                ),
+                self._of_item("response.content_part.done", part=part),
+            ]
+        else:
+            chunks = [
+                self._of_item(
+                    "response.function_call_arguments.done",
+                    name=block["name"],
+                    arguments=block["arguments"],
+                )
+            ]
+        place = len(self._blocks) - 1
+        done = self._event("response.output_item.done", output_index=place, item=dict(block))
+        return [*chunks, done]

@@ -1,0 +1,215 @@
+"""Requests of OpenAI's ``/v1/responses``, and how they become chats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from paceline.server.blocks import as_chat
+from paceline.server.content import text_of
+from paceline.server.errors import APIError
+from paceline.server.fields import Body
+from paceline.server.protocol import MAX_LOGPROBS, ChatRequest, Generation
+from paceline.server.requestlog import note
+
+Item = dict[str, Any]
+MessageFields = dict[str, Any]  # those of a ChatMessage
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat = Field(default_factory=TextFormat)
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    """``effort`` is handed to the chat template; nothing is summarised."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class FlatTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_a_function(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"tools of type {kind[:40]!r} are not supported; offer functions")
+        return kind
+
+
+class FlatChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Generation):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    previous_response_id: str | None = None
+    store: bool = True
+    metadata: dict[str, str] = Field(default_factory=dict)
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    tools: list[FlatTool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
+    parallel_tool_calls: bool = True
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    include: list[str] = Field(default_factory=list, max_length=64)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _text_or_items(cls, given: Any) -> Any:
+        items = isinstance(given, list) and all(isinstance(item, dict) for item in given)
+        if not (items or isinstance(given, str)):
+            raise ValueError("give a text, or a list of items")
+        return given
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> ResponsesRequest:
+        if self.n != 1:
+            raise ValueError("n is 1 here; /v1/chat/completions gives several answers")
+        return self
+
+    def chat(self, messages: list[MessageFields]) -> ChatRequest:
+        """The same as a chat, whose messages have been found. Raises APIError."""
+        for name in self.include:
+            if name != _LOGPROBS:
+                note(f"include={name[:40]}")
+        if self.reasoning.summary is not None:
+            note("reasoning.summary")
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"})}
+            for tool in self.tools
+        ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, FlatChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        logprobs = _LOGPROBS in self.include or self.top_logprobs > 0
+        format = self.text.format
+        return as_chat(
+            self,
+            {
+                "messages": messages,
+                "max_tokens": self.max_output_tokens,
+                "logprobs": logprobs,
+                "top_logprobs": self.top_logprobs if logprobs else None,
+                "tools": tools or None,
+                "tool_choice": choice if tools or choice != "auto" else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                "reasoning_effort": self.reasoning.effort,
+                "verbosity": self.text.verbosity,
+                "response_format": self.response_format or _response_format(format),
+            },
+            "input",
+        )
+
+
+def _response_format(format: TextFormat) -> dict[str, Any]:
+    if format.type != "json_schema":
+        return {"type": format.type}
+    schema = {"name": format.name, "schema": format.schema_, "strict": format.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# -- items to messages -----------------------------------------------------------------------------
+
+
+def messages_of(
+    given: str | list[Item], known: Callable[[str], Item | None]
+) -> list[MessageFields]:
+    """The messages that the items of an input are; ``known`` looks items up that are named only.
+
+    Raises APIError.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[MessageFields] = []
+    for number, item in enumerate(given):
+        kind = item.get("type", "message")
+        if kind == "item_reference":
+            found = known(str(item.get("id")))
+            if found is None:
+                raise APIError(
+                    f"input.{number}: no item {str(item.get('id'))[:80]!r} is kept here; send it "
+                    "as it was",
+                    param=f"input.{number}",
+                )
+            item, kind = found, found["type"]
+        read = _READERS.get(kind) if isinstance(kind, str) else None
+        if read is None:
+            raise APIError(
+                f"input.{number}: items of type {str(kind)[:40]!r} are not supported",
+                param=f"input.{number}",
+            )
+        try:
+            read(item, messages)
+        except (KeyError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise APIError(f"input.{number}: {reason}", param=f"input.{number}") from None
+    return messages
+
+
+def _assistant(messages: list[MessageFields]) -> MessageFields:
+    """The message that the items of one answer make up together."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _read_message(item: Item, messages: list[MessageFields]) -> None:
+    role, text = item["role"], text_of(item["content"])
+    if role == "assistant":
+        own = _assistant(messages)
+        if not own.get("tool_calls"):
+            own["content"] = (own["content"] or "") + (text or "")
+            return
+    messages.append({"role": role, "content": text})
+
+
+def _read_call(item: Item, messages: list[MessageFields]) -> None:
+    call = {
+        "id": str(item.get("call_id") or item.get("id") or ""),
+        "type": "function",
+        "function": {"name": item["name"], "arguments": item.get("arguments") or "{}"},
+    }
+    _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def _read_output(item: Item, messages: list[MessageFields]) -> None:
+    content = text_of(item["output"])
+    messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
+
+
+def _read_thoughts(item: Item, messages: list[MessageFields]) -> None:
+    thoughts = text_of(item.get("content")) or text_of(item.get("summary"))
+    if thoughts:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+
+
+_READERS: Mapping[str, Callable[[Item, list[MessageFields]], None]] = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "reasoning": _read_thoughts,
+}

@@ -1,0 +1,71 @@
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from paceline.server.chat_format import check_text, render
+from paceline.server.errors import APIError
+from paceline.server.protocol import DetokenizeRequest, TokenizeRequest
+from paceline.server.service import Service
+
+_SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    # Beside the event loop, down to the answer's bytes: a long text takes seconds.
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        return await asyncio.to_thread(_tokens_of, service, body)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        return await asyncio.to_thread(_text_of, service, body.tokens)
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = service.tokenizer
+        said = {name: getattr(tokenizer, name, None) for name in _SAID}
+        return _json({"tokenizer_class": type(tokenizer).__name__, **said})
+
+    return routes
+
+
+def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
+    tokenizer = service.tokenizer
+    if body.messages is not None:
+        ids = render(tokenizer, body.messages, body.tools or (), opens=body.add_generation_prompt)
+    else:
+        check_text(body.prompt or "", "prompt")
+        ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.max_model_len,
+        "tokens": ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+    return _json(answer)
+
+
+def _text_of(service: Service, tokens: list[int]) -> Response:
+    tokenizer = service.tokenizer
+    count = len(tokenizer)
+    wrong = next((token for token in tokens if not 0 <= token < count), None)
+    if wrong is not None:
+        raise APIError(f"token {wrong} is not in the vocabulary (0 to {count - 1})", param="tokens")
+    return _json({"prompt": str(tokenizer.decode(tokens))})
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,350 @@
+"""What a body may hold: noted, implemented and refused fields, nulls, and messages as they come."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from asking import Reply, ask
+from running_server import MODEL, Running
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(server: Running, messages: Any = HELLO, **fields: Any) -> Reply:
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
+    return ask(server.url, "/v1/chat/completions", body)
+
+
+def complete(server: Running, **fields: Any) -> Reply:
+    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 4, "temperature": 0, **fields}
+    return ask(server.url, "/v1/completions", body)
+
+
+NOTED = {
+    "store": True,
+    "metadata": {"run": "5"},
+    "service_tier": "auto",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "prompt_cache_retention": "24h",
+    "user": "x",
+    "modalities": ["text"],
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "reasoning_effort": "low",
+    "verbosity": "low",
+}
+
+
+def test_what_cannot_change_the_text_is_taken_and_noted(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = chat(server)
+    assert plain.headers["x-paceline-ignored"] is None
+    with caplog.at_level(logging.INFO, "paceline.server"):
+        noted = chat(server, **NOTED)
+    assert noted.status == 200
+    assert noted.json["choices"] == plain.json["choices"]
+    assert set(noted.headers["x-paceline-ignored"].split(", ")) == set(NOTED)
+    assert "(ignored: store, metadata" in caplog.text
+    streamed = chat(server, stream=True, stream_options={"include_obfuscation": True})
+    assert streamed.headers["x-paceline-ignored"] == "include_obfuscation"
+
+
+def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
+    assert chat(server, whatever=None, audio=None, prediction=None).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"whatever": 1}, "unknown or unsupported field 'whatever'"),
+        ({"modalities": ["text", "audio"]}, 'modalities: answers are text; only ["text"]'),
+        ({"audio": {"voice": "x"}}, "audio: answers are text"),
+        ({"use_beam_search": True}, "use_beam_search: beam search is not supported"),
+        ({"length_penalty": 2.0}, "unknown or unsupported field 'length_penalty'"),
+        ({"bad_words": ["x"]}, "bad_words: words cannot be banned"),
+    ],
+)
+def test_what_would_change_the_text_is_refused_by_name(
+    server: Running, fields: dict[str, Any], words: str
+) -> None:
+    refused = chat(server, **fields)
+    assert refused.status == 400 and words in refused.error["message"]
+    assert refused.error["param"] == next(iter(fields))
+
+
+NULLS = (
+    *("model", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "response_format"),
+    *("top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids", "speculation", "echo"),
+    *("best_of", "suffix", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
+    *("add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "functions"),
+)
+
+
+def test_explicit_nulls(server: Running) -> None:
+    nulls = dict.fromkeys(NULLS)
+    assert chat(server, **nulls, temperature=0).status == 200
+    assert complete(server, **nulls, temperature=0).status == 200
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+    assert chat(server, tools=[tool]).status == 200
+    counted = chat(server, stream=True, stream_options={"include_usage": None})
+    assert counted.status == 200 and "usage" not in counted.chunks[-1]
+
+
+# -- messages as clients hold them -----------------------------------------------------------------
+
+CALL = {
+    "id": "call_1",
+    "index": 0,
+    "type": "function",
+    "function": {"name": "add", "arguments": "{}", "parsed_arguments": {}},
+    "provider_specific_fields": {},
+}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"annotations": [], "audio": None, "function_call": None, "refusal": None},
+        {"id": "msg_1", "parsed": {"a": 1}, "provider_specific_fields": {"x": 1}},
+        {"reasoning_content": "I think.", "prefix": False, "whatever a server says": [1]},
+        {"content": None, "tool_calls": [CALL]},
+        {"content": None, "function_call": {"name": "add", "arguments": "{}"}},
+        {"content": [{"type": "text", "text": "Hi", "annotations": [], "logprobs": None}]},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": None, "refusal": "No."},
+    ],
+)
+def test_assistant_messages(server: Running, said: dict[str, Any]) -> None:
+    message = {"role": "assistant", "content": "Hi", **said}
+    assert chat(server, [*HELLO, message, *HELLO]).status == 200
+
+
+def test_an_answer_can_be_sent_back_as_it_came(server: Running) -> None:
+    message = chat(server).json["choices"][0]["message"]
+    assert chat(server, [*HELLO, message, *HELLO]).status == 200
+
+
+def test_parts(server: Running) -> None:
+    part = {"type": "text", "text": "Hel", "cache_control": {"type": "ephemeral"}}
+    parts = [{"role": "user", "content": [part, {"type": "text", "text": "lo"}]}]
+    assert chat(server, parts).json["choices"] == chat(server).json["choices"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "images are not supported"),
+        ([{"type": "input_audio", "input_audio": {}}], "audio is not supported"),
+        ([{"type": "file"}], "files are not supported"),
+        ([{"type": "odd"}], "a part of type 'odd' is not supported"),
+        ([{"type": "text"}], "a part of type 'text' has no 'text'"),
+        (5, "give a text, or a list of parts"),
+    ],
+)
+def test_what_is_no_text_is_said_in_one_sentence(server: Running, content: Any, words: str) -> None:
+    refused = chat(server, [{"role": "user", "content": content}])
+    assert refused.status == 400
+    assert refused.error["message"].startswith("messages.0.content: ")
+    assert words in refused.error["message"]
+    assert refused.error["param"] == "messages.0.content"
+
+
+def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
+    refused = chat(server, [{"role": "user", "content": "What is this?", "images": ["x"]}])
+    assert refused.status == 400 and "images" in refused.error["message"]
+
+
+# -- as OpenAI and vLLM treat them -----------------------------------------------------------------
+
+
+def test_odd_values_that_have_a_meaning(server: Running) -> None:
+    greedy = complete(server).json["choices"][0]["text"]
+    assert complete(server, temperature=1, top_p=0).json["choices"][0]["text"] == greedy
+    for fields in ({"seed": -1}, {"seed": -7}, {"stop": ""}, {"stop": []}, {"user": ""}):
+        assert complete(server, temperature=1, **fields).status == 200, fields
+    assert chat(server, top_logprobs=0).status == 200
+    assert (
+        ask(server.url, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}).status == 200
+    )
+    refused = complete(server, prompt=[["a"]])
+    assert refused.status == 400 and refused.error["param"] == "prompt"
+    assert refused.error["message"].count(":") == 1
+
+
+def test_best_of(server: Running) -> None:
+    answer = complete(
+        server, best_of=4, n=2, temperature=1.5, seed=3, max_tokens=8, logprobs=0
+    ).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    all_four = complete(server, n=4, temperature=1.5, seed=3, max_tokens=8, logprobs=0).json
+    means = {
+        choice["text"]: sum(values) / len(values)
+        for choice in all_four["choices"]
+        for values in [choice["logprobs"]["token_logprobs"]]
+    }
+    best = sorted(means, key=lambda text: -means[text])[:2]
+    assert [choice["text"] for choice in answer["choices"]] == best
+    assert answer["usage"]["completion_tokens"] == all_four["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_before_there_were_tools(server: Running, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    fields = {
+        "functions": [{"name": "add", "parameters": schema}],
+        "function_call": {"name": "add"},
+        "max_tokens": 40,
+    }
+    answer = chat(server, **fields, stream=stream)
+    assert answer.status == 200
+    if stream:
+        choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+        parts = [choice["delta"].get("function_call") or {} for choice in choices]
+        call = {
+            "name": "".join(part.get("name", "") for part in parts),
+            "arguments": "".join(part.get("arguments", "") for part in parts),
+        }
+        reason = choices[-1]["finish_reason"]
+        assert "tool_calls" not in answer.text
+    else:
+        choice = answer.json["choices"][0]
+        call, reason = choice["message"]["function_call"], choice["finish_reason"]
+        assert "tool_calls" not in choice["message"]
+    assert (call, reason) == ({"name": "add", "arguments": '{"a": 1}'}, "function_call")
+    result = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "add", "content": "2"},
+    ]
+    assert chat(server, result, functions=fields["functions"]).status == 200
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 9])
+def test_a_forced_call_that_is_cut_is_a_call(server: Running, tokens: int) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    fields = {"tools": [tool], "tool_choice": "required", "max_tokens": tokens}
+    choice = chat(server, **fields).json["choices"][0]
+    assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    streamed = [
+        part["function"]["arguments"]
+        for chunk in chat(server, **fields, stream=True).chunks
+        for choice in chunk["choices"]
+        for part in choice["delta"].get("tool_calls", ())
+    ]
+    assert "".join(streamed) == call["function"]["arguments"]
+
+
+# -- fields of other servers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": ["red", "blue (dark)"]}},
+        {"guided_choice": ["red", "blue (dark)"]},
+        {"structured_outputs": {"regex": "red|blue \\(dark\\)"}},
+        {"guided_regex": "red|blue \\(dark\\)"},
+        {"structured_outputs": {"grammar": 'start: "red" | "blue (dark)"'}},
+    ],
+)
+def test_structured_outputs(server: Running, fields: dict[str, Any]) -> None:
+    text = chat(server, **fields, max_tokens=20).json["choices"][0]["message"]["content"]
+    assert text in ("red", "blue (dark)")
+
+
+def test_structured_json(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    for fields in (
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        text = complete(server, **fields, max_tokens=30).json["choices"][0]["text"]
+        assert isinstance(json.loads(text), dict) or "json_object" in str(fields)
+    refused = complete(server, guided_json=schema, guided_regex="a")
+    assert refused.status == 400 and refused.error["param"] == "structured_outputs"
+    assert complete(server, guided_json="{").status == 400
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for answer in (
+        chat(server, stream=True, stream_options=options, max_tokens=20),
+        complete(server, stream=True, stream_options=options, max_tokens=20),
+    ):
+        counts = [chunk["usage"]["completion_tokens"] for chunk in answer.chunks]
+        assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == 20
+        last = answer.chunks[-1]["usage"]
+        assert last["total_tokens"] == last["prompt_tokens"] + 20
+
+
+def test_ids_of_tokens_and_of_requests(server: Running, target: Any) -> None:
+    for ask_for, prompt in ((chat, None), (complete, target.tokenizer.encode("Once upon"))):
+        answer = ask_for(server, return_token_ids=True, request_id="mine").json
+        assert answer["id"].endswith("-mine")
+        choice = answer["choices"][0]
+        told = answer if prompt is None else choice
+        assert len(told["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+        assert prompt is None or told["prompt_token_ids"] == prompt
+        text = choice["message"]["content"] if prompt is None else choice["text"]
+        decode = target.tokenizer.decode
+        whole = decode([*told["prompt_token_ids"], *choice["token_ids"]])
+        assert whole.endswith(text)
+        chunks = ask_for(server, return_token_ids=True, stream=True).chunks
+        ids = [i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids", ())]
+        assert ids == choice["token_ids"]
+
+
+def test_the_template_s_variables(server: Running, target: Any, monkeypatch: Any) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{% endfor %}"
+        "[{{ mood }}|{{ reasoning_effort }}|{% if add_generation_prompt %}go{% endif %}]"
+    )
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
+    answer = chat(
+        server,
+        [*HELLO, {"role": "assistant", "content": "Hi", "reasoning_content": "so"}],
+        chat_template_kwargs={"mood": "good"},
+        reasoning_effort="high",
+        add_generation_prompt=False,
+        return_token_ids=True,
+    )
+    text = target.tokenizer.decode(answer.json["prompt_token_ids"])
+    assert text == "<user>Hello<assistant>Hi(so)[good|high|]"
+    assert answer.headers["x-paceline-ignored"] is None
+    continued = chat(
+        server,
+        [*HELLO, {"role": "assistant", "content": "Hi th", "prefix": True}],
+        return_token_ids=True,
+    )
+    text = target.tokenizer.decode(continued.json["prompt_token_ids"])
+    assert text == "<user>Hello<assistant>Hi th"
+    for name in ("chat_template", "tokenize", "messages", "conversation"):
+        refused = chat(server, chat_template_kwargs={name: "x"})
+        assert refused.status == 400 and refused.error["param"] == "chat_template_kwargs"
+
+
+def test_filling_in_the_middle(server: Running, target: Any, monkeypatch: Any) -> None:
+    refused = complete(server, suffix="The end.")
+    assert refused.status == 400 and refused.error["param"] == "suffix"
+    known = server.service.tokenizer.get_vocab()
+    marks = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+    monkeypatch.setattr(server.service.tokenizer, "get_vocab", lambda: {**known, **marks})
+    answer = complete(server, suffix="The end.", return_token_ids=True).json
+    ids = answer["choices"][0]["prompt_token_ids"]
+    encode = target.tokenizer.encode
+    after = encode("The end.", add_special_tokens=False)
+    assert ids == [1, *encode("Once upon"), 2, *after, 3]

@@ -1,0 +1,163 @@
+"""``/v1/messages``, as Anthropic's API is; by its own package in tests/clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asking import Reply, ask
+from running_server import MODEL, Running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "get_weather", "description": "Looks.", "input_schema": SCHEMA}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def say(server: Running, messages: Any = HELLO, **fields: Any) -> Reply:
+    body = {"model": MODEL, "messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+    return ask(server.url, "/v1/messages", body, {"anthropic-version": "2023-06-01"})
+
+
+def count(server: Running, messages: Any = HELLO, **fields: Any) -> int:
+    body = {"model": MODEL, "messages": messages, **fields}
+    return int(ask(server.url, "/v1/messages/count_tokens", body).json["input_tokens"])
+
+
+def total(usage: dict[str, int]) -> int:
+    return usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_the_text_is_a_chat_s(server: Running) -> None:
+    cache = {"cache_control": {"type": "ephemeral"}}
+    answer = say(server, system=[{"type": "text", "text": "Be brief.", **cache}]).json
+    body = {
+        "messages": [{"role": "system", "content": "Be brief."}, *HELLO],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    chat = ask(server.url, "/v1/chat/completions", body).json
+    (block,) = answer["content"]
+    assert block == {"type": "text", "text": chat["choices"][0]["message"]["content"]}
+    assert answer["stop_reason"] == "max_tokens" and answer["role"] == "assistant"
+    assert total(answer["usage"]) == chat["usage"]["prompt_tokens"]
+    assert answer["usage"]["output_tokens"] == 12
+    assert total(answer["usage"]) == count(server, system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 60}]
+)
+def test_a_stream_is_the_whole(server: Running, fields: dict[str, Any]) -> None:
+    whole = say(server, **fields).json
+    streamed = say(server, **fields, stream=True)
+    names = [line[7:] for line in streamed.text.splitlines() if line.startswith("event: ")]
+    events = streamed.chunks
+    assert names == [event["type"] for event in events]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    (block,) = whole["content"]
+    if block["type"] == "text":
+        assert "".join(delta["text"] for delta in deltas) == block["text"]
+    else:
+        assert json.loads("".join(delta["partial_json"] for delta in deltas)) == block["input"]
+        assert block["name"] == "get_weather" and set(block["input"]) == {"city"}
+    assert events[-2]["delta"] == {
+        "stop_reason": whole["stop_reason"],
+        "stop_sequence": whole["stop_sequence"],
+    }
+    assert whole["stop_reason"] == ("tool_use" if fields else "max_tokens")
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_tools_and_their_results(server: Running) -> None:
+    named = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    first = say(server, tools=[TOOL], tool_choice=named, max_tokens=60).json
+    (use,) = first["content"]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "sunny"}
+    conversation = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    assert say(server, conversation, tools=[TOOL]).status == 200
+    blocks = [{"type": "text", "text": "sun"}, {"type": "text", "text": "ny"}]
+    conversation[-1]["content"][0]["content"] = blocks
+    assert say(server, conversation, tools=[TOOL], tool_choice={"type": "none"}).status == 200
+
+
+def test_a_call_that_is_cut(server: Running) -> None:
+    answer = say(server, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=3).json
+    (use,) = answer["content"]
+    assert (use["name"], use["input"], answer["stop_reason"]) == ("get_weather", {}, "max_tokens")
+
+
+def test_stop_sequences_and_prefill(server: Running) -> None:
+    text = say(server, max_tokens=40).json["content"][0]["text"]
+    stop = text[8:11]
+    answer = say(server, max_tokens=40, stop_sequences=["never said", stop]).json
+    assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == stop
+    assert answer["content"][0]["text"] == text[: text.index(stop)]
+    begun = [*HELLO, {"role": "assistant", "content": text[:8]}]
+    assert count(server, begun) < count(server, [*begun, *HELLO])
+    assert say(server, begun).status == 200
+
+
+def test_structured_output(server: Running) -> None:
+    format = {"type": "json_schema", "schema": SCHEMA}
+    for fields in ({"output_config": {"format": format}}, {"output_format": format}):
+        text = say(server, **fields, max_tokens=60).json["content"][0]["text"]
+        assert set(json.loads(text)) == {"city"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind", "words"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: Field required"),
+        ({"model": "other"}, 404, "not_found_error", "does not exist"),
+        ({"beams": 4}, 400, "invalid_request_error", "'beams'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            400,
+            "invalid_request_error",
+            "tools of type 'web_search_20250305' are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            400,
+            "invalid_request_error",
+            "messages.0.content.0: images are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "word " * 5000}]},
+            400,
+            "invalid_request_error",
+            "prompt is too long: This model's maximum context length is 1024 tokens",
+        ),
+    ],
+)
+def test_errors_in_anthropic_s_shape(
+    server: Running, fields: dict[str, Any], status: int, kind: str, words: str
+) -> None:
+    refused = say(server, **{"messages": HELLO, **fields})
+    assert refused.status == status
+    assert refused.json["type"] == "error" and refused.error["type"] == kind
+    assert words in refused.error["message"]
+    assert refused.json["request_id"] == refused.headers["x-request-id"]
+
+
+def test_what_has_no_effect_is_noted(server: Running) -> None:
+    answer = say(
+        server,
+        metadata={"user_id": "x"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        service_tier="auto",
+    )
+    assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking"

@@ -1,0 +1,200 @@
+"""``/v1/responses``, by OpenAI's own package and as its events are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from asking import Reply, ask
+from paceline.server.responses_kept import MAX_RESPONSES, KeptResponse, ResponseStore
+from running_server import MODEL, Running
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def respond(server: Running, **fields: Any) -> Reply:
+    body = {"model": MODEL, "input": "Hello", "max_output_tokens": 12, "temperature": 0, **fields}
+    return ask(server.url, "/v1/responses", body)
+
+
+def text_of(response: dict[str, Any]) -> str:
+    parts = [p for item in response["output"] for p in item.get("content", ())]
+    return "".join(part["text"] for part in parts)
+
+
+def test_the_text_is_a_chat_s(server: Running, client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model=MODEL, input="Hello", instructions="Be brief.", max_output_tokens=12, temperature=0
+    )
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello"},
+        ],
+        max_tokens=12,
+        temperature=0,
+    )
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    cut = chat.choices[0].finish_reason == "length"
+    assert response.status == ("incomplete" if cut else "completed")
+    if cut:
+        assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "required"}])
+def test_a_stream_is_the_whole(server: Running, fields: dict[str, Any]) -> None:
+    fields = {**fields, "max_output_tokens": 40}
+    whole = respond(server, **fields).json
+    events = respond(server, **fields, stream=True).chunks
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-2:] == ["response.output_item.done", f"response.{whole['status']}"]
+    last = events[-1]["response"]
+    for response in (whole, last):
+        (
+            response.pop("id"),
+            response.pop("created_at"),
+            response["usage"].pop("input_tokens_details"),
+        )
+        for item in response["output"]:
+            item.pop("id"), item.pop("call_id", None)
+    assert last == whole
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    if fields.get("tools"):
+        assert "".join(deltas) == whole["output"][0]["arguments"]
+        assert set(json.loads("".join(deltas))) == {"city"}
+    else:
+        assert "".join(deltas) == text_of(whole) and len(deltas) > 3
+
+
+def test_the_stream_helper_reads_it(client: openai.OpenAI) -> None:
+    options = {"model": MODEL, "input": "Hello", "max_output_tokens": 60, "temperature": 0}
+    with client.responses.stream(**options, tools=[TOOL], tool_choice="required") as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    assert set(json.loads(final.output[0].arguments)) == {"city"}
+
+
+def test_going_on_from_an_answer(server: Running) -> None:
+    first = respond(server).json
+    assert ask(server.url, f"/v1/responses/{first['id']}").json == first
+    kept = respond(server, input="And?", previous_response_id=first["id"])
+    said = [
+        {"role": "user", "content": "Hello"},
+        *first["output"],
+        {"role": "user", "content": [{"type": "input_text", "text": "And?"}]},
+    ]
+    named = [said[0], {"type": "item_reference", "id": first["output"][0]["id"]}, said[2]]
+    for answer in (kept, respond(server, input=said), respond(server, input=named)):
+        assert answer.status == 200
+        assert text_of(answer.json) == text_of(kept.json)
+        assert answer.json["usage"]["input_tokens"] == kept.json["usage"]["input_tokens"]
+    assert ask(server.url, f"/v1/responses/{first['id']}", method="DELETE").json["deleted"]
+    for path in (f"/v1/responses/{first['id']}",):
+        assert ask(server.url, path).status == 404
+    gone = respond(server, previous_response_id=first["id"])
+    assert gone.status == 404 and gone.error["param"] == "previous_response_id"
+    unkept = respond(server, store=False).json
+    assert respond(server, previous_response_id=unkept["id"]).status == 404
+
+
+def test_results_of_calls(server: Running) -> None:
+    call = respond(server, tools=[TOOL], tool_choice="required", max_output_tokens=60).json
+    assert call["status"] == "completed"
+    (item,) = call["output"]
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+    for fields in (
+        {"input": [{"role": "user", "content": "Hello"}, item, output]},
+        {"input": [output], "previous_response_id": call["id"]},
+    ):
+        answer = respond(server, tools=[TOOL], **fields)
+        assert answer.status == 200, answer.text
+
+
+def test_structured_output_and_logprobs(server: Running) -> None:
+    format = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
+    answer = respond(server, text={"format": format}, max_output_tokens=60).json
+    assert set(json.loads(text_of(answer))) == {"city"} and answer["text"]["format"] == format
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = respond(server, **fields).json["output"]
+    entries = item["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in entries) == item["content"][0]["text"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": 5}, "input", "give a text, or a list of items"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call'"),
+        ({"input": [{"role": "user"}]}, "input.0", "'content' is missing"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0",
+            "images are not supported",
+        ),
+        ({"input": [{"role": "boss", "content": "x"}]}, "input", "'system'"),
+        ({"input": []}, "input", "at least 1"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools of type 'web_search' are not"),
+        ({"conversation": "x"}, "conversation", "conversations are not kept"),
+        ({"background": True}, "background", "not made in the background"),
+        ({"n": 2}, None, "n is 1 here"),
+    ],
+)
+def test_errors(server: Running, fields: dict[str, Any], param: str | None, words: str) -> None:
+    refused = respond(server, **fields)
+    assert refused.status == 400, refused.text
+    assert words in refused.error["message"]
+    assert param is None or refused.error["param"] == param
+
+
+def test_what_has_no_effect_is_noted(server: Running) -> None:
+    answer = respond(
+        server,
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        background=False,
+        truncation="disabled",
+        metadata={"a": "b"},
+        user="x",
+    )
+    ignored = answer.headers["x-paceline-ignored"]
+    assert ignored == (
+        "background, truncation, user, include=reasoning.encrypted_content, reasoning.summary, "
+        "reasoning_effort"
+    )
+    assert answer.json["metadata"] == {"a": "b"}
+
+
+def test_the_store_is_bounded() -> None:
+    store = ResponseStore()
+    for number in range(MAX_RESPONSES + 5):
+        shown = {"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}
+        store.keep(KeptResponse(({"role": "user", "content": "x"},), shown))
+    assert len(store) == MAX_RESPONSES
+    assert store.get("resp_4") is None and store.item("msg_4") is None
+    assert store.get("resp_5") is not None and store.item("msg_5") == {"id": "msg_5"}
+    huge = {"role": "user", "content": "x" * 30 * 2**20}
+    for number in range(3):
+        store.keep(KeptResponse((huge,), {"id": f"huge_{number}", "output": []}))
+    assert len(store) == 2 and store.get("huge_2") is not None
+    assert store.drop("huge_2") and not store.drop("huge_2")
