@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 import real
-from paceline.drafters import Loading
+from paceline.draft.spec import Loading
 from prompts import encode, read_texts, spread
 
 LARGEST_DRAFT = 16  # levels that a draft may reach beyond the last token

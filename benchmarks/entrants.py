@@ -11,12 +11,13 @@ from typing import Any
 
 import inflate
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.config import DraftSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts, SequenceState
+from paceline.draft.spec import Loading
 from paceline.draft.swift import skippable, spread
-from paceline.drafters import DRAFTERS, Loading, load_tokenizer, prepare
+from paceline.drafters import DRAFTERS, prepare_one
 from paceline.errors import ConfigError
+from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 
 PLAIN = "plain"
@@ -57,30 +58,32 @@ def skip_option(old: int, new: int) -> str:
 
 
 def entries(weights: Weights, skip: str = "") -> list[Entry]:
-    """Every drafter; those whose weights are missing have an empty spec.
+    """Every drafter at its natural length; those whose weights are missing have an empty spec.
 
-    History costs nothing, so what draws on it drafts 8 levels where models draft 4. ``skip`` is
-    the option that fixes the layers to skip.
+    ``skip`` is the option that fixes the layers to skip.
     """
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
-    return [
-        Entry(PLAIN, "none", 0),
-        Entry("draft", _with("model:", weights.draft)),
-        Entry("draft_tree", _with("tree:", weights.draft, f",nodes={NODES},width=3")),
-        Entry("ngram", "ngram", 8),
-        Entry("suffix", "suffix", 8),
-        Entry("lookahead", "lookahead"),
-        Entry("recycling", "recycling"),
-        Entry("early_exit", "early_exit"),
-        Entry("layer_skip", f"layer_skip{skip}"),
-        Entry("medusa", _with("medusa:", weights.medusa)),
-        Entry("eagle", _with("eagle:", weights.eagle)),
-        Entry("eagle2", _with("eagle2:", weights.eagle)),
-        Entry("eagle3", _with("eagle3:", weights.eagle3)),
-        Entry(
-            "hybrid", f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "", 8
-        ),
-    ]
+    specs = {
+        PLAIN: "none",
+        "draft": _with("model:", weights.draft),
+        "draft_tree": _with("tree:", weights.draft, f",nodes={NODES},width=3"),
+        "ngram": "ngram",
+        "suffix": "suffix",
+        "lookahead": "lookahead",
+        "recycling": "recycling",
+        "early_exit": "early_exit",
+        "layer_skip": f"layer_skip{skip}",
+        "medusa": _with("medusa:", weights.medusa),
+        "eagle": _with("eagle:", weights.eagle),
+        "eagle2": _with("eagle2:", weights.eagle),
+        "eagle3": _with("eagle3:", weights.eagle3),
+        "hybrid": f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "",
+    }
+    return [Entry(name, spec, _levels(spec)) for name, spec in specs.items()]
+
+
+def _levels(spec: str) -> int:
+    return DRAFTERS[spec.partition(":")[0]].natural_length if spec else 0
 
 
 def equal_nodes(weights: Weights) -> list[Entry]:
@@ -177,7 +180,7 @@ class Entrant:
             reason = f"{kind!r} is not among the drafters" if kind else "its weights are not here"
             raise ConfigError(reason)
         target = loading.target
-        prepared = prepare(DraftSpec.parse(entry.spec, tuple(DRAFTERS)), loading)
+        prepared = prepare_one(entry.spec, loading)
         options = EngineOptions(max_batch_size=batch, draft_length=length, prefix_sharing=False)
         self.engine: Any = build_engine(
             target, prepared, options, seeded_generator(target.device, 0)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import real
 from entrants import Entrant, Entry, Run, load_target
-from paceline.drafters import Loading
+from paceline.draft.spec import Loading
 from paceline.errors import PacelineError
 from report import mean, rounded
 

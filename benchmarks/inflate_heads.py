@@ -38,10 +38,11 @@ from inflate import (
     wider,
     write_once,
 )
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaHeads
+from paceline.draft.spec import TargetShape
 from paceline.errors import PacelineError
 
 _MEDUSA = "medusa_lm_head.safetensors"
@@ -179,7 +180,7 @@ def inflate_heads(
     def write(partial: Path) -> None:
         vocab = config["vocab_size"]
         if (source / _MEDUSA).is_file():
-            medusa = load_medusa(str(source), target.hidden, vocab, target.layers)
+            medusa = load_medusa(str(source), TargetShape(target.hidden, vocab, target.layers))
             save_medusa(pad_medusa(medusa, target, big, seed), partial, big.layers)
         else:
             eagle = load_eagle(str(source), TargetShape(target.hidden, vocab, target.layers))

@@ -17,7 +17,7 @@ import inflate
 from prompts import Prompt, encode, read_texts, spread
 
 if TYPE_CHECKING:
-    from paceline.drafters import Loading
+    from paceline.draft.spec import Loading
     from paceline.llm import LLM
 
 NAME = "smollm2"

@@ -60,7 +60,7 @@ def work_of(args: argparse.Namespace) -> Work:
         texts = [prompt.text for prompt in load_prompts(per_category=per_kind)]
         pair = args.target or "paceline/tiny", args.draft or "paceline/tiny-draft"
         return Work(texts, args.max_tokens, *pair)
-    from paceline.drafters import load_tokenizer
+    from paceline.model.loading import load_tokenizer
 
     folder = str(real.target_folder(args.target))
     tokenizer = load_tokenizer(folder)

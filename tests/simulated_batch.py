@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.pace.controller import AdaptiveLength
-from paceline.pace.steptime import StepTime
-from paceline.pace.worth import Profile
+from paceline.pace.cost import CostModel, Profile
+from paceline.pace.risk import Risk
 
 Rate = Callable[[int, int], float]  # (sequence, tokens written) -> chance of the next drafted token
 SIZES = (2, 4, 8, 16)
@@ -57,7 +57,7 @@ class Truth:
         return sum(self.level + self.level_row * (count - 1) for count in passes)
 
 
-def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -> StepCosts:
+def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -> TargetCosts:
     """Start-up's measurement; ``target`` and ``rows`` times what things really take."""
 
     def curve(sequences: int) -> CostCurve:
@@ -66,8 +66,8 @@ def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -
         each = target * rows * truth.row * sequences
         return CostCurve(counts, tuple(base + each * (count - 1) for count in counts))
 
-    between = tuple((size, curve(size)) for size in SIZES if size < batch)
-    return StepCosts(curve(1), curve(max(batch, 1)), batch, between)
+    sizes = sorted({1, batch, *(size for size in SIZES if size < batch)})
+    return TargetCosts(tuple(sizes), tuple(map(curve, sizes)))
 
 
 def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> Profile:
@@ -118,8 +118,9 @@ class Batches:
         self.truth, self.rate, self.batch = truth, rate, batch
         target, rows, passes = wrong
         if control is None:
-            steps = StepTime(believed(truth, batch, target, rows))
-            control = AdaptiveLength(steps, {"it": profile(truth, batch, passes)})
+            known = believed(truth, batch, target, rows)
+            cost = CostModel(known, {"it": profile(truth, batch, passes)})
+            control = AdaptiveLength(Risk(cost))
         self.control = control
         self.dice = random.Random(seed)
         self.number = 0

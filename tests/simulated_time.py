@@ -6,15 +6,15 @@ import random
 from collections.abc import Callable, Sequence
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.pace.controller import AdaptiveLength
-from paceline.pace.hybrid import Hybrid
-from paceline.pace.steptime import StepTime
-from paceline.pace.worth import Profile, dearest
+from paceline.pace.cost import CostModel, Profile
+from paceline.pace.hybrid import HybridDrafter
+from paceline.pace.risk import Risk
 
 STEP = 1.0  # seconds of a target step over one token
 TOKEN = 0.01  # of each further one
@@ -60,15 +60,23 @@ class Guesser(NoDrafter):
         return TokenTree.chain([token if dice.random() < chance else -1 for token in right])
 
 
-def costs() -> StepCosts:
+def costs() -> TargetCosts:
     one = CostCurve((1, 101), (STEP, STEP + 100 * TOKEN))
     full = CostCurve((1, 101), (STEP + 7 * TOKEN, STEP + 807 * TOKEN))
-    return StepCosts(one, full, 8)
+    return TargetCosts((1, 8), (one, full))
 
 
 def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
     seconds = CostCurve((1,), (mistaken * getattr(drafter, "pass_seconds", 0.0),))
     return Profile.of(drafter, LONGEST, seconds)
+
+
+def calibrated(hybrid: HybridDrafter, mistaken: float = 1.0) -> tuple[Risk, tuple[int, ...]]:
+    """What a hybrid asks, whose members are known by their places."""
+    profiles = {n: profile(member, mistaken) for n, member in enumerate(hybrid.members)}
+    risk = Risk(CostModel(costs(), profiles))
+    hybrid.calibrate(risk, tuple(profiles))
+    return risk, tuple(profiles)
 
 
 class Machine:
@@ -79,15 +87,13 @@ class Machine:
         the controller is told what drafting took."""
         self.parts = parts
         self.drafter = drafter
-        self.guessers = drafter.members if isinstance(drafter, Hybrid) else (drafter,)
-        steps = StepTime(costs())
-        if isinstance(drafter, Hybrid):
-            profiles = [profile(member, mistaken) for member in drafter.members]
-            drafter.calibrate(steps, profiles)
-            bounds = {"it": dearest(profiles)}
-            self.controller = AdaptiveLength(steps, {}, bounds, default="it")
+        self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
+        if isinstance(drafter, HybridDrafter):
+            risk, names = calibrated(drafter, mistaken)
+            self.controller = AdaptiveLength(risk, {"it": names})
         else:
-            self.controller = AdaptiveLength(steps, {"it": profile(drafter, mistaken)})
+            cost = CostModel(costs(), {"it": profile(drafter, mistaken)})
+            self.controller = AdaptiveLength(Risk(cost))
         self.seconds = 0.0
         self.tokens = 0
         self._next = 1_000_000

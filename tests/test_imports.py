@@ -23,6 +23,7 @@ LAYERS = (
     {"model/backends"},
     {"model"},
     {"draft/trees"},
+    {"draft/base", "draft/spec"},
     {"draft/heads", "draft/vocabulary"},
     {"draft", "verify"},
     {"pace"},

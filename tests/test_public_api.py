@@ -55,7 +55,7 @@ def test_llm_signature() -> None:
     assert names[1:] == str.split(
         """
         model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
-        seed lossy profile
+        seed lossy profile backend quantize
         """
     )
     for method in ("generate", "stream", "chat", "close"):
@@ -74,7 +74,7 @@ def test_completion_and_its_stats() -> None:
         """
         drafted_tokens accepted_tokens acceptance_rate mean_accepted_length
         acceptance_per_position target_steps decode_seconds tokens_per_second lossy
-        time_to_first_token reached_per_position arrivals
+        time_to_first_token reached_per_position arrivals cached_tokens
         """
     )
 

@@ -14,18 +14,21 @@ from typer.testing import CliRunner
 
 from paceline import ModelLoadError
 from paceline.cli.main import app
-from paceline.drafters import DRAFTERS
+from paceline.draft.spec import DraftSpec
+from paceline.drafters import RECORDS
 from paceline.model.names import BUILT_IN, resolve
 from tiny_models import TinyPair
 
 ROOT = Path(__file__).resolve().parents[1]
+DRAFTER_PAGES = sorted((ROOT / "docs" / "drafters").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
     """Fenced blocks of a language in all pages."""
     fence = re.compile(rf"^```{language}\n(.*?)^```", re.M | re.S)
-    return [block for page in PAGES for block in fence.findall(page.read_text(encoding="utf-8"))]
+    pages = PAGES + DRAFTER_PAGES
+    return [block for page in pages for block in fence.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(program: str) -> list[str]:
@@ -116,9 +119,6 @@ def links(page: Path) -> list[str]:
     return [target for target in targets if "://" not in target]
 
 
-DRAFTER_PAGES = sorted((ROOT / "docs" / "drafters").glob("*.md"))
-
-
 @pytest.mark.parametrize("page", PAGES + DRAFTER_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
@@ -137,9 +137,21 @@ def test_the_tour_names_what_exists() -> None:
         assert re.search(defined, source, re.M), f"`{word}` is not in the code"
 
 
-def test_every_drafter_has_a_page() -> None:
-    """Each kind of draft spec is shown as a spec on some page about drafters."""
-    text = "\n".join(page.read_text(encoding="utf-8") for page in DRAFTER_PAGES)
-    kinds = set(DRAFTERS) - {"none"}
-    missing = [kind for kind in kinds if not re.search(rf"`{kind}\b|--draft {kind}\b", text)]
-    assert not missing
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.kind)
+def test_every_drafter_has_a_page(record: type[DraftSpec]) -> None:
+    """It shows the kind as a spec, and the table of drafters links to it."""
+    table = (ROOT / "docs" / "drafters" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "drafters" / record.page).read_text(encoding="utf-8")
+    assert re.search(rf"`{record.kind}\b|--draft {record.kind}\b|\"{record.kind}\"", text)
+    assert record.page == "README.md" or f"]({record.page})" in table
+    assert record.__name__ in table or record.kind == "none"
+
+
+def test_what_ideas_cost_in_lines_is_what_their_files_have() -> None:
+    """Within a tenth: the page need not follow every line."""
+    page = (ROOT / "docs" / "drafters" / "README.md").read_text(encoding="utf-8")
+    said = re.findall(r"`((?:draft|verify)/[\w/]+\.py)` (\d+)", page)
+    assert len(said) == 6
+    for file, lines in said:
+        own = len((ROOT / "src" / "paceline" / file).read_text(encoding="utf-8").splitlines())
+        assert 0.9 < int(lines) / own < 1.1, f"{file} has {own} lines"

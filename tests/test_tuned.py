@@ -230,9 +230,9 @@ def test_on_another_machine_costs_are_measured_anew(
 
 def test_costs_of_a_batch() -> None:
     costs = tuned.KnownCosts((1, 2, 4), (1, 8), ((1.0, 2.0), (1.5, 3.0), (2.0, 5.0)), {})
-    steps = costs.steps(8)
-    assert steps.batch == 4
-    assert steps.target(1, 1) == 1.0
-    assert steps.target(4, 8) == 5.0
-    assert costs.steps(3).batch == 2
+    target = costs.target_costs(8)
+    assert target.batches == (1, 2, 4)
+    assert target(1, 1) == 1.0
+    assert target(4, 8) == 5.0
+    assert costs.target_costs(3).batches == (1, 2)
     assert costs.passes_of("model") is None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.core.costs import CostCurve
-from paceline.tools.tune.search import MeasuredMethod, TargetCosts
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.tools.tune.search import MeasuredMethod
 
 NOTHING = CostCurve((1,), (0.0,))
-EVEN = CostCurve((1,), (1.0,))
 
 
 def chain(
@@ -14,7 +13,6 @@ def chain(
     pass_seconds: float,
     levels: int = 8,
     label: str = "draft",
-    overhead: float = 0.0,
     per_sequence: float = 0.0,
 ) -> MeasuredMethod:
     """A draft model whose every level is accepted with the same chance."""
@@ -31,16 +29,10 @@ def chain(
         nodes=tuple(map(float, range(levels + 1))),
         passes=tuple(range(levels + 1)),
         pass_seconds=CostCurve((1, 64), (pass_seconds, slope)),
-        handling=NOTHING,
-        dearness=EVEN,
-        overhead=CostCurve((1,), (overhead,)),
-        node_overhead=NOTHING,
     )
 
 
-PLAIN = MeasuredMethod(
-    "plain", "none", "none", "", (), (), (), (0.0,), (0,), NOTHING, NOTHING, EVEN, NOTHING, NOTHING
-)
+PLAIN = MeasuredMethod("plain", "none", "none", "")
 
 
 def target(free_tokens: int, seconds: float = 1.0, largest: int = 32) -> TargetCosts:

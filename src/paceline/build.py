@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.drafters import BLOCK_SIZE, DraftContext, Prepared
+from paceline.draft.spec import DraftContext, Prepared
+from paceline.drafters import BLOCK_SIZE
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
-from paceline.pace.costs import made_up_chains, measure
-from paceline.pace.hybrid import Hybrid
-from paceline.pace.steptime import StepTime
-from paceline.pace.worth import Profile, dearest
+from paceline.pace.cost import CostModel, Profile
+from paceline.pace.hybrid import HybridDrafter
+from paceline.pace.measure import measure, measure_target
+from paceline.pace.risk import Risk
 from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
-
-_PROBE_CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def build_engine(
         costs = (
             measure_costs(target, cache, drafter, options)
             if known is None
-            else known.steps(options.max_batch_size)
+            else known.target_costs(options.max_batch_size)
         )
         controller = adaptive_length(members, costs, options, device)
     else:
@@ -166,51 +165,39 @@ def build_engine(
 @torch.inference_mode()
 def adaptive_length(
     members: Mapping[str, Drafter],
-    costs: StepCosts,
+    costs: TargetCosts,
     options: EngineOptions,
     device: torch.device,
 ) -> AdaptiveLength:
     """The controller of all drafters that requests may name; hybrids learn their costs here."""
-    steps = StepTime(costs)
-
-    def profile(member: Drafter) -> Profile:
-        seconds = options.known.passes_of(member.name) if options.known else None
-        if seconds is None:
-            seconds = measure(member.rehearse, sorted({1, costs.batch}), device)
-        return Profile.of(member, options.max_draft_length, seconds)
-
-    profiles: dict[str, Profile] = {}
-    bounds: dict[str, Profile] = {}
+    cost = CostModel(costs)
+    risk = Risk(cost)
+    teams: dict[str, tuple[str, ...]] = {}
     for name, member in members.items():
-        if isinstance(member, Hybrid):
-            own = [profile(part) for part in member.members]
-            member.calibrate(steps, own)
-            bounds[name] = dearest(own)
-        else:
-            profiles[name] = profile(member)
-    return AdaptiveLength(steps, profiles, bounds, default=next(iter(members)))
+        team = {name: member}
+        if isinstance(member, HybridDrafter):
+            team = {f"{name}/{place}": own for place, own in enumerate(member.members)}
+            teams[name] = tuple(team)
+            member.calibrate(risk, tuple(team))
+        for key, own in team.items():
+            seconds = options.known.passes_of(own.name) if options.known else None
+            if seconds is None:
+                seconds = measure(own.rehearse, sorted({1, costs.batches[-1]}), device)
+            cost.add(key, Profile.of(own, options.max_draft_length, seconds))
+    return AdaptiveLength(risk, teams, default=next(iter(members)))
 
 
-@torch.inference_mode()
 def measure_costs(
     target: CausalModel, cache: PagedCache, drafter: Drafter, options: EngineOptions
-) -> StepCosts:
+) -> TargetCosts:
     """Measure what target steps cost on this machine; the cache is as before afterwards."""
-    context = max(1, min(_PROBE_CONTEXT, target.max_positions // 2))
     deepest = drafter.max_nodes(2 * options.max_draft_length)  # see Profile.of
-    capacity = min(target.max_positions, cache.num_blocks * BLOCK_SIZE) - context - 1
-    nodes = sorted({n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= min(deepest, capacity)})
-    blocks_each = -(-(context + 1 + nodes[-1]) // BLOCK_SIZE)
-    batch = max(1, min(options.max_batch_size, cache.num_blocks // blocks_each))
-    few = [n for n in nodes if n <= 7]  # what pays for more than a few sequences
-    sizes = [2**power for power in range(1, 10) if 2**power < batch]
-    with made_up_chains(target, cache, batch, context, 1 + nodes[-1], drafter.features) as run:
-
-        def curve(sequences: int, counts: Sequence[int] = nodes, rounds: int = 5) -> CostCurve:
-            lengths, budget = [1 + n for n in counts], 0.06 * rounds
-            return measure(partial(run, sequences), lengths, target.device, rounds, budget)
-
-        one = curve(1)
-        full = curve(batch) if batch > 1 else one
-        between = tuple((size, curve(size, few, rounds=2)) for size in sizes)
-    return StepCosts(one, full, batch, between)
+    rows = sorted({1 + n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= deepest})
+    most = options.max_batch_size
+    # Between one sequence and all: what pays for more than a few of them.
+    counts = {2**power: rows[: rows.index(8) + 1] if 8 in rows else rows for power in range(10)}
+    counts = {size: few for size, few in counts.items() if size < most} | {1: rows, most: rows}
+    ends = (1, most)
+    return measure_target(
+        target, cache, counts, drafter.features, rounds=lambda size: 5 if size in ends else 2
+    )

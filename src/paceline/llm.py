@@ -15,8 +15,11 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-from paceline.drafters import BLOCK_SIZE, Loading, load_tokenizer, prepare_all
+from paceline.draft.base import with_members
+from paceline.draft.spec import Loading
+from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.door import ContextBudget, as_conversations, as_params, as_prompts, encode
@@ -40,9 +43,10 @@ class LLM:
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
     ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
-    ``"ngram"``, or a spec such as ``"ngram:min=2,max=4"`` or ``"tree:PATH,branching=2x2x1"``. Of a
-    list of them every request may choose one by its name in ``drafters`` (its kind), see
-    ``SamplingParams.drafter``; the first is the default.
+    ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
+    ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
+    which then belongs to this LLM. Of a list of them every request may choose one by its name in
+    ``drafters`` (its kind), see ``SamplingParams.drafter``; the first is the default.
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
     "native" runs forwards on kernels of our own, whose rows have the same bits whatever rides
     along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU).
@@ -64,7 +68,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -100,7 +104,7 @@ class LLM:
 
     def beside(
         self,
-        draft: str | Sequence[str] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
         kv_cache_memory: int | None = None,
         draft_length: int | str | None = None,
@@ -126,7 +130,7 @@ class LLM:
         self,
         target: CausalModel,
         tokenizer: PreTrainedTokenizerFast,
-        draft: str | Sequence[str] | None,
+        draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
     ) -> None:
         """Everything around a loaded target."""
@@ -357,9 +361,7 @@ class LLM:
 
 def _vocabulary_of(drafter: Any) -> str | None:
     """What a drafter, or those it is made of, say about another vocabulary."""
-    members = getattr(drafter, "members", ())
-    parts = members.values() if isinstance(members, dict) else members
-    found = [getattr(drafter, "vocabulary", None), *map(_vocabulary_of, parts)]
+    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
     return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
 from paceline.files import read_toml, replace_text, telling
 from paceline.model.identity import ModelIdentity
@@ -149,11 +149,10 @@ class KnownCosts:
     def passes_of(self, drafter: str) -> CostCurve | None:
         return self.passes[drafter].curve if drafter in self.passes else None
 
-    def steps(self, max_batch_size: int) -> StepCosts:
+    def target_costs(self, max_batch_size: int) -> TargetCosts:
         """What a controller needs for batches up to ``max_batch_size``."""
-        full = max((b for b in self.batches if b <= max_batch_size), default=self.batches[0])
-        between = tuple((b, self.curve(b)) for b in self.batches[1:] if b < full)
-        return StepCosts(self.curve(self.batches[0]), self.curve(full), full, between)
+        sizes = [b for b in self.batches if b <= max_batch_size] or [self.batches[0]]
+        return TargetCosts(tuple(sizes), tuple(map(self.curve, sizes)))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from inflate import InflateError, Shape, Sizes, inflate, places, read_shape, wid
 from inflate_heads import inflate_heads, pad_eagle, pad_medusa
 from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError
 from paceline.llm import LLM
 

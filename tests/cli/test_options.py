@@ -128,6 +128,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "lossy": False,
                 "prefix_sharing": True,
                 "profile": None,
+                "backend": "auto",
             },
         )
     ]

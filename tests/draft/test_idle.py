@@ -10,7 +10,7 @@ from draft_steps import request, run_step
 from paceline.core.batch import Plan, Slice
 from paceline.draft.base import Drafter
 from paceline.draft.ngram import NGramDrafter
-from paceline.draft.recycling import RecyclingDrafter
+from paceline.draft.recycling import Recycling, RecyclingDrafter
 from paceline.draft.suffix import SuffixDrafter
 
 VOCAB = 16
@@ -33,7 +33,7 @@ def test_empty_trees_are_one_object(drafter: Drafter) -> None:
 def test_recycling_ranks_seldom_while_nothing_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drafter = RecyclingDrafter("cpu", VOCAB, k=2)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2))
     ranked: list[int] = []
     best = RecyclingDrafter._best
 

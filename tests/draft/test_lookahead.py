@@ -9,7 +9,7 @@ import torch
 
 from draft_steps import paths_of, request, run_step
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.draft.lookahead import LookaheadDrafter, NGramPool
+from paceline.draft.lookahead import Lookahead, LookaheadDrafter, NGramPool
 from paceline.errors import ConfigError
 
 VOCAB = 211
@@ -47,7 +47,7 @@ def pooled(drafter: LookaheadDrafter) -> list[list[int]]:
 @pytest.mark.parametrize("window, ngram", [(5, 3), (3, 4), (2, 3), (4, 2), (6, 5)])
 def test_ngrams_are_what_the_target_says(window: int, ngram: int) -> None:
     """Once the first guesses are worked off, every n-gram is a piece of the true cycle."""
-    drafter = LookaheadDrafter("cpu", window, ngram, candidates=4)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=window, ngram=ngram, candidates=4))
     seq = request([5])
     for step in range(5 * ngram):
         if step == 2 * ngram:
@@ -63,7 +63,7 @@ def test_columns_stay_where_they_are_in_the_text() -> None:
 
     One token a step without speculation; here nearly every step must accept the window's chain.
     """
-    drafter = LookaheadDrafter("cpu", window=6, ngram=3, candidates=1)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=6, ngram=3, candidates=1))
     seq = request([1])
     steps = [run_step(drafter, placed, [seq], [8])[0] for _ in range(30)]
     late = [len(step.commit.tokens) for step in steps[10:]]
@@ -73,7 +73,7 @@ def test_columns_stay_where_they_are_in_the_text() -> None:
 
 def test_a_cycle_is_generated_several_tokens_at_a_time() -> None:
     """With n-grams of four the pool alone yields four tokens a step once it knows the text."""
-    drafter = LookaheadDrafter("cpu", window=4, ngram=4, candidates=2)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=4, ngram=4, candidates=2))
     seq = request([5])
     lengths = [len(run_step(drafter, loop, [seq], [5])[0].commit.tokens) for _ in range(40)]
     assert lengths[0] == 1 and min(lengths[-20:]) >= 4
@@ -82,7 +82,7 @@ def test_a_cycle_is_generated_several_tokens_at_a_time() -> None:
 @pytest.mark.parametrize("window, ngram, candidates", [(5, 3, 3), (3, 4, 2), (2, 2, 1), (7, 5, 4)])
 def test_trees_keep_to_their_length(window: int, ngram: int, candidates: int) -> None:
     torch.manual_seed(0)
-    drafter = LookaheadDrafter("cpu", window, ngram, candidates)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=window, ngram=ngram, candidates=candidates))
     seq = request([1, 2, 3])
     largest = dict.fromkeys(range(10), 0)
     for step in range(600):
@@ -98,7 +98,7 @@ def test_trees_keep_to_their_length(window: int, ngram: int, candidates: int) ->
 
 
 def test_the_bound_on_nodes_is_reached() -> None:
-    drafter = LookaheadDrafter("cpu", window=5, ngram=3, candidates=3)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=5, ngram=3, candidates=3))
     torch.manual_seed(0)
     seq = request(range(100, 110))
     for _ in range(5):
@@ -112,7 +112,7 @@ def test_the_bound_on_nodes_is_reached() -> None:
 
 def test_equal_paths_are_one_node() -> None:
     """A candidate that the window holds as well costs nothing."""
-    drafter = LookaheadDrafter("cpu", window=5, ngram=4, candidates=3)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=5, ngram=4, candidates=3))
     seq = request([5])
     for _ in range(40):
         tree = run_step(drafter, loop, [seq], [8])[0].tree
@@ -122,7 +122,7 @@ def test_equal_paths_are_one_node() -> None:
 
 
 def test_plain_steps_keep_window_and_pool() -> None:
-    drafter = LookaheadDrafter("cpu", window=4, ngram=3, candidates=2)
+    drafter = LookaheadDrafter("cpu", Lookahead(window=4, ngram=3, candidates=2))
     seq = request([5])
     for _ in range(30):
         run_step(drafter, loop, [seq], [5])
@@ -189,4 +189,4 @@ def test_pool_is_bounded() -> None:
 @pytest.mark.parametrize("sizes", [(1, 3, 3), (5, 1, 3), (5, 3, 0)])
 def test_sizes_that_make_no_window(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
-        LookaheadDrafter("cpu", *sizes)
+        Lookahead(**dict(zip(("window", "ngram", "candidates"), sizes, strict=True)))

@@ -10,7 +10,7 @@ from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, is_chain
-from paceline.draft.ngram import NGramDrafter
+from paceline.draft.ngram import NGram, NGramDrafter
 from paceline.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 def test_the_latest_longest_match_is_continued() -> None:
-    drafter = NGramDrafter("cpu", 1, 3, length=3, candidates=1)
+    drafter = NGramDrafter("cpu", NGram(min=1, max=3, length=3, candidates=1))
     tree = propose(drafter, request([1, 2, 7, 8, 9, 1, 2, 4, 5, 6, 3, 2, 4, 1, 2]))
     assert tree.tokens.tolist() == [4, 5, 6]
     assert tree.parents == (-1, 0, 1)
@@ -40,12 +40,12 @@ def test_the_latest_longest_match_is_continued() -> None:
 
 
 def test_a_loop_goes_on() -> None:
-    drafter = NGramDrafter("cpu", 1, 4, length=7, candidates=1)
+    drafter = NGramDrafter("cpu", NGram(min=1, max=4, length=7, candidates=1))
     assert propose(drafter, request([1, 2, 3, 1, 2])).tokens.tolist() == [3, 1, 2, 3, 1, 2, 3]
 
 
 def test_candidates_branch_where_they_differ() -> None:
-    drafter = NGramDrafter("cpu", 1, 2, length=4, candidates=3)
+    drafter = NGramDrafter("cpu", NGram(min=1, max=2, length=4, candidates=3))
     # After "1 2" came 5 6 7 8, before that 5 9 9 9; after "2" alone also 4.
     seq = request([2, 4, 0, 1, 2, 5, 9, 9, 9, 1, 2, 5, 6, 7, 8, 1, 2])
     tree = propose(drafter, seq)
@@ -60,7 +60,7 @@ def test_candidates_branch_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("source", "expected"), [("prompt", 2), ("output", 3), ("both", 3)])
 def test_source_says_where_a_continuation_begins(source: str, expected: int) -> None:
-    drafter = NGramDrafter("cpu", 1, 2, length=1, candidates=1, source=source)
+    drafter = NGramDrafter("cpu", NGram(min=1, max=2, length=1, candidates=1, source=source))
     seq = request([1, 2, 9], prompt=3)
     assert len(propose(drafter, seq)) == 0
     for token in (1, 3, 1):
@@ -94,7 +94,7 @@ def test_trees_are_continuations_within_the_bound(
     tokens: list[int], first: int, length: int, candidates: int
 ) -> None:
     """Token by token, as in decoding, against a search of the whole text."""
-    drafter = NGramDrafter("cpu", 1, 3, length=5, candidates=candidates)
+    drafter = NGramDrafter("cpu", NGram(min=1, max=3, length=5, candidates=candidates))
     for end in range(min(first, len(tokens) - 1), len(tokens)):
         text = tokens[: end + 1]
         tree = propose(drafter, request(text), length)
@@ -120,8 +120,8 @@ def test_trees_are_continuations_within_the_bound(
 @pytest.mark.parametrize(
     "options",
     [
-        {"shortest": 0},
-        {"shortest": 3, "longest": 2},
+        {"min": 0},
+        {"min": 3, "max": 2},
         {"length": 0},
         {"candidates": 0},
         {"source": "answer"},
@@ -129,4 +129,4 @@ def test_trees_are_continuations_within_the_bound(
 )
 def test_senseless_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="ngram: "):
-        NGramDrafter("cpu", **options)
+        NGram(**options)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from draft_steps import paths_of, request, run_step
-from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.draft.recycling import RecyclingDrafter
+from paceline.draft.recycling import Recycling, RecyclingDrafter
 from paceline.draft.trees.shape import Shape
-from paceline.drafters import DRAFTERS
+from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
 
 VOCAB = 53
@@ -29,7 +26,7 @@ def candidates(token: int, k: int) -> list[int]:
 
 
 def test_a_tree_is_the_lists_of_its_tokens() -> None:
-    drafter = RecyclingDrafter("cpu", VOCAB, k=3, nodes=12)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=3, nodes=12))
     matrix = drafter._shared
     assert matrix is not None
     for token in range(VOCAB):
@@ -47,7 +44,7 @@ def test_a_tree_is_the_lists_of_its_tokens() -> None:
 
 def test_rejected_nodes_are_learnt_from() -> None:
     """Lists of all nodes are kept, also of those that no accepted path reaches."""
-    drafter = RecyclingDrafter("cpu", VOCAB, k=2, nodes=2)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2, nodes=2))
     drafter._shape = Shape.branching((2,))
     seq = request([7])
     run_step(drafter, markov, [seq], [1])
@@ -72,14 +69,14 @@ def test_nothing_is_proposed_below_an_unknown_token() -> None:
 
 def test_a_known_text_is_accepted_whole() -> None:
     """Where the next token depends on the last one alone, rank 0 is right once it was seen."""
-    drafter = RecyclingDrafter("cpu", VOCAB, k=2, nodes=6)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2, nodes=6))
     seq = request([7])
     lengths = [len(run_step(drafter, markov, [seq], [3])[0].commit.tokens) for _ in range(60)]
     assert lengths[0] == 1 and lengths[-20:] == [4] * 20
 
 
 def test_lengths_of_a_batch_cut_the_same_shape() -> None:
-    drafter = RecyclingDrafter("cpu", VOCAB, k=4, nodes=16)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=4, nodes=16))
     seqs = [request([7], n) for n in range(5)]
     for _ in range(3):
         for seq in seqs:
@@ -93,7 +90,7 @@ def test_lengths_of_a_batch_cut_the_same_shape() -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_request_starts_warm_only_if_the_matrix_is_shared(share: bool) -> None:
-    drafter = RecyclingDrafter("cpu", VOCAB, share=share)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(share=share))
     run_step(drafter, markov, [request([7], 0)], [4])
     tree = run_step(drafter, markov, [request([7], 1)], [4])[0].tree
     assert (len(tree) > 0) is share
@@ -105,8 +102,8 @@ def test_a_request_starts_warm_only_if_the_matrix_is_shared(share: bool) -> None
 
 def test_own_matrices_in_one_batch() -> None:
     """Each sequence learns from its own rows, whatever stands beside it."""
-    drafter = RecyclingDrafter("cpu", VOCAB, k=2, share=False)
-    alone = RecyclingDrafter("cpu", VOCAB, k=2, share=False)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2, share=False))
+    alone = RecyclingDrafter("cpu", VOCAB, Recycling(k=2, share=False))
     seqs, lonely = [request([7], 0), request([9], 1)], request([9], 1)
     for _ in range(30):
         together = run_step(drafter, markov, seqs, [3, 4])[1]
@@ -117,7 +114,7 @@ def test_own_matrices_in_one_batch() -> None:
 
 def test_prompt_chunks_and_trees_of_others() -> None:
     """A chunk has no logits; of a tree that is not ours only the last token's row is learnt."""
-    drafter = RecyclingDrafter("cpu", VOCAB, k=2)
+    drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2))
     assert drafter._shared is not None
     seq = request([1, 2, 3, 4])
     seq.cached = 0
@@ -145,12 +142,10 @@ def test_rehearsal_leaves_no_trace() -> None:
 @pytest.mark.parametrize("k, nodes", [(0, 8), (VOCAB + 1, 8), (8, 0)])
 def test_sizes_that_make_no_tree(k: int, nodes: int) -> None:
     with pytest.raises(ConfigError, match="recycling"):
-        RecyclingDrafter("cpu", VOCAB, k, nodes)
+        RecyclingDrafter("cpu", VOCAB, Recycling(k=k, nodes=nodes))
 
 
 @pytest.mark.parametrize("options", ["share=2", "k=many", "size=3"])
 def test_options_that_make_no_sense(options: str) -> None:
-    spec = DraftSpec.parse(f"recycling:{options}", ("recycling",))
-    loading = SimpleNamespace(target=SimpleNamespace(device="cpu", vocab_size=VOCAB))
     with pytest.raises(ConfigError, match=options.partition("=")[0]):
-        DRAFTERS["recycling"](spec, loading)
+        parse_draft(f"recycling:{options}")

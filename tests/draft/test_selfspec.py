@@ -9,13 +9,12 @@ import torch
 
 from engine_models import VOCAB, adapted, random_llama, reference_logits
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.config import DraftSpec
 from paceline.core.batch import Batch, Commit, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, _Window, parse_layers
-from paceline.draft.swift import SkipSearch, skippable
-from paceline.drafters import Loading, prepare
+from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
+from paceline.draft.spec import Loading
+from paceline.drafters import prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import Feed
@@ -44,10 +43,7 @@ def model() -> CausalModel:
 
 
 def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) -> Engine:
-    kind = spec.partition(":")[0]
-    prepared = prepare(
-        DraftSpec.parse(spec, (kind,)), Loading(model, train_tokenizer(SENTENCES, 320), "float32")
-    )
+    prepared = prepare_one(spec, Loading(model, train_tokenizer(SENTENCES, 320), "float32"))
     params_list = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
     return build_engine(model, prepared, params_list, seeded_generator(model.device, 0))
 
@@ -194,62 +190,67 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
         assert 1 <= engine.drafter.passes(length) <= min(length, nodes)
 
 
-def test_swift_scores_what_each_view_predicts(model: CausalModel) -> None:
+def test_swift_scores_what_each_view_predicts(
+    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shares it hears are those of a model without the layers, token after token."""
-    search = SkipSearch(skippable(LAYERS), 2)
-    heard: list[tuple[tuple[int, ...], float]] = []
-    hear = search.hear
+    tried: list[tuple[int, tuple[int, ...], float]] = []
+    score = SwiftDrafter._score
 
-    def noted(scores):
+    def noted(drafter: SwiftDrafter, view: LayerView, seq: SequenceState) -> float | None:
+        share = score(drafter, view, seq)
+        assert share is not None
+        tried.append((seq.cached, tuple(n for n in range(LAYERS) if n not in view.layers), share))
+        return share
+
+    monkeypatch.setattr(SwiftDrafter, "_score", noted)
+    engine = engine_of(model, "layer_skip:window=16,interval=1")
+    drafter = engine.drafter
+    assert isinstance(drafter, SwiftDrafter)
+    seqs = [SequenceState(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
+    heard: list[tuple[tuple[int, ...], float]] = []
+    hear = drafter._search.hear
+
+    def listening(scores: list[tuple[tuple[int, ...], float]]) -> None:
         heard.extend(scores)
         hear(scores)
 
-    search.hear = noted
-    engine = engine_of(model, "early_exit:layers=1")
-    whole, cache = LayerView(model, range(LAYERS)), engine.cache
-    drafter = SwiftDrafter(
-        whole, cache, engine.drafter._policy, None, search, window=16, interval=1
-    )
-    engine.drafter = drafter
-    engine.scheduler._on_preempt = drafter.forget
-    seqs = [SequenceState(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
-    windows = []
+    drafter._search.hear = listening  # type: ignore[method-assign, assignment]
     for _ in steps(engine, seqs):
-        if drafter._window is not None and (not windows or windows[-1] is not drafter._window):
-            windows.append(drafter._window)
         assert drafter.view.layers == tuple(n for n in range(LAYERS) if n not in drafter.skipped)
-    assert len(windows) > 3 and {share for _, share in heard} - {0.0}
-    first = windows[0]
-    assert (first.end - first.first, first.start % 16) == (16, 0)
-    for layers, share in heard[:3]:
-        assert share == pytest.approx(_share(model, seqs[0].tokens, first, layers))
-    assert len(search.best) == 2 and set(search.best) <= {1, 2, 3}
+    assert heard == [(layers, share) for _, layers, share in tried]
+    ends = list(dict.fromkeys(end for end, _, _ in tried))
+    assert len(ends) > 3 and {share for _, _, share in tried} - {0.0}
+    assert all(len({c for e, c, _ in tried if e == end}) > 1 for end in ends), "on one window"
+    for end, layers, share in tried[:3]:
+        assert share == pytest.approx(_share(model, seqs[0].tokens, end, layers))
+    assert len(drafter.skipped) == 2 and set(drafter.skipped) <= {1, 2, 3}
 
 
-def _share(
-    model: CausalModel, tokens: list[int], window: _Window, skipped: tuple[int, ...]
-) -> float:
+def _share(model: CausalModel, tokens: list[int], end: int, skipped: tuple[int, ...]) -> float:
     """By a forward without the cache's help where possible: context rows are the target's."""
     engine = engine_of(model, "none", 0)
     cache, view = engine.cache, LayerView(model, [n for n in range(LAYERS) if n not in skipped])
-    hits = 0
+    hits, first = 0, end - 16
+    start = first - first % 16
     cache.admit(0, [0])
-    cache.reserve(0, window.end)
+    cache.reserve(0, end)
     with torch.inference_mode():
-        if window.start:
-            model(cache.batch_of([Feed(0, 0, tokens[: window.start])]), cache)
-        for at in range(window.start, window.end):  # one token after the other
+        if start:
+            model(cache.batch_of([Feed(0, 0, tokens[:start])]), cache)
+        for at in range(start, end):  # one token after the other
             logits = view(cache.batch_of([Feed(0, at, tokens[at : at + 1])]), cache).logits
-            hits += at >= window.first and int(logits.argmax()) == tokens[at + 1]
-    return hits / (window.end - window.first)
+            hits += at >= first and int(logits.argmax()) == tokens[at + 1]
+    return hits / 16
 
 
 def test_swift_passes_over_sequences_that_it_never_saw(model: CausalModel) -> None:
     """As in a hybrid, where others draft for them."""
     drafter = engine_of(model, "layer_skip:window=4,interval=1").drafter
     assert isinstance(drafter, SwiftDrafter)
+    before = drafter.skipped
     drafter.observe([Commit(7, (1, 2), (0,), drafted=1)], ModelOutput(torch.empty(0, VOCAB)))
-    assert drafter._window is None
+    assert drafter.skipped == before
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, depths_of
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.drafters import DRAFTERS, Loading, prepare
+from paceline.draft.spec import Loading
+from paceline.draft.suffix import Suffix, SuffixDrafter
+from paceline.drafters import prepare_one
 from paceline.errors import (
     ConfigError,
     DataError,
@@ -64,13 +64,13 @@ def test_a_repeated_request_is_drafted_from_its_first_token_on() -> None:
 
 
 def test_the_own_text_is_matched_too() -> None:
-    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0))
+    drafter = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=0))
     assert propose(drafter, request([1, 2, 3, 4, 1, 2])).tokens.tolist() == [3, 4, 1, 2, 3, 4]
     assert drafter.stored_tokens == 0
 
 
 def test_the_draft_grows_with_the_match() -> None:
-    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(factor=2.0, offset=0.0))
+    drafter = SuffixDrafter("cpu", VOCAB, Suffix(factor=2.0, offset=0.0))
     run(drafter, [1], list(range(2, 20)))
     sizes = [len(propose(drafter, request(list(range(40, 44)) + list(range(9 - m, 9)), m)))
              for m in (1, 2, 3)]  # fmt: skip
@@ -82,7 +82,7 @@ def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:
     drafter = SuffixDrafter("cpu", VOCAB)
     run(drafter, [1, 2, 3], [4, 5], reason=None)
     assert drafter.stored_tokens == 0
-    off = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0))
+    off = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=0))
     run(off, [1, 2, 3], [4, 5])
     assert off.stored_tokens == 0
     assert len(propose(off, request([1, 2, 3]))) == 0
@@ -107,7 +107,7 @@ def test_a_preempted_request_enters_once() -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=30))
 @settings(max_examples=30, deadline=None)
 def test_the_oldest_outputs_give_way(outputs: list[list[int]]) -> None:
-    drafter = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=40))
+    drafter = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=40))
     for output in outputs:
         run(drafter, [7], output)
         assert drafter.stored_tokens <= 40
@@ -129,7 +129,7 @@ def test_the_oldest_outputs_give_way(outputs: list[list[int]]) -> None:
 def test_trees_keep_to_their_bounds(
     text: list[int], length: int, nodes: int | None, min_prob: float
 ) -> None:
-    options = SuffixOptions(nodes=nodes, min_prob=min_prob, offset=30.0)
+    options = Suffix(nodes=nodes, min_prob=min_prob, offset=30.0)
     drafter = SuffixDrafter("cpu", VOCAB, options)
     run(drafter, [9], text)
     tree = propose(drafter, request(text[:-1]), length)
@@ -143,18 +143,18 @@ def test_trees_keep_to_their_bounds(
 
 def test_save_and_load(tmp_path: Path) -> None:
     file = tmp_path / "seen.suffix"
-    first = SuffixDrafter("cpu", VOCAB, file=file)
+    first = SuffixDrafter("cpu", VOCAB, Suffix(str(file)))
     run(first, [1, 2, 3], [4, 5, 6, 7])
     run(first, [9], [49, 0])
     assert first.save() == file
-    again = SuffixDrafter("cpu", VOCAB, file=file)
+    again = SuffixDrafter("cpu", VOCAB, Suffix(str(file)))
     assert again.stored_tokens == first.stored_tokens == 10
     for prompt in ([1, 2, 3], [9], [5]):
         a, b = (propose(drafter, request(prompt)) for drafter in (first, again))
         assert a.tokens.tolist() == b.tokens.tolist() != []
     again.load(file)
     assert again.stored_tokens == 20, "load adds"
-    small = SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=5), file)
+    small = SuffixDrafter("cpu", VOCAB, Suffix(str(file), max_tokens=5))
     assert small.stored_tokens == 3, "the newest text that fits"
     assert [path.name for path in tmp_path.iterdir()] == ["seen.suffix"]
 
@@ -168,7 +168,7 @@ def test_an_empty_tree_can_be_saved(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "seen.suffix"
-    drafter = SuffixDrafter("cpu", VOCAB, file=file)
+    drafter = SuffixDrafter("cpu", VOCAB, Suffix(str(file)))
     drafter.save()
     before = file.read_bytes()
     run(drafter, [1], [2, 3])
@@ -216,13 +216,13 @@ def test_other_files_are_refused(
     file = tmp_path / "file"
     file.write_bytes(content)
     with pytest.raises(error, match=words) as caught:
-        SuffixDrafter("cpu", VOCAB, file=file)
+        SuffixDrafter("cpu", VOCAB, Suffix(str(file)))
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read"):
-        SuffixDrafter("cpu", VOCAB, file=tmp_path)
+        SuffixDrafter("cpu", VOCAB, Suffix(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 )
 def test_senseless_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="suffix: "):
-        SuffixOptions(**options)
+        Suffix(**options)
 
 
 def test_a_file_without_a_global_tree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="switched off"):
-        SuffixDrafter("cpu", VOCAB, SuffixOptions(max_tokens=0), tmp_path / "file")
+        Suffix(str(tmp_path / "file"), max_tokens=0)
 
 
 # -- in the engine ---------------------------------------------------------------------------------
@@ -276,16 +276,18 @@ def prepared(spec: str) -> SuffixDrafter:
     """The drafter of a spec, for a target of which only this is asked."""
     target = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB)
     loading = Loading(cast(Any, target), cast(Any, None), "float32")
-    drafter = prepare(DraftSpec.parse(spec, tuple(DRAFTERS)), loading).build(cast(Any, None))
+    drafter = prepare_one(spec, loading).build(cast(Any, None))
     assert isinstance(drafter, SuffixDrafter)
     return drafter
 
 
 def test_specs_say_the_options() -> None:
     spec = "suffix:max_depth=9,factor=2.5,offset=1,min_prob=0.2,nodes=7,max_tokens=99"
-    assert prepared(spec).options == SuffixOptions(9, 2.5, 1.0, 0.2, 7, 99)
-    assert prepared("suffix:global=off").options == SuffixOptions(max_tokens=0)
-    assert prepared("suffix").options == SuffixOptions()
+    assert prepared(spec).options == Suffix(
+        max_depth=9, factor=2.5, offset=1.0, min_prob=0.2, nodes=7, max_tokens=99
+    )
+    assert prepared("suffix:global=off").options == Suffix(shared=False)
+    assert prepared("suffix").options == Suffix()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from damages import damages, flipped
 from paceline import LLM, DataError, ModelLoadError, PacelineError
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
-from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
 from paceline.tools.doctor import examine
@@ -235,4 +235,4 @@ def test_memories_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
     head, _, body = file.read_bytes().partition(b"\n")
     plain = {key: value for key, value in json.loads(head).items() if key != "sha256"}
     file.write_bytes(json.dumps(plain).encode() + b"\n" + body)
-    assert SuffixDrafter("cpu", 50, file=file).stored_tokens == 3
+    assert SuffixDrafter("cpu", 50, Suffix(str(file))).stored_tokens == 3

@@ -8,12 +8,12 @@ from harness import Drafter, Drafts, Draw, SamplingParams, Setting, error, sampl
 from test_mutations import CAUGHT, EXACT, mutated
 
 from paceline.core.batch import Plan, Slice
-from paceline.core.costs import CostCurve, StepCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.pace import hybrid
-from paceline.pace.steptime import StepTime
-from paceline.pace.worth import Profile
+from paceline.pace.cost import CostModel, Profile
+from paceline.pace.risk import Risk
 
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -58,7 +58,7 @@ class Sampler:
         return [TokenTree(self.tokens[:count], chain_parents(count), draw, self.q[:count])]
 
 
-class Looking(hybrid.Hybrid):
+class Looking(hybrid.HybridDrafter):
     """Drops what it has drawn if that is short, for something else: the bug."""
 
     def _draft(self, plan, found, picks):
@@ -81,8 +81,13 @@ def chooser(kind: type, passes: int) -> Drafter:
             lookup.token, sampler.tokens, sampler.q = int(table[0].argmax()), tokens, q
             drafter = kind([lookup, sampler], "cpu")
             curve = CostCurve((1, 9), (1.0, 1.08))
-            profiles = [Profile.of(m, 2, CostCurve((1,), (0.01,))) for m in (lookup, sampler)]
-            drafter.calibrate(StepTime(StepCosts(curve, curve, 1)), profiles)
+            cost = CostModel(TargetCosts((1,), (curve,)))
+            for name, member in enumerate((lookup, sampler)):
+                cost.add(name, Profile.of(member, 2, CostCurve((1,), (0.01,))))
+            risk = Risk(cost)
+            for name in cost.drafters:  # both have won enough to risk anything
+                risk.ledger.charge(name, 1, -100.0, 1.0)
+            drafter.calibrate(risk, tuple(cost.drafters))
             request = SequenceState(0, [0, 1], 2, PARAMS, cached=1)
             (tree,) = drafter.propose(Plan((Slice(request, 1, 2),)))
             q = None if tree.draw is Draw.POINT else tree.q[None]
@@ -98,7 +103,7 @@ def chooser(kind: type, passes: int) -> Drafter:
 @pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize("method", ["siblings", "block"])
 def test_a_hybrid_is_lossless(passes: int, method: str) -> None:
-    drafter = chooser(hybrid.Hybrid, passes)
+    drafter = chooser(hybrid.HybridDrafter, passes)
     assert error(Setting.random(3, PARAMS), drafter, 2, method) < EXACT
     assert {(Draw.IID, 1), (Draw.IID, 2)} <= drafter.seen  # what would tempt one to look
 
@@ -112,21 +117,21 @@ def test_looking_at_a_sampled_draft_is_caught(method: str) -> None:
 
 def test_judging_a_sampled_proposal_by_its_size_is_caught() -> None:
     """The guard in the real source, taken out."""
-    guard = "if profile.costless and found[index].draw is not Draw.POINT:"
+    guard = "if tree.draw is not Draw.POINT:"
     careless: ModuleType = mutated(hybrid, guard, "if False:")
     setting = Setting.random(3, PARAMS)
-    assert error(setting, chooser(careless.Hybrid, 0), 2, "siblings") > CAUGHT
+    assert error(setting, chooser(careless.HybridDrafter, 0), 2, "siblings") > CAUGHT
 
 
 def test_a_choice_by_the_past_alone_is_lossless_at_every_state() -> None:
     """Whatever the members' record, the distribution stays: here one of them is known to be
     useless."""
 
-    class Experienced(hybrid.Hybrid):
-        def calibrate(self, steps, profiles):
-            super().calibrate(steps, profiles)
+    class Experienced(hybrid.HybridDrafter):
+        def calibrate(self, risk, names):
+            super().calibrate(risk, names)
             for _ in range(20):
-                self._acceptance.record(0, (1, 0), 1, 0)
+                risk.cost.acceptance.record(0, names[1], 1, 0)
 
     drafter = chooser(Experienced, 1)
     assert error(Setting.random(3, PARAMS), drafter, 2, "siblings") < EXACT

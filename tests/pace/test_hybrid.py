@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config import DraftSpec
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
+from paceline.drafters import DraftModel, Eagle3, NGram, parse_draft
 from paceline.errors import ConfigError
-from paceline.pace.hybrid import Hybrid
-from paceline.pace.steptime import StepTime
-from simulated_time import REST, STEP, Chance, Guesser, Machine, always, costs, profile
+from paceline.pace.hybrid import HybridDrafter
+from simulated_time import REST, STEP, Chance, Guesser, Machine, always, calibrated
 
 PLAIN = 1 / (STEP + REST)  # tokens a second
 
@@ -37,8 +36,8 @@ def speed(drafter: Drafter, sequences: int = 30) -> float:
     return machine.tokens / machine.seconds / PLAIN
 
 
-def hybrid(*members: Member) -> Hybrid:
-    return Hybrid(guessers(*members), "cpu")
+def hybrid(*members: Member) -> HybridDrafter:
+    return HybridDrafter(guessers(*members), "cpu")
 
 
 TEAMS: dict[str, list[Member]] = {
@@ -73,7 +72,7 @@ def test_a_member_that_turns_good_is_found_out() -> None:
     """A look-up by trials, without being used; a model by probes."""
     for pass_seconds in (0.0, 0.1):
         late = Guesser("late", lambda position: 0.02 if position < 200 else 0.95, pass_seconds)
-        machine = Machine(Hybrid([late], "cpu"))
+        machine = Machine(HybridDrafter([late], "cpu"))
         assert machine.decode(199) > 0.95 * PLAIN
         late.chance = always(0.95)
         assert machine.decode(300) > 2 * PLAIN
@@ -95,9 +94,10 @@ class Sure(Guesser):
 
 
 def test_acceptance_is_learnt_for_each_confidence() -> None:
-    drafter = Hybrid([Sure()], "cpu")
-    Machine(drafter).decode(1000)
-    unsure, sure = (drafter._acceptance.of(9, (0, kind)).rates()[0] for kind in (0, 1))
+    machine = Machine(HybridDrafter([Sure()], "cpu"))
+    machine.decode(1000)
+    acceptance = machine.controller.cost.acceptance
+    unsure, sure = (acceptance.of(9, (0, kind)).rates()[0] for kind in (0, 1))
     assert unsure < 0.2 and sure > 0.9
 
 
@@ -130,7 +130,7 @@ def part(seq_id: int, feed: int = 1, length: int = 4, tokens: int = 3) -> Slice:
 def test_without_costs_the_first_with_a_proposal_drafts() -> None:
     lookup = Recorder("lookup", lambda position: 1.0 if position == 3 else None)
     model = Recorder("model", always(1.0), 0.1)
-    drafter = Hybrid([lookup, model], "cpu")
+    drafter = HybridDrafter([lookup, model], "cpu")
     found, missing = part(0), part(1, tokens=5)
     trees = drafter.propose(Plan((found, missing)))
     assert [tree.tokens.tolist() for tree in trees] == [[4, 5, 6, 7], [6, 7, 8, 9]]
@@ -140,7 +140,7 @@ def test_without_costs_the_first_with_a_proposal_drafts() -> None:
 
 def test_a_model_before_a_look_up_goes_first_without_costs() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    (tree,) = Hybrid([model, lookup], "cpu").propose(Plan((part(0),)))
+    (tree,) = HybridDrafter([model, lookup], "cpu").propose(Plan((part(0),)))
     assert len(tree) == 4
     assert model.asked == [{0: 4}]
     assert lookup.asked == [{0: 4}, {0: 0}], "what was not taken is withdrawn"
@@ -148,10 +148,10 @@ def test_a_model_before_a_look_up_goes_first_without_costs() -> None:
 
 def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
     lookup = Recorder("lookup", always(1.0))
-    drafter = Hybrid([lookup], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(lookup)])
+    drafter = HybridDrafter([lookup], "cpu")
+    risk, _ = calibrated(drafter)
     for _ in range(40):  # known: the first token is right, the rest is not
-        drafter._acceptance.record(0, (0, 0), 2, 1)
+        risk.cost.acceptance.record(0, 0, 2, 1)
     (tree,) = drafter.propose(Plan((part(0, length=8),)))
     assert lookup.asked[0] == {0: 8}
     assert 0 < lookup.asked[1][0] == len(tree) < 8
@@ -159,7 +159,7 @@ def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
 
 def test_prefill_chunks_reach_every_member() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    drafter = Hybrid([lookup, model], "cpu")
+    drafter = HybridDrafter([lookup, model], "cpu")
     seq = SequenceState(7, [1, 2, 3, 4, 5, 6], 6, SamplingParams())
     trees = drafter.propose(Plan((Slice(seq, 3, 0),)))
     assert [len(tree) for tree in trees] == [0]
@@ -168,31 +168,33 @@ def test_prefill_chunks_reach_every_member() -> None:
 
 def test_forget_reaches_every_member_and_frees_what_was_learnt() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    drafter = Hybrid([lookup, model], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(lookup), profile(model)])
+    drafter = HybridDrafter([lookup, model], "cpu")
+    risk, _ = calibrated(drafter)
     drafter.propose(Plan((part(5),)))
     drafter.observe([Commit(5, (4, 0), (0,), 4, 2, scheduled=1)], ModelOutput(None))  # type: ignore[arg-type]
     drafter.forget(5)
     assert lookup.forgotten == model.forgotten == [5]
-    assert not drafter._states and not drafter._acceptance._each
+    assert not drafter._trials and not risk.cost.acceptance._each
 
 
 def test_features_are_those_of_all_members() -> None:
     first, second = Recorder("a", always(None)), Recorder("b", always(None))
     first.features, second.features = (2, 7), (1, 7)
-    assert Hybrid([first, second], "cpu").features == (1, 2, 7)
+    assert HybridDrafter([first, second], "cpu").features == (1, 2, 7)
 
 
 def test_a_pass_for_few_must_pay_for_itself() -> None:
     """A pass costs the same for one sequence as for eight; here it is good for one of them."""
     model = Recorder("model", always(1.0), 0.5)
-    drafter = Hybrid([model], "cpu")
-    drafter.calibrate(StepTime(costs()), [profile(model)])
+    drafter = HybridDrafter([model], "cpu")
+    risk, _ = calibrated(drafter)
+    risk.ledger.charge(0, 8, -100.0, 1.0)  # it has won enough to risk anything
+    risk.ledger.charge(0, 1, -100.0, 1.0)
     everyone = Plan(tuple(part(i) for i in range(8)))
     assert sum(len(tree) > 0 for tree in drafter.propose(everyone)) == 8
     for _ in range(40):
         for seq_id in range(8):
-            drafter._acceptance.record(seq_id, (0, 0), 4, 4 if seq_id == 0 else 0)
+            risk.cost.acceptance.record(seq_id, 0, 4, 4 if seq_id == 0 else 0)
     (alone,) = drafter.propose(Plan((part(0),)))
     assert len(alone) > 0
     assert sum(len(tree) for tree in drafter.propose(everyone)) == 0
@@ -200,20 +202,15 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
 
 # --- specs ---------------------------------------------------------------------------------------
 
-KINDS = ("none", "hybrid", "ngram", "model", "eagle3")
-
 
 def test_members_of_a_spec() -> None:
-    spec = DraftSpec.parse("hybrid:ngram:min=2,max=4+eagle3:a+b/head,nodes=8+model:draft", KINDS)
-    assert spec.kind == "hybrid"
-    assert spec.members(KINDS) == [
-        DraftSpec("ngram", None, {"min": "2", "max": "4"}),
-        DraftSpec("eagle3", "a+b/head", {"nodes": "8"}),
-        DraftSpec("model", "draft"),
-    ]
+    text = "hybrid:ngram:min=2+eagle3:a+b/head,nodes=8+model:draft"
+    spec = parse_draft(text)
+    assert spec == Hybrid(NGram(min=2), Eagle3("a+b/head", nodes=8), DraftModel("draft"))
+    assert str(spec) == text and len(spec.members()) == 3
 
 
 @pytest.mark.parametrize("text", ["hybrid", "hybrid:", "hybrid:none+ngram", "hybrid:some/path"])
 def test_a_spec_without_known_members_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="begins with no known kind; join members with"):
-        DraftSpec.parse(text, KINDS).members(KINDS)
+        parse_draft(text)

@@ -11,7 +11,7 @@ import statistics
 
 import pytest
 
-from paceline.pace.hybrid import Hybrid
+from paceline.pace.hybrid import HybridDrafter
 from simulated_batch import Batches, Rate, Truth, steady
 from simulated_time import Guesser, Machine, always
 
@@ -126,7 +126,7 @@ def test_a_hybrid_is_never_slower(team: str, batch: int, mistaken: float) -> Non
         Guesser(str(number), always(chance), seconds, seed=number)
         for number, (chance, seconds) in enumerate(TEAMS[team])
     ]
-    machine = Machine(Hybrid(members, "cpu"), mistaken)
+    machine = Machine(HybridDrafter(members, "cpu"), mistaken)
     ratios = [machine.together(128, batch) for _ in range(3)]
     assert ratios[0] > 0.95 and statistics.mean(ratios) > 0.96
     if team == "one is good" and batch == 1:

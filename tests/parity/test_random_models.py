@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import check_one_distribution, cramped, drawn_pairs
+from engine_models import cramped
 from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import with_members
+from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
-from paceline.pace.hybrid import Hybrid, _Pick
+from paceline.pace.hybrid import HybridDrafter, _Pick
 from paceline.request.completion import Completion
 from random_heads import write_eagle
 
@@ -31,30 +32,8 @@ PROMPTS: list[str | list[int]] = [
     "What is 12 + 30? What is 12 + 30? What is",
     [5],
 ]
-DRAFTERS = {
-    "model": "model:{draft}",
-    "itself": "model:{target}",
-    "ngram": "ngram:min=1,max=3,length=6,candidates=1",
-    "ngram tree": "ngram:min=1,candidates=4",
-    "suffix": "suffix",
-    "lookahead": "lookahead",
-    "long lookahead": "lookahead:window=4,ngram=5,candidates=2",
-    "recycling": "recycling",
-    "own recycling": "recycling:k=4,nodes=20,share=off",
-    "tree": "tree:{draft},branching=3x2x1",
-    "bush": "tree:{draft},branching=4",
-    "medusa": "medusa:{medusa},nodes=12",
-    "best first": "tree:{draft},nodes=6,width=3",
-    "early exit": "early_exit:layers=1,branching=3x2",
-    "layer skip": "layer_skip:skip=0",
-    "layer skip, searched": "layer_skip:window=8,interval=1,nodes=9",
-    "best first, wide": "tree:{draft},nodes=20,width=5",
-    "eagle": "eagle:{eagle},branching=4x2",
-    "eagle2": "eagle2:{eagle},nodes=16",
-    "eagle3": "eagle3:{eagle3},nodes=20,width=6",
-    "hybrid": "hybrid:ngram:min=1,max=3+model:{draft}",
-    "hybrid of many": "hybrid:suffix+ngram+medusa:{medusa}+eagle3:{eagle3}+tree:{draft}",
-}
+EXAMPLES = [example for kind in DRAFTERS if kind != "none" for example in DRAFTERS[kind].examples]
+MANY = DRAFTERS["hybrid"].examples[1]
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
     "temperature 0.7": SamplingParams(max_tokens=24, temperature=0.7, seed=11),
@@ -89,14 +68,6 @@ def plain(folders: dict[str, str]) -> Iterator[LLM]:
     llm.close()
 
 
-def drafters_of(drafter: Drafter) -> Iterator[Drafter]:
-    """It, and the members of a hybrid or a router."""
-    yield drafter
-    members = getattr(drafter, "members", ())
-    for member in members.values() if isinstance(members, dict) else members:
-        yield from drafters_of(member)
-
-
 def texts(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> list[list[int]]:
     return [completion.token_ids for completion in answers(llm, params, prompts)]
 
@@ -105,7 +76,7 @@ def answers(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) ->
     """The completions; behind them the caches are whole, and nothing is kept."""
     result = llm.generate(prompts, params)
     llm.engine.cache.check()
-    for drafter in drafters_of(llm.engine.drafter):
+    for drafter in with_members(llm.engine.drafter):
         drafts = getattr(drafter, "cache", None)
         if drafts is not None:
             drafts.check()
@@ -122,15 +93,15 @@ def expected(plain: LLM) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("length", [1, 4, "auto"])
-@pytest.mark.parametrize("drafter", list(DRAFTERS))
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_same_tokens_as_plain_decoding(
     folders: dict[str, str],
     expected: dict[str, list[list[int]]],
-    drafter: str,
+    example: str,
     length: int | str,
     batch: int,
 ) -> None:
-    spec = DRAFTERS[drafter].format(**folders)
+    spec = example.format(**folders)
     llm = LLM(folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=batch)
     accepted = 0
     part = slice(None) if batch > 1 else slice(1, 3)
@@ -139,7 +110,8 @@ def test_same_tokens_as_plain_decoding(
         assert [c.token_ids for c in found] == expected[name][part], name
         accepted += sum(c.stats.accepted_tokens for c in found)
     # An adaptive length may find that the draft does not pay, and then rightly draft nothing.
-    assert accepted or length == "auto", "nothing was ever accepted: no wrong one would be seen"
+    ours = DRAFTERS[example.partition(":")[0]] in RECORDS
+    assert accepted or length == "auto" or not ours, "no wrong acceptance would have been seen"
     llm.close()
 
 
@@ -171,7 +143,9 @@ def test_members_of_a_hybrid_may_take_any_turns(
     """Whoever drafts, and whatever is withdrawn: members catch up, the text stays."""
     chance = random.Random(4)
 
-    def any_pick(self: Hybrid, plan: Plan, found: list[dict[int, TokenTree]]) -> list[object]:
+    def any_pick(
+        self: HybridDrafter, plan: Plan, found: list[dict[int, TokenTree]]
+    ) -> list[object]:
         picks: list[object] = []
         for item, proposals in zip(plan.slices, found, strict=True):
             members = [
@@ -185,8 +159,8 @@ def test_members_of_a_hybrid_may_take_any_turns(
                 picks[-1] = _Pick(member, chance.randint(1, most))
         return picks
 
-    monkeypatch.setattr(Hybrid, "_settle", any_pick)
-    spec = DRAFTERS["hybrid of many"] + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
+    monkeypatch.setattr(HybridDrafter, "_settle", any_pick)
+    spec = MANY + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
     llm = LLM(folders["target"], spec.format(**folders), dtype="float32", draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):
         params = REQUESTS[name]
@@ -201,7 +175,9 @@ def test_drafters_side_by_side_in_one_batch(
     folders: dict[str, str], plain: LLM, length: int | str
 ) -> None:
     """Every request picks its drafter; its text is what it always is."""
-    drafts = [DRAFTERS[name].format(**folders) for name in ("ngram", "itself", "hybrid", "eagle3")]
+    hybrid = DRAFTERS["hybrid"].examples[0]
+    specs = ("ngram:max=3,length=6,candidates=1", "model:{target}", hybrid, "eagle3:{eagle3}")
+    drafts = [spec.format(**folders) for spec in specs]
     llm = LLM(folders["target"], drafts, dtype="float32", draft_length=length)
     assert llm.drafters == ("ngram", "model", "hybrid", "eagle3")
     for sampled in ({}, {"temperature": 0.8, "seed": 31}):
@@ -216,7 +192,7 @@ def test_drafters_side_by_side_in_one_batch(
         drafted = [completion.stats.drafted_tokens for completion in got]
         assert drafted[-1] == 0
         assert length == "auto" or min(drafted[0], drafted[2], drafted[3]) > 0
-    for drafter in drafters_of(llm.engine.drafter):
+    for drafter in with_members(llm.engine.drafter):
         own = getattr(drafter, "cache", None)
         assert own is None or own.pool.available == own.num_blocks
     llm.close()
@@ -244,13 +220,3 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, 
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
     tight.engine.cache.check()
-
-
-def test_unseeded_sampling_follows_the_distribution(folders: dict[str, str], plain: LLM) -> None:
-    """First two tokens over many runs: plain and speculative counts come from one distribution.
-
-    A two-sample chi-square over the commonest pairs; the engine seeds are fixed.
-    """
-    plainly = drawn_pairs(folders["target"], None)
-    for spec in (f"model:{folders['draft']}", f"tree:{folders['draft']},branching=2x2"):
-        check_one_distribution(plainly, drawn_pairs(folders["target"], spec))

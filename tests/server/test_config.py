@@ -20,6 +20,8 @@ rule = "block"
 profile = "tuned.toml"
 served_model_name = "mine"
 [engine]
+backend = "reference"
+quantize = "int8"
 dtype = "float32"
 device = "cpu"
 threads = 3
@@ -31,6 +33,8 @@ port = 9000
 log_level = "debug"
 log_prompts = true
 single_process = true
+metrics_alias = "vllm"
+otlp_endpoint = "http://127.0.0.1:4318"
 drain_seconds = 2.5
 [limits]
 max_queue = 7

@@ -12,6 +12,7 @@ import torch
 import training_runs
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.draft.heads.medusa_format import load_medusa
+from paceline.draft.spec import TargetShape
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
@@ -118,7 +119,7 @@ def test_medusa_2_trains_the_target_after_the_heads(
     assert alone == [True]
     assert not same(before, trainer.target.state_dict())
     assert not list(tmp_path.glob("*.partial"))
-    heads = load_medusa(str(tmp_path / "head"), 32, 320, 2)
+    heads = load_medusa(str(tmp_path / "head"), TargetShape(32, 320, 2))
     assert same(trainer.head.state_dict(), heads.state_dict())
     # The written target is a model like any other, and its heads draft for it.
     llm = LLM(str(tmp_path / "model"), f"medusa:{tmp_path / 'head'}", dtype="float32")
@@ -142,7 +143,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
 
 
 def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:
-    heads = load_medusa(str(finished.out / "head"), 32, 320, 2)
+    heads = load_medusa(str(finished.out / "head"), TargetShape(32, 320, 2))
     accuracy = heads.config.accuracy
     assert len(accuracy) == 3 and all(len(ranks) == 10 for ranks in accuracy)
     assert accuracy[0][0] > 0.1

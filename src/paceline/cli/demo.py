@@ -166,12 +166,10 @@ def measure(
 
 def _with_memory(llm: LLM) -> list[SuffixDrafter]:
     """The drafters that look into answers of earlier requests."""
+    from paceline.draft.base import with_members
     from paceline.draft.suffix import SuffixDrafter
 
-    drafter: Any = llm.engine.drafter
-    members = getattr(drafter, "members", (drafter,))
-    found = members.values() if isinstance(members, dict) else members
-    return [member for member in found if isinstance(member, SuffixDrafter)]
+    return [own for own in with_members(llm.engine.drafter) if isinstance(own, SuffixDrafter)]
 
 
 def _perform(console: Console, llm: LLM, scene: Scene, params: SamplingParams) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes candidates for the next tokens of every sequence in a plan.
 
@@ -61,37 +63,71 @@ class Drafter(Protocol):
         ...
 
 
+def with_members(drafter: Any) -> Iterator[Any]:
+    """A drafter, and those it is made of."""
+    yield drafter
+    members = getattr(drafter, "members", ())
+    for member in members.values() if isinstance(members, dict) else members:
+        yield from with_members(member)
+
+
 def held_bytes(drafter: Any) -> int:
     """Memory that a drafter, or those it is made of, keep of the target's features right now."""
-    members = getattr(drafter, "members", ())
-    parts = members.values() if isinstance(members, dict) else members
-    own = getattr(drafter, "held_bytes", None)
-    return (own() if own else 0) + sum(map(held_bytes, parts))
+    return sum(own.held_bytes() for own in with_members(drafter) if hasattr(own, "held_bytes"))
 
 
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
+class LookupDrafter:
+    """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
 
-    name = "none"
+    It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does.
+    """
+
+    name: str
     features: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        """``device`` is the target's."""
+        self._device = device
         self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
-        return 0
+        """A chain's."""
+        return length
 
     def passes(self, length: int) -> int:
         return 0
 
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens of a tree of at most ``item.draft_length`` levels, which is above 0, and the
+        parent of each (``TokenTree.parents``)."""
+        raise NotImplementedError
+
     def propose(self, plan: Plan) -> list[TokenTree]:
-        return [self._empty] * len(plan.slices)
+        trees = []
+        for item in plan.slices:
+            drafts = item.decodes and item.draft_length
+            tokens, parents = self.guess(item) if drafts else ((), ())
+            tree = TokenTree(to_device(tokens, self._device), tuple(parents)) if tokens else None
+            trees.append(tree or self._empty)
+        return trees
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
 
     def rehearse(self, batch_size: int) -> None:
-        pass
+        pass  # a few dictionary lookups: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
         pass
+
+
+class NoDrafter(LookupDrafter):
+    """Proposes nothing: plain decoding."""
+
+    name = "none"
+
+    def max_nodes(self, length: int) -> int:
+        return 0
+
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        return (), ()

@@ -35,12 +35,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
-from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
+from paceline.draft.base import LookupDrafter
+from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.trees.trie import merge
-from paceline.errors import ConfigError
 
 
 class NGramPool:
@@ -92,31 +92,42 @@ class _State:
     nodes: int = 0
 
 
-class LookaheadDrafter:
-    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to be checked.
+@dataclass(frozen=True, kw_only=True)
+class Lookahead(DraftSpec):
+    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to be checked."""
+
+    kind = "lookahead"
+    page = "lookahead.md"
+    tried = "real"
+    examples = ("lookahead", "lookahead:window=4,ngram=5,candidates=2")
+
+    window: int = 5
+    ngram: int = 3
+    candidates: int = 3
+
+    def __post_init__(self) -> None:
+        for key, least in (("window", 2), ("ngram", 2), ("candidates", 1)):
+            if getattr(self, key) < least:
+                raise self.refuse(f"{key} is {getattr(self, key)}; it must be at least {least}")
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return Prepared(lambda context: LookaheadDrafter(context.target.device, self))
+
+
+class LookaheadDrafter(LookupDrafter):
+    """Windows and pools of all sequences.
 
     A tree of ``length`` levels holds what of candidates and window is not deeper; columns that are
     cut there become shorter n-grams. The whole window is ``window + ngram - 3`` levels deep.
-    Raises ConfigError on sizes that make no window.
     """
 
     name = "lookahead"
-    features: tuple[int, ...] = ()
 
-    def __init__(
-        self, device: torch.device | str, window: int = 5, ngram: int = 3, candidates: int = 3
-    ) -> None:
-        for option, value, least in (
-            ("window", window, 2),
-            ("ngram", ngram, 2),
-            ("candidates", candidates, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"lookahead: {option} is {value}; it must be at least {least}")
-        self._device = device
-        self._window, self._ngram, self._candidates = window, ngram, candidates
+    def __init__(self, device: torch.device | str, spec: Lookahead | None = None) -> None:
+        super().__init__(device)
+        spec = spec or Lookahead()
+        self._window, self._ngram, self._candidates = spec.window, spec.ngram, spec.candidates
         self._states: dict[int, _State] = {}
-        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
         if not length:
@@ -125,9 +136,6 @@ class LookaheadDrafter:
         window = sum(self._limit(column, length) for column in columns) - 1  # r is no node
         return self._candidates * min(length, self._ngram - 1) + window
 
-    def passes(self, length: int) -> int:
-        return 0
-
     def _limit(self, column: int, length: int) -> int:
         """Tokens of a column in a tree of ``length`` levels; its head is at depth ``column``."""
         return min(self._ngram - 1, length - column + 1)
@@ -135,15 +143,13 @@ class LookaheadDrafter:
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        trees = []
         for item in plan.slices:
             if item.seq.seq_id in self._states:
                 self._states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
-            drafts = item.decodes and item.draft_length
-            trees.append(self._tree(item.seq, item.draft_length) if drafts else self._empty)
-        return trees
+        return super().propose(plan)
 
-    def _tree(self, seq: SequenceView, length: int) -> TokenTree:
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        seq, length = item.seq, item.draft_length
         state = self._states.get(seq.seq_id)
         if state is None:
             state = self._states[seq.seq_id] = self._start(seq)
@@ -164,7 +170,7 @@ class LookaheadDrafter:
             for token in path:
                 node = node_of[node, token]
             state.drafted.append(_Column(column, node + 1))
-        return TokenTree(to_device(tokens, self._device), parents)
+        return tokens, parents
 
     def _start(self, seq: SequenceView) -> _State:
         """Any tokens will do to begin with: those the text begins with, one for each place."""
@@ -197,9 +203,6 @@ class LookaheadDrafter:
         # random ones or from its neighbour's (measured: see docs/drafters/lookahead.md).
         passed = (len(commit.tokens) - 1) % self._window
         state.columns = state.columns[passed:] + state.columns[:passed]
-
-    def rehearse(self, batch_size: int) -> None:
-        pass  # a few dictionary lookups: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

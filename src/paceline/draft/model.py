@@ -10,19 +10,104 @@ draft model has a paged cache of its own. One forward drafts one level for the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.base import Drafter
+from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
+from paceline.draft.translated import StringDrafter
+from paceline.draft.trees.grow import Growing
+from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.rehearsal import rehearse_level
-from paceline.draft.vocabulary.shared import Vocabulary
+from paceline.draft.trees.shape import Shape
+from paceline.draft.vocabulary.matching import Match, match_vocabularies
+from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
+from paceline.model.gguf import gguf_file
+from paceline.model.loading import load_tokenizer
+from paceline.model.names import resolve
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache, path_moves
+from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.target import CausalModel
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class DraftModel(TreeSpec):
+    """A model in a folder, of a built-in or a hub name. ``vocab`` says how a vocabulary that is not
+    the target's is used: "intersection", "string", or "auto" by what the two share."""
+
+    kind = "model"
+    page = "draft_model.md"
+    holds = "model"
+    examples: ClassVar[tuple[str, ...]] = (
+        "model:{draft}",
+        "model:{target}",
+        "model:{draft},branching=3x2x1",
+        "model:{draft},branching=4",
+        "model:{draft},nodes=20,width=5",
+    )
+
+    path: str = option(needs="a model")
+    _: KW_ONLY
+    vocab: str = "auto"
+
+    def prepare(self, loading: Loading) -> Prepared:
+        model, match = self._load(loading)
+        policy = self.policy()
+
+        def build(context: DraftContext) -> Drafter:
+            texts = match is not None and match.method == "string"
+            # The end of a re-tokenised text may change, and a shared block must not.
+            cache = context.new_cache(model.cache_shapes, model.dtype, share=not texts)
+            own, vocab = model.vocab_size, loading.target.vocab_size
+            vocabulary = SharedVocabulary(own if texts else vocab, own)
+            if match is not None and not texts:
+                vocabulary = Intersection(
+                    match.target, match.draft, match.pairs, (vocab, own), model.device, match.share
+                )
+            drafter = ModelDrafter(model, cache, vocabulary, context.generator, policy, self.kind)
+            return StringDrafter(drafter, match) if match is not None and texts else drafter
+
+        return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
+
+    def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
+        """The model, and how its vocabulary is used if it is another one."""
+        target, tokenizer = loading.target, loading.tokenizer
+        draft = CausalModel.load(
+            self.path, loading.dtype, str(target.device), check_values=True, backend=target.asked
+        )
+        folder = Path(resolve(self.path))
+        own = tokenizer
+        if (
+            not folder.is_dir()
+            or gguf_file(str(folder))
+            or any((folder / name).is_file() for name in _TOKENIZER_FILES)
+        ):
+            own = load_tokenizer(self.path)
+        return draft, match_vocabularies(target, draft, tokenizer, own, self.vocab)
+
+
+@dataclass(frozen=True)
+class DraftTree(DraftModel):
+    """The same with static trees of 2x2x1 where nothing else is asked for."""
+
+    kind = "tree"
+    examples: ClassVar[tuple[str, ...]] = ("tree:{draft}", "tree:{draft},nodes=6,width=3")
+
+    def policy(self, nodes: int = 0) -> Policy:
+        if not self.branching and not self.nodes:
+            return Policy(Shape.branching((2, 2, 1)))
+        return super().policy(nodes)
+
+    def shape(self) -> str:
+        shape = super().shape()
+        return "tree" if shape in (None, "chain") else str(shape)
 
 
 @dataclass
@@ -43,81 +128,56 @@ class _State:
     scheduled: bool = False  # in the step under way
 
 
-class ModelDrafter:
+class ModelDrafter(LevelDrafter):
     """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
 
-    features: tuple[int, ...] = ()
     reads = True  # a prompt, before it drafts
 
     def __init__(
         self,
         model: CausalModel,
         cache: PagedCache,
-        vocabulary: Vocabulary,
+        vocabulary: SharedVocabulary,
         generator: torch.Generator | None,
         policy: Policy,
         name: str = "model",
     ) -> None:
-        self.name = name
+        super().__init__(name, cache, policy, generator, model.max_positions)
         self.model = model
-        self.cache = cache
         self._vocabulary = vocabulary
-        self._generator = generator
-        self._policy = policy
         self._states: dict[int, _State] = {}
-        self._empty = TokenTree.empty(model.device)
 
     @property
     def vocabulary(self) -> str | None:
         """How another vocabulary than the target's is used; None if the draft shares it."""
         return self._vocabulary.description
 
-    def max_nodes(self, length: int) -> int:
-        return self._policy.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._policy.depth(length)
-
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         if not any(item.draft_length or not item.decodes for item in plan.slices):
             return [self._empty] * len(plan.slices)
-        growing: dict[int, Growing] = {}
-        feeds: list[Feed] = []
-        for item in plan.slices:
-            state = self._state(item)
-            feed = None if state is None else self._catch_up(item, state)
-            if feed is None:
-                continue
-            feeds.append(feed)
-            if feed.wants_logits:
-                growing[item.seq.seq_id] = self._policy.start(item, self.model.device)
-        if feeds:
-            logits = self._logits(feeds)
-            grow(list(growing.values()), logits, self._level, self._generator)
-        trees = []
-        for item in plan.slices:
-            tree = growing.get(item.seq.seq_id)
-            trees.append(self._empty if tree is None else self._finish(tree))
-        return trees
+        return super().propose(plan)
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        out = self.model(self.cache.batch_of(feeds), self.cache)
-        return self._vocabulary.logits(out.logits)
+        own = [
+            feed if feed.nodes is None else replace(feed, nodes=self._vocabulary.nodes(feed.nodes))
+            for feed in feeds
+        ]
+        return self._vocabulary.logits(self.model(self.cache.batch_of(own), self.cache).logits)
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        """Feed the newest nodes of some trees."""
-        feeds = []
-        for tree in trees:
-            seq_id = tree.item.seq.seq_id
-            feed = level_feed(tree, self._states[seq_id].base)
-            feeds.append(replace(feed, nodes=self._vocabulary.nodes(tree.fresh)))
-        return self._logits(feeds)
+    def _base(self, item: Slice) -> int:
+        return self._states[item.seq.seq_id].base
 
     def _finish(self, tree: Growing) -> TokenTree:
         done, self._states[tree.item.seq.seq_id].slots = tree.finish()
         return done
+
+    def _feed(self, item: Slice) -> Feed | None:
+        """The committed tokens that the draft has not seen; None if it is left alone, or if there
+        is no cache for it."""
+        state = self._state(item)
+        return None if state is None else self._catch_up(item, state)
 
     def _state(self, item: Slice) -> _State | None:
         """State of a sequence to be advanced in this step; None if it is left alone."""
@@ -137,7 +197,6 @@ class ModelDrafter:
         state.read += len(tokens)
 
     def _catch_up(self, item: Slice, state: _State) -> Feed | None:
-        """Feed the committed tokens that the draft has not seen; None if it has no cache for it."""
         seq, tokens = item.seq, state.tokens
         # The draft may take more or fewer tokens for a prompt than the target does.
         known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
@@ -195,11 +254,6 @@ class ModelDrafter:
         state.cached, state.slots = min(state.cached, length), ()
         if seq_id in self.cache:
             self.cache.commit(seq_id, state.tokens, state.cached)
-
-    def rehearse(self, batch_size: int) -> None:
-        """One level of each sequence's tree."""
-        most = self.model.max_positions
-        rehearse_level(self._logits, self.cache, batch_size, most, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

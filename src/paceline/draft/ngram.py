@@ -6,15 +6,15 @@ Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
-from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree
+from paceline.draft.base import LookupDrafter
+from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.trees.trie import merge
-from paceline.errors import ConfigError
 
 SOURCES = ("prompt", "output", "both")
 
@@ -55,90 +55,79 @@ class NGramIndex:
                         yield end, length
 
 
-class NGramDrafter:
-    """Longest suffix matches over prompt and output, of ``longest`` down to ``shortest`` tokens.
+@dataclass(frozen=True, kw_only=True)
+class NGram(DraftSpec):
+    """Longest suffix matches over prompt and output, of ``max`` down to ``min`` tokens.
 
     The first candidate, ``length`` tokens after the latest occurrence of the longest match, is a
     chain. With ``candidates`` above 1 the continuations of earlier occurrences and shorter matches
     branch off where they differ from it, together at most two nodes for each further candidate.
     ``source`` says where a continuation may begin: in the prompt, in the output, or in both.
-
-    Raises ConfigError on numbers that make no sense.
     """
 
-    name = "ngram"
-    features: tuple[int, ...] = ()
+    kind = "ngram"
+    page = "ngram.md"
+    natural_length = 8
+    looks_up = True
+    tried = "always"
+    examples = ("ngram:max=3,length=6,candidates=1", "ngram:candidates=4")
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        shortest: int = 1,
-        longest: int = 4,
-        length: int = 8,
-        candidates: int = 3,
-        source: str = "both",
-    ) -> None:
-        if not 1 <= shortest <= longest:
-            raise ConfigError(f"ngram: min is {shortest} and max is {longest}; use 1 <= min <= max")
-        for key, value in (("length", length), ("candidates", candidates)):
+    min: int = 1
+    max: int = 4
+    length: int = 8
+    candidates: int = 3
+    source: str = "both"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise self.refuse(f"min is {self.min} and max is {self.max}; use 1 <= min <= max")
+        for key, value in (("length", self.length), ("candidates", self.candidates)):
             if value < 1:
-                raise ConfigError(f"ngram: {key} is {value}; it must be at least 1")
-        if source not in SOURCES:
-            raise ConfigError(f"ngram: source is {source!r}; use one of {', '.join(SOURCES)}")
-        self._device = device
-        self._bounds = (shortest, longest)
-        self._length = length
-        self._candidates = candidates
-        self._source = source
+                raise self.refuse(f"{key} is {value}; it must be at least 1")
+        if self.source not in SOURCES:
+            raise self.refuse(f"source is {self.source!r}; use one of {', '.join(SOURCES)}")
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return Prepared(lambda context: NGramDrafter(context.target.device, self))
+
+
+class NGramDrafter(LookupDrafter):
+    """Proposes what ``spec`` describes, from one index for each sequence."""
+
+    name = "ngram"
+
+    def __init__(self, device: torch.device | str, spec: NGram | None = None) -> None:
+        super().__init__(device)
+        self._spec = spec or NGram()
         self._indices: dict[int, NGramIndex] = {}
         self._matched: dict[int, int] = {}
-        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
-        levels = min(length, self._length)
-        return levels + (self._candidates - 1) * min(levels, _BRANCH)
+        levels = min(length, self._spec.length)
+        return levels + (self._spec.candidates - 1) * min(levels, _BRANCH)
 
-    def passes(self, length: int) -> int:
-        return 0
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        return [
-            self._lookup(item.seq, item.draft_length)
-            if item.decodes and item.draft_length
-            else self._empty
-            for item in plan.slices
-        ]
-
-    def _lookup(self, seq: SequenceView, length: int) -> TokenTree:
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        seq, spec = item.seq, self._spec
         index = self._indices.get(seq.seq_id)
         if index is None:
-            index = self._indices[seq.seq_id] = NGramIndex(*self._bounds)
+            index = self._indices[seq.seq_id] = NGramIndex(spec.min, spec.max)
         tokens = seq.tokens[:]
         index.extend(tokens, self._allowed(seq))
-        levels = min(length, self._length)
+        levels = min(item.draft_length, spec.length)
         matches = list(index.matches(tokens))
         self._matched[seq.seq_id] = matches[0][1] if matches else 0
         found = (_continuation(tokens, end, levels) for end, _ in matches)
-        nodes, parents = merge(found, self.max_nodes(length), _BRANCH)
-        if not nodes:
-            return self._empty
-        return TokenTree(to_device(nodes, self._device), parents)
+        return merge(found, self.max_nodes(item.draft_length), _BRANCH)
 
     def _allowed(self, seq: SequenceView) -> range:
         """Positions at which a continuation may begin."""
-        first = seq.prompt_length if self._source == "output" else 0
-        last = seq.prompt_length if self._source == "prompt" else len(seq.tokens)
+        first = seq.prompt_length if self._spec.source == "output" else 0
+        last = seq.prompt_length if self._spec.source == "prompt" else len(seq.tokens)
         return range(first, last)
 
     def confidence(self, seq_id: int) -> int:
         """Tokens that the last draft's best match had, 0 for none (pace/hybrid.py asks)."""
         return self._matched.get(seq_id, 0)
-
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        pass  # the index catches up from the sequence's own tokens at the next lookup
-
-    def rehearse(self, batch_size: int) -> None:
-        pass  # a few dictionary lookups: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
         self._indices.pop(seq_id, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -21,8 +22,9 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of
+from paceline.draft.base import LookupDrafter
+from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target
 from paceline.draft.trees.shape import Shape, best_shape
-from paceline.errors import ConfigError
 
 # How often the target's next token was candidate number 1, 2, ... of the list of the token before
 # it, on the embedded target; at greater depths it was much the same.
@@ -81,36 +83,55 @@ class _State:
     tokens: torch.Tensor | None = None
 
 
-class RecyclingDrafter:
+@dataclass(frozen=True, kw_only=True)
+class Recycling(DraftSpec):
     """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token.
 
-    ``vocab`` is the width of the target's logits. With ``share`` all requests read and write one
-    matrix, so that a request starts warm from those before it; without, each starts with an empty
-    one. Nothing is proposed below a token that the matrix does not know. Raises ConfigError.
+    With ``share`` all requests read and write one matrix, so that a request starts warm from those
+    before it; without, each starts with an empty one.
     """
 
+    kind = "recycling"
+    page = "recycling.md"
+    remembers = True
+    tried = "always"
+    examples = ("recycling", "recycling:k=4,nodes=20,share=off")
+
+    k: int = 8
+    nodes: int = 12
+    share: bool = True
+
+    def prepare(self, loading: Loading) -> Prepared:
+        drafter = RecyclingDrafter(loading.target.device, loading.target.vocab_size, self)
+        return Prepared(lambda context: drafter)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        RecyclingDrafter("cpu", target.vocab_size, self)  # checks k
+        return super().examine(target)
+
+
+class RecyclingDrafter(LookupDrafter):
+    """``vocab`` is the width of the target's logits. Nothing is proposed below a token that the
+    matrix does not know. Raises ConfigError."""
+
     name = "recycling"
-    features: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        device: torch.device | str,
-        vocab: int,
-        k: int = 8,
-        nodes: int = 12,
-        share: bool = True,
+        self, device: torch.device | str, vocab: int, spec: Recycling | None = None
     ) -> None:
+        super().__init__(device)
+        spec = spec or Recycling()
+        k = spec.k
         if not 1 <= k <= vocab:
-            raise ConfigError(f"recycling: k is {k}; use 1 to the vocabulary's {vocab}")
-        if nodes < 1:
-            raise ConfigError(f"recycling: nodes is {nodes}; it must be at least 1")
-        self._device, self._vocab, self._k = device, vocab, k
+            raise spec.refuse(f"k is {k}; use 1 to the vocabulary's {vocab}")
+        if spec.nodes < 1:
+            raise spec.refuse(f"nodes is {spec.nodes}; it must be at least 1")
+        self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
-        self._shape = best_shape((chances,) * DEPTH, nodes)
-        self._shared = Matrix(vocab, k, device) if share else None
+        self._shape = best_shape((chances,) * DEPTH, spec.nodes)
+        self._shared = Matrix(vocab, k, device) if spec.share else None
         self._states: dict[int, _State] = {}
         self._idle = 0  # steps since drafts were asked for
-        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
         return len(self._shape.cut(length))

@@ -13,17 +13,26 @@ the same step writes the target's own::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.swift import Layers, SkipSearch
-from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.base import Drafter
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Loading,
+    Prepared,
+    Target,
+    TreeSpec,
+)
+from paceline.draft.swift import Layers, SkipSearch, skippable
+from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.rehearsal import rehearse_level
 from paceline.errors import ConfigError
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache
@@ -34,10 +43,99 @@ _MOST_PENDING = 16
 _TRIAL = -1  # sequence id of a trial; ids of requests are not negative
 
 
-class SelfDrafter:
-    """Drafts with a view of the target, in the target's own ``cache``."""
+@dataclass(frozen=True, kw_only=True)
+class EarlyExit(TreeSpec):
+    """The target's first ``layers`` layers, its final norm and its head; by default a third."""
 
-    features: tuple[int, ...] = ()
+    kind = "early_exit"
+    page = "early_exit.md"
+    examples = ("early_exit:branching=3x2,layers=1",)
+
+    layers: int | None = None
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return _of_view(self, LayerView(loading.target, range(self._run(loading.target))))
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        return _own_layers(self, self._run(target), target)
+
+    def _run(self, target: Target) -> int:
+        total = target.num_layers
+        layers = max(1, round(total / 3)) if self.layers is None else self.layers
+        if not 0 < layers < total:
+            raise ConfigError(
+                f"draft 'early_exit': layers={layers}, but the target has {total}; "
+                "use at least 1 and fewer than all"
+            )
+        return layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSkip(TreeSpec):
+    """The target without some of its layers: those of ``skip`` ("2-5x8"), else a set that is
+    searched for while it generates (SWIFT).
+
+    ``ratio``: share of the layers to leave out. Sets are compared on ``window`` tokens, once in
+    ``interval`` steps, ``tries`` times.
+    """
+
+    kind = "layer_skip"
+    page = "layer_skip.md"
+    tried = "real"
+    examples = ("layer_skip:skip=0", "layer_skip:nodes=9,window=8,interval=1")
+
+    skip: str | None = None
+    ratio: float = 0.45
+    window: int = 32
+    interval: int = 32
+    tries: int = 160
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        searching = {"ratio", "window", "interval", "tries"} & set(self.given())
+        if self.skip is not None and searching:
+            what = min(searching)
+            raise ConfigError(f"draft 'layer_skip': skip fixes the set; leave out {what}")
+        if not 0 < self.ratio < 1 or self.tries < 0 or min(self.window, self.interval) < 1:
+            raise ConfigError(
+                "draft 'layer_skip': use a ratio between 0 and 1, tries >= 0, window and "
+                "interval >= 1"
+            )
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        whole = LayerView(target, range(target.num_layers))
+        if self.skip is not None:
+            return _of_view(self, _without(whole, parse_layers(self.skip, target.num_layers)))
+        choice = skippable(target.num_layers)
+        if not choice:
+            raise ConfigError("draft 'layer_skip': the target has one layer, which it needs")
+        count = min(len(choice), max(1, round(self.ratio * target.num_layers)))
+
+        def build(context: DraftContext) -> Drafter:
+            search = SkipSearch(choice, count, self.tries)
+            return SwiftDrafter(whole, context.cache, context.generator, search, self)
+
+        return Prepared(build)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        total = target.num_layers
+        if self.skip is not None:
+            return _own_layers(self, total - len(parse_layers(self.skip, total)), target)
+        return _own_layers(self, max(1, round(total * (1 - self.ratio))), target)
+
+
+def _of_view(spec: TreeSpec, view: LayerView) -> Prepared:
+    return Prepared(lambda c: SelfDrafter(view, c.cache, spec.policy(), c.generator, spec.kind))
+
+
+def _own_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
+    text = f"{spec.kind} drafts with {run} of the target's {target.num_layers} layers"
+    return spec.noted("draft-own-layers", text)
+
+
+class SelfDrafter(LevelDrafter):
+    """Drafts with a view of the target, in the target's own ``cache``."""
 
     def __init__(
         self,
@@ -47,114 +145,59 @@ class SelfDrafter:
         generator: torch.Generator | None,
         name: str = "early_exit",
     ) -> None:
-        self.name = name
+        super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
-        self._cache = cache
-        self._policy = policy
-        self._generator = generator
-        self._empty = TokenTree.empty(cache.device)
 
-    def max_nodes(self, length: int) -> int:
-        return self._policy.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._policy.depth(length)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        growing: dict[int, Growing] = {}
-        feeds: list[Feed] = []
-        for item in plan.slices:
-            if self._fits(item):
-                seq = item.seq
-                feeds.append(Feed(seq.seq_id, seq.cached, seq.pending))
-                growing[seq.seq_id] = self._policy.start(item, self._cache.device)
-        if not feeds:
-            return [self._empty] * len(plan.slices)
-        grow(list(growing.values()), self._logits(feeds), self._level, self._generator)
-        trees = []
-        for item in plan.slices:
-            tree = growing.get(item.seq.seq_id)
-            trees.append(self._empty if tree is None else tree.finish()[0])
-        return trees
-
-    def _fits(self, item: Slice) -> bool:
-        """Whether a sequence drafts in this step; then the cache has room for what is run.
+    def _feed(self, item: Slice) -> Feed | None:
+        """The pending tokens, if there is room for what is run.
 
         The scheduler reserved indices for a tree. A best-first tree feeds nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
-        if not item.draft_length or not item.decodes or item.scheduled > _MOST_PENDING:
-            return False
-        if self._policy.depth(item.draft_length) < 1:
-            return False
-        seq, nodes = item.seq, self._policy.max_expanded(item.draft_length)
+        seq, length = item.seq, item.draft_length
+        if not item.decodes or item.scheduled > _MOST_PENDING or not self._policy.depth(length):
+            return None
         try:
-            self._cache.reserve(seq.seq_id, len(seq.tokens) + nodes)
+            self.cache.reserve(seq.seq_id, len(seq.tokens) + self._policy.max_expanded(length))
         except OutOfBlocksError:
-            return False
-        return True
+            return None
+        return Feed(seq.seq_id, seq.cached, seq.pending)
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        return self.view(self._cache.batch_of(feeds), self._cache).logits
+        return self.view(self.cache.batch_of(feeds), self.cache).logits
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        """Feed the newest nodes of some trees."""
-        return self._logits([level_feed(tree, len(tree.item.seq.tokens)) for tree in trees])
+    def _base(self, item: Slice) -> int:
+        return len(item.seq.tokens)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Nothing to do: what is committed is in the target's cache."""
-
-    def rehearse(self, batch_size: int) -> None:
-        """One level of each sequence's tree, by a forward of the view."""
-        most = self.view.model.max_positions
-        rehearse_level(self._logits, self._cache, batch_size, most, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         """There is no state of its own."""
 
 
-@dataclass
-class _Window:
-    """Generated tokens that sets of layers are compared on: the choices after cached tokens.
-
-    A forward starts at ``start``, a block boundary; scored are the choices after the tokens
-    ``first .. end - 1``. ``waiting`` sets are still to be scored.
-    """
-
-    seq: SequenceView
-    start: int
-    first: int
-    end: int
-    waiting: list[Layers]
-    scores: list[tuple[Layers, float]] = field(default_factory=list)
-
-
 class SwiftDrafter(SelfDrafter):
-    """Skips a set of layers that it improves while it generates: a trial every few steps.
+    """Skips a set of layers that it improves while it generates.
 
-    A trial is one forward of a view over ``window`` tokens, in every ``interval``-th step; steps
-    without drafts, which are cheaper, count a quarter. One set serves all sequences. Only the
-    speed depends on it.
+    Sets are compared on the last ``window`` tokens of one sequence, by a forward each; one forward
+    goes with ``interval`` steps, of which those without drafts, which are cheaper, count a quarter.
+    One set serves all sequences. Only the speed depends on it.
     """
 
     def __init__(
         self,
-        view: LayerView,
+        whole: LayerView,
         cache: PagedCache,
-        policy: Policy,
         generator: torch.Generator | None,
         search: SkipSearch,
-        window: int = 32,
-        interval: int = 32,
-        name: str = "layer_skip",
+        spec: LayerSkip,
     ) -> None:
-        super().__init__(_without(view, search.best), cache, policy, generator, name)
+        view = _without(whole, search.best)
+        super().__init__(view, cache, spec.policy(), generator, spec.kind)
         self._search = search
-        self._size = window
-        self._interval = interval
-        self._due = 0.0  # reaches the interval when a trial is due
+        self._size, self._interval = spec.window, spec.interval
+        self._due = 0.0  # reaches the interval when sets are to be compared
         self._seqs: dict[int, SequenceView] = {}
-        self._window: _Window | None = None
 
     @property
     def skipped(self) -> Layers:
@@ -166,67 +209,50 @@ class SwiftDrafter(SelfDrafter):
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Now and then, score a set."""
+        """Now and then, compare sets on the sequence that has generated most."""
         if self._search.over:
             return
         self._due += 1.0 if any(commit.drafted for commit in commits) else 0.25
         if self._due < self._interval:
             return
         self._due = 0.0
-        if self._window is None:
-            self._window = self._choose_window(commits)
-        if self._window is not None:
-            self._try(self._window)
-
-    def _try(self, window: _Window) -> None:
-        layers = window.waiting.pop(0)
-        share = self._score(_without(self.view, layers), window)
-        if share is None:
-            self._window = None
-            return
-        window.scores.append((layers, share))
-        if not window.waiting:
-            self._window = None
-            self._search.hear(window.scores)
-            self.view = _without(self.view, self._search.best)
-
-    def _choose_window(self, commits: Sequence[Commit]) -> _Window | None:
-        """The newest tokens of the sequence that has generated most; None if that is too few."""
         # In a hybrid, other drafters' sequences are committed as well.
         ids = [c.seq_id for c in commits if c.tokens and c.finish_reason is None]
         going = [self._seqs[seq_id] for seq_id in ids if seq_id in self._seqs]
         seq = max(going, key=lambda seq: seq.generated, default=None)
-        if seq is None or seq.generated < self._size:
-            return None
-        first = seq.cached - self._size
-        start = first - first % self._cache.block_size
+        if seq is None or seq.cached - seq.prompt_length < self._size:
+            return
         sets = self._search.sets()
-        return _Window(seq, start, first, seq.cached, sets) if sets else None
+        self._due -= self._interval * max(0, len(sets) - 1)
+        found = [(layers, self._score(_without(self.view, layers), seq)) for layers in sets]
+        scores = [(layers, share) for layers, share in found if share is not None]
+        if sets and len(scores) == len(sets):
+            self._search.hear(scores)
+            self.view = _without(self.view, self._search.best)
 
-    def _score(self, view: LayerView, window: _Window) -> float | None:
-        """Share of the window's tokens that a view predicts; None if there is no room to try.
+    def _score(self, view: LayerView, seq: SequenceView) -> float | None:
+        """Share of the last cached tokens that a view predicts; None if there is no room to try.
 
         Its keys and values go to blocks of their own: those of the target stay as they are.
         """
-        cache, tokens = self._cache, window.seq.tokens
-        cache.borrow(_TRIAL, window.seq.seq_id, window.start)
+        cache, end = self.cache, seq.cached
+        first = end - self._size
+        start = first - first % cache.block_size
+        cache.borrow(_TRIAL, seq.seq_id, start)
         try:
-            cache.reserve(_TRIAL, window.end)
-            feed = Feed(_TRIAL, window.start, tokens[window.start : window.end])
-            batch = replace(cache.batch_of([feed]), logit_rows=None)
-            choices: list[int] = view(batch, cache).logits.argmax(-1).tolist()
+            cache.reserve(_TRIAL, end)
+            batch = cache.batch_of([Feed(_TRIAL, start, seq.tokens[start:end])])
+            logits = view(replace(batch, logit_rows=None), cache).logits
         except OutOfBlocksError:
             return None
         finally:
             cache.free(_TRIAL)
-        wanted = tokens[window.first + 1 : window.end + 1]
-        pairs = zip(choices[window.first - window.start :], wanted, strict=True)
+        choices: list[int] = logits.argmax(-1).tolist()
+        pairs = zip(choices[first - start :], seq.tokens[first + 1 : end + 1], strict=True)
         return sum(choice == token for choice, token in pairs) / self._size
 
     def forget(self, seq_id: int) -> None:
         self._seqs.pop(seq_id, None)
-        if self._window is not None and self._window.seq.seq_id == seq_id:
-            self._window = None
 
 
 def _without(view: LayerView, skipped: Sequence[int]) -> LayerView:

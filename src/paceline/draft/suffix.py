@@ -7,61 +7,86 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceView
-from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.suffix_tree import SuffixDraft, SuffixTree
+from paceline.draft.base import LookupDrafter
+from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
+from paceline.draft.suffix_tree import SuffixTree
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1
+_INT = np.dtype("<i4")
 _SPARE = 2  # nodes of a tree beyond one a level: alternatives are rarely worth more
 _CONTEXT = 16  # last tokens of the prompt that go with an output: they match its first token
 
 
 @dataclass(frozen=True)
-class SuffixOptions:
-    """How suffixes are matched and drafts are grown. Checked on construction.
+class Suffix(DraftSpec):
+    """How suffixes are matched and drafts are grown; ``file``: earlier outputs, where there is one.
 
     ``max_depth``: longest match, in tokens. A match of m tokens allows ``factor * m + offset``
     nodes, at most ``nodes`` (None: two more than the draft length), none with an estimated
-    probability below ``min_prob``. ``max_tokens``: size of the global tree; 0 switches it off.
+    probability below ``min_prob``. ``max_tokens``: size of the global tree, which ``shared`` (in
+    specs ``global=off``) switches off, as does 0.
     """
 
+    kind = "suffix"
+    page = "suffix.md"
+    natural_length = 8
+    remembers = True
+    looks_up = True
+    tried = "always"
+    examples = ("suffix",)
+
+    file: str | None = None
+    _: KW_ONLY
     max_depth: int = 64
     factor: float = 1.0
     offset: float = 4.0
     min_prob: float = 0.1
     nodes: int | None = None
     max_tokens: int = 500_000  # about 45 MB
+    shared: bool = option(True, key="global")
 
     def __post_init__(self) -> None:
-        if self.max_depth < 1:
-            raise ConfigError(f"suffix: max_depth is {self.max_depth}; it must be at least 1")
+        least = {"max_depth": 1, "nodes": 1, "max_tokens": 0}
+        for key, number in least.items():
+            value = getattr(self, key)
+            if value is not None and value < number:
+                raise self.refuse(f"{key} is {value}; it must be at least {number}")
         # Written so that not-a-number is refused as well.
         if not (0 <= self.factor < 1e6 and 0 <= self.offset < 1e6):
-            raise ConfigError(
-                f"suffix: factor is {self.factor} and offset is {self.offset}; use 0 or more"
-            )
+            raise self.refuse(f"factor is {self.factor} and offset is {self.offset}; use 0 or more")
         if self.factor + self.offset < 1:
-            raise ConfigError("suffix: factor + offset is below 1; it would hardly ever draft")
+            raise self.refuse("factor + offset is below 1; it would hardly ever draft")
         if not 0 < self.min_prob <= 1:
-            raise ConfigError(f"suffix: min_prob is {self.min_prob}; use a number above 0, up to 1")
-        if self.nodes is not None and self.nodes < 1:
-            raise ConfigError(f"suffix: nodes is {self.nodes}; it must be at least 1")
-        if self.max_tokens < 0:
-            raise ConfigError(f"suffix: max_tokens is {self.max_tokens}; use 0 or more")
+            raise self.refuse(f"min_prob is {self.min_prob}; use a number above 0, up to 1")
+        if self.file is not None and not self.capacity:
+            raise self.refuse("a file holds the global tree, which is switched off")
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the global tree may hold."""
+        return self.max_tokens if self.shared else 0
+
+    def prepare(self, loading: Loading) -> Prepared:
+        drafter = SuffixDrafter(loading.target.device, loading.target.vocab_size, self)
+        return Prepared(lambda context: drafter)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        SuffixDrafter("cpu", target.vocab_size, self)  # reads the file
+        return super().examine(target)
 
 
 @dataclass
@@ -74,7 +99,7 @@ class _Local:
     match: int = 0
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter):
     """Matches the end of each text in its own suffix tree and in a global one of earlier outputs.
 
     Of the two drafts, the one that expects more accepted tokens is proposed. A request's output
@@ -86,32 +111,23 @@ class SuffixDrafter:
     """
 
     name = "suffix"
-    features: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        device: torch.device | str,
-        vocab_size: int,
-        options: SuffixOptions | None = None,
-        file: str | Path | None = None,
+        self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
     ) -> None:
-        """``file`` is where ``save`` writes by default; it is loaded if it exists.
+        """The spec's file is where ``save`` writes by default; it is loaded if it exists.
 
-        Raises what ``load`` raises, and ConfigError for a file without a global tree.
+        Raises what ``load`` raises.
         """
-        self.options = options or SuffixOptions()
-        self._device = device
+        super().__init__(device)
+        self.options = spec or Suffix()
         self._vocab_size = vocab_size
-        self._file = None if file is None else Path(file)
+        self._file = None if self.options.file is None else Path(self.options.file)
         self._global = SuffixTree(self.options.max_depth)
         self._locals: dict[int, _Local] = {}
         self._finished: deque[Sequence[int]] = deque()  # outputs not in the global tree yet
-        self._empty = TokenTree.empty(device)
-        if self._file is not None:
-            if not self.options.max_tokens:
-                raise ConfigError("suffix: a file holds the global tree, which is switched off")
-            if self._file.exists():
-                self.load(self._file)
+        if self._file is not None and self._file.exists():
+            self.load(self._file)
 
     @property
     def stored_tokens(self) -> int:
@@ -130,46 +146,28 @@ class SuffixDrafter:
         # Siblings share a probability of one: a level has no more than 1 / min_prob nodes.
         return min(self.options.nodes, length * int(1 / self.options.min_prob + 1e-9))
 
-    def passes(self, length: int) -> int:
-        return 0
-
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
             seq = item.seq
             if seq.seq_id not in self._locals:
                 text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
                 self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
-        return [self._tree(item) for item in plan.slices]
+        return super().propose(plan)
 
-    def _tree(self, item: Slice) -> TokenTree:
-        if not item.decodes or not item.draft_length:
-            return self._empty
-        guess = self._speculate(item.seq, item.draft_length)
-        self._locals[item.seq.seq_id].match = guess.match
-        if not guess.tokens:
-            return self._empty
-        return TokenTree(to_device(guess.tokens, self._device), guess.parents)
-
-    def _speculate(self, seq: SequenceView, length: int) -> SuffixDraft:
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         """The better draft of the two trees."""
-        options = self.options
+        seq, length, options = item.seq, item.draft_length, self.options
         self._catch_up()
-        local = self._locals[seq.seq_id].tree
-        local.extend(seq.tokens[local.open_tokens :])
-        text = seq.tokens[-options.max_depth :]
-        best = SuffixDraft([], (), 0.0, 0)
-        for tree in (local, self._global):
-            guess = tree.speculate(
-                text,
-                length,
-                self.max_nodes(length),
-                options.factor,
-                options.offset,
-                options.min_prob,
-            )
-            if guess.score > best.score:
-                best = guess
-        return best
+        local = self._locals[seq.seq_id]
+        local.tree.extend(seq.tokens[local.tree.open_tokens :])
+        text, nodes = seq.tokens[-options.max_depth :], self.max_nodes(length)
+        bounds = (length, nodes, options.factor, options.offset, options.min_prob)
+        best = max(
+            (tree.speculate(text, *bounds) for tree in (local.tree, self._global)),
+            key=lambda found: found.score,
+        )
+        local.match = best.match
+        return best.tokens, best.parents
 
     def confidence(self, seq_id: int) -> int:
         """Of the last draft: bits of the match length, 0 for none (pace/hybrid.py asks)."""
@@ -190,7 +188,7 @@ class SuffixDrafter:
         """Where nothing asks for drafts, outputs come and none is put in: keep what would stay."""
         if len(self._finished) % 64 == 0:
             total = sum(map(len, self._finished))
-            while total > self.options.max_tokens and self._finished:
+            while total > self.options.capacity and self._finished:
                 total -= len(self._finished.popleft())
 
     def _catch_up(self) -> None:
@@ -200,15 +198,12 @@ class SuffixDrafter:
 
     def _remember(self, text: Sequence[int]) -> None:
         """Put a text into the global tree, and drop the oldest ones that no longer fit."""
-        if len(text) > self.options.max_tokens:
+        if len(text) > self.options.capacity:
             return
         self._global.extend(text)
         self._global.finish()
-        while len(self._global) > self.options.max_tokens:
+        while len(self._global) > self.options.capacity:
             self._global.drop_oldest()
-
-    def rehearse(self, batch_size: int) -> None:
-        pass  # dictionary lookups: little beside a forward
 
     def forget(self, seq_id: int) -> None:
         self._locals.pop(seq_id, None)
@@ -226,10 +221,8 @@ class SuffixDrafter:
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
         self._catch_up()
-        stream = array("i")
-        for text in self._global.texts():
-            stream.extend([*text, -1])
-        body = _little_endian(stream).tobytes()
+        stream = [token for text in self._global.texts() for token in (*text, -1)]
+        body = np.array(stream, _INT).tobytes()
         head = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -250,7 +243,7 @@ class SuffixDrafter:
             self._remember(text)
 
 
-def _read(path: Path, vocab_size: int) -> list[array[int]]:
+def _read(path: Path, vocab_size: int) -> list[list[int]]:
     """The texts in a saved suffix tree, oldest first."""
     try:
         content = path.read_bytes()
@@ -273,29 +266,14 @@ def _read(path: Path, vocab_size: int) -> list[array[int]]:
             f"{path} is a suffix tree of a model with {head.get('vocab_size')} tokens, this one "
             f"has {vocab_size}; use one file per model"
         )
-    stream = array("i")
-    if len(body) / stream.itemsize != head.get("tokens"):
+    if len(body) / _INT.itemsize != head.get("tokens"):
         raise DataError(f"{path} is a damaged suffix tree: cut short; move it away")
     if head.get("sha256") not in (None, hashlib.sha256(body).hexdigest()):
         raise DataError(
             f"{path} is a damaged suffix tree: it does not match its checksum; move it away"
         )
-    stream.frombytes(body)
-    stream = _little_endian(stream)
-    if stream and (min(stream) < -1 or max(stream) >= vocab_size or stream[-1] != -1):
+    stream = np.frombuffer(body, _INT)
+    if len(stream) and (stream.min() < -1 or stream.max() >= vocab_size or stream[-1] != -1):
         raise DataError(f"{path} is a damaged suffix tree: it holds no such tokens; move it away")
-    texts = []
-    start = 0
-    for end, token in enumerate(stream):
-        if token < 0:
-            texts.append(stream[start:end])
-            start = end + 1
-    return texts
-
-
-def _little_endian(stream: array[int]) -> array[int]:
-    """From the machine's byte order to the file's, or back."""
-    if sys.byteorder == "big":
-        stream = array("i", stream)
-        stream.byteswap()
-    return stream
+    ends = np.flatnonzero(stream < 0)
+    return [text[:-1].tolist() for text in np.split(stream, ends[:-1] + 1)] if len(ends) else []

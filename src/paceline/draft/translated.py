@@ -8,8 +8,9 @@ best guess (POINT). Text is a matter of the host: one more synchronisation each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +19,12 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
-from paceline.draft.model import ModelDrafter
 from paceline.draft.trees.trie import merge
+from paceline.draft.vocabulary.matching import Match
 from paceline.draft.vocabulary.retokenise import Retokeniser
-from paceline.draft.vocabulary.shared import TokenTexts
+
+if TYPE_CHECKING:
+    from paceline.draft.model import ModelDrafter
 
 
 class _Shadow:
@@ -53,29 +56,17 @@ class StringDrafter:
     features: tuple[int, ...] = ()
     reads = True  # a prompt, before it drafts
 
-    def __init__(
-        self,
-        inner: ModelDrafter,
-        target: TokenTexts,
-        draft: TokenTexts,
-        pairs: Mapping[int, int],
-        share: float,
-    ) -> None:
-        """``inner`` drafts in the draft's own ids. ``pairs``, ``share``: the intersection."""
+    def __init__(self, inner: ModelDrafter, match: Match) -> None:
+        """``inner`` drafts in the draft's own ids."""
         self.name = inner.name
-        self.vocabulary = f"string-level match, shared tokens {100 * share:.0f} % of text"
+        self.vocabulary = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
         self.cache = inner.cache
+        self.max_nodes, self.passes = inner.max_nodes, inner.passes
+        self.rehearse = inner.rehearse
         self._inner = inner
-        self._texts = target, draft
-        self._pairs = pairs
+        self._match = match
         self._shadows: dict[int, _Shadow] = {}
         self._empty = TokenTree.empty(inner.model.device)
-
-    def max_nodes(self, length: int) -> int:
-        return self._inner.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._inner.passes(length)
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)
@@ -91,7 +82,7 @@ class StringDrafter:
     def _shadow(self, seq: SequenceView) -> _Shadow:
         shadow = self._shadows.get(seq.seq_id)
         if shadow is None:
-            text = Retokeniser(*self._texts, self._pairs)
+            text = Retokeniser(self._match.target, self._match.draft, self._match.pairs)
             shadow = self._shadows[seq.seq_id] = _Shadow(seq.seq_id, text)
         return shadow
 
@@ -107,9 +98,6 @@ class StringDrafter:
             shadow = self._shadows.get(commit.seq_id)
             if shadow is not None:
                 self._inner.keep(commit.seq_id, len(shadow.text.settled))
-
-    def rehearse(self, batch_size: int) -> None:
-        self._inner.rehearse(batch_size)
 
     def forget(self, seq_id: int) -> None:
         self._shadows.pop(seq_id, None)

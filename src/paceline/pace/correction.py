@@ -15,6 +15,7 @@ not pay would seem to.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import exp, log, sqrt
 
 NOISE = 0.06**2  # of one step
@@ -56,6 +57,10 @@ def cell_of(nodes: float, even: bool) -> int:
     return cell if even or not cell else cell + _UNEVEN
 
 
+def _nearest(known: Iterable[int], place: int) -> int:
+    return min(known, key=lambda other: abs(other - place))
+
+
 class Correction:
     """How many times longer something takes than predicted, by group and cell.
 
@@ -83,27 +88,21 @@ class Correction:
         return found
 
     def _group(self, group: int) -> _Part:
-        known = self._groups.get(group)
-        if known is not None:
-            return known
-        if not self._groups:
-            return _Part(0.0, _NEARBY)
-        nearest = min(self._groups, key=lambda other: abs(other - group))
-        return _Part(self._groups[nearest].value, _NEARBY)
+        """A new group is thought like the nearest."""
+        if group in self._groups or not self._groups:
+            return self._groups.get(group) or _Part(0.0, _NEARBY)
+        return _Part(self._groups[_nearest(self._groups, group)].value, _NEARBY)
 
     def _cell(self, group: int, cell: int) -> _Part:
         """Cell 0 is what the others are compared with; a new one is thought like its neighbour."""
         known = self._cells.get((group, cell))
-        if known is not None:
-            return known
-        if not cell:
-            return _Part(0.0, 0.0)
+        if known is not None or not cell:
+            return known or _Part(0.0, 0.0)
         uneven = cell >= _UNEVEN
         seen = [c for g, c in self._cells if g == group and c and (c >= _UNEVEN) == uneven]
         if not seen:
             return _Part(_RAGGED if uneven else 0.0, self._unseen)
-        nearest = min(seen, key=lambda other: abs(other - cell))
-        return _Part(self._cells[group, nearest].value, self._unseen)
+        return _Part(self._cells[group, _nearest(seen, cell)].value, self._unseen)
 
     def observe(self, group: int, cell: int, ratio: float) -> None:
         """It took ``ratio`` times what was predicted without any correction."""

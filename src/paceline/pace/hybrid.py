@@ -17,32 +17,23 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceView
-from paceline.core.tree import Draw, TokenTree
+from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.pace.prices import DEARER, HURT
-from paceline.pace.shadow import ShadowDraft
-from paceline.pace.steptime import StepTime
-from paceline.pace.worth import AcceptanceTracker, Profile, RetryBackoff, best, levels_tried
+from paceline.pace.choice import choose
+from paceline.pace.cost import Draft
+from paceline.pace.risk import Prospect, Risk
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
-
-
-@runtime_checkable
-class Confident(Protocol):
-    """A drafter that says how sure it is, so that acceptance can be learnt for each case."""
-
-    def confidence(self, seq_id: int) -> int:
-        """A small number for its last proposal, such as the length of the match."""
-        ...
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # at which a proposal may be cut
 
 
 class _Pick(NamedTuple):
@@ -52,48 +43,68 @@ class _Pick(NamedTuple):
     length: int
 
 
-class _Option(NamedTuple):
-    """One way to spend a step on a sequence."""
-
-    pick: _Pick | None
-    gain: float
-    seconds: float  # this sequence's part of the step
-    nodes: int = 0
-
-
 @dataclass
-class _State:
-    """What is remembered of a sequence: this step's pick, probes and trials by member."""
+class _Trial:
+    """A proposal followed along the text, whoever drafts: how far it would have been right.
 
-    picked: _Pick | None = None
-    probes: dict[int, RetryBackoff] = field(default_factory=dict)
-    trials: dict[int, ShadowDraft] = field(default_factory=dict)
+    So a costless member is known without being used. The next trial starts when this one has ended,
+    as the next draft would. A ``kind`` is what acceptance is learnt for.
+    """
+
+    kind: Hashable
+    tree: TokenTree
+    accepted: int = 0
+    ended: bool = False
+    _tokens: list[int] = field(default_factory=list)
+    _node: int = -1
+
+    @property
+    def reached(self) -> int:
+        """Levels of which it is known whether they were right."""
+        return min(self.accepted + self.ended, _levels(self.tree))
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on with what was committed."""
+        self._tokens = self._tokens or self.tree.tokens.tolist()
+        children = children_of(self.tree.parents)
+        for token in tokens:
+            below = [c for c in children[self._node + 1] if self._tokens[c] == token]
+            if not below:
+                self.ended = True
+                return
+            self._node = below[0]
+            self.accepted += 1
+        self.ended = not children[self._node + 1]
 
 
-class Hybrid:
+class HybridDrafter:
     """The first of ``members`` whose draft is worth most for its measured cost, step by step.
 
     The order decides between equals. ``calibrate`` gives it the costs; until then, and with a
-    fixed draft length, the first member drafts that has anything to propose.
+    fixed draft length, the first member drafts that has anything to propose. Members may say how
+    sure they are of their last proposal, ``confidence(seq_id)``, a small number such as the length
+    of the match: acceptance is then learnt for each case.
     """
 
     name = "hybrid"
-    MAX_WAIT = 512.0  # steps between probes of a member that is not used
+    FADE = 0.998  # weight kept of what a sequence showed of a member, with each step without it
 
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         self.members = tuple(members)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
         self._costless = tuple(not member.passes(1) for member in members)
+        self._confidence = [
+            getattr(member, "confidence", None) if costless else None
+            for member, costless in zip(members, self._costless, strict=True)
+        ]
         self._empty = TokenTree.empty(device)
-        self._steps: StepTime | None = None
-        self._profiles: tuple[Profile, ...] = ()
-        self._acceptance = AcceptanceTracker(0)
-        self._states: dict[int, _State] = {}
+        self._risk: Risk | None = None
+        self._names: tuple[Hashable, ...] = ()
+        self._trials: dict[int, dict[int, _Trial]] = {}  # by sequence and member
 
-    def calibrate(self, steps: StepTime, profiles: Sequence[Profile]) -> None:
-        """Learn what steps and the members' drafts cost; ``profiles`` in their order."""
-        self._steps, self._profiles = steps, tuple(profiles)
-        self._acceptance = AcceptanceTracker(max(profile.longest for profile in profiles))
+    def calibrate(self, risk: Risk, names: Sequence[Hashable]) -> None:
+        """Be told what may be drafted; ``names`` of the members in the cost model."""
+        self._risk, self._names = risk, tuple(names)
 
     def max_nodes(self, length: int) -> int:
         return max(member.max_nodes(length) for member in self.members)
@@ -101,13 +112,14 @@ class Hybrid:
     def passes(self, length: int) -> int:
         return max(member.passes(length) for member in self.members)
 
-    # -- proposing ---------------------------------------------------------------------------
+    # -- proposing ---------------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         if self._idle(plan):
             return [self._empty] * len(plan.slices)
+        start = time.perf_counter()
         shown = {
-            index: member.propose(self._bounded(plan, index))
+            index: member.propose(plan)
             for index, member in enumerate(self.members)
             if self._costless[index]
         }
@@ -116,29 +128,19 @@ class Hybrid:
             for place in range(len(plan.slices))
         ]
         picks = self._settle(plan, found)
-        for item, proposals, pick in zip(plan.slices, found, picks, strict=True):
-            self._remember(item.seq.seq_id, proposals, pick)
+        if self._risk is not None:
+            self._remember(plan, found, picks)
+            self._risk.looked += time.perf_counter() - start
         return self._draft(plan, found, picks)
 
     def _idle(self, plan: Plan) -> bool:
         """Nothing is asked for, no prompt is to be followed, and all members know everybody."""
-        if self._steps is None:
+        if self._risk is None:
             return False
-        known = all(item.seq.seq_id in self._states for item in plan.slices)
-        idle = known and all(item.decodes and not item.draft_length for item in plan.slices)
+        known = all(item.seq.seq_id in self._trials for item in plan.slices)
         for item in plan.slices if not known else ():
-            self._state(item.seq.seq_id)
-        if idle:
-            for item in plan.slices:
-                self._state(item.seq.seq_id).picked = None
-        return idle
-
-    def _bounded(self, plan: Plan, index: int) -> Plan:
-        """The plan with the lengths that one member may draft."""
-        if not self._profiles:
-            return plan
-        longest = self._profiles[index].longest
-        return _with_lengths(plan, [min(item.draft_length, longest) for item in plan.slices])
+            self._trials.setdefault(item.seq.seq_id, {})
+        return known and all(item.decodes and not item.draft_length for item in plan.slices)
 
     def _draft(
         self, plan: Plan, found: Sequence[dict[int, TokenTree]], picks: Sequence[_Pick | None]
@@ -165,24 +167,35 @@ class Hybrid:
                     trees[place] = tree
         return trees
 
-    # -- who drafts --------------------------------------------------------------------------
+    # -- who drafts --------------------------------------------------------------------------------
 
     def _settle(self, plan: Plan, found: Sequence[dict[int, TokenTree]]) -> list[_Pick | None]:
-        asked = [
-            place for place, item in enumerate(plan.slices) if item.decodes and item.draft_length
-        ]
+        asked = [p for p, item in enumerate(plan.slices) if item.decodes and item.draft_length]
         picks: list[_Pick | None] = [None] * len(plan.slices)
-        if self._steps is None:
+        if self._risk is None:
             for place in asked:
                 picks[place] = self._first(plan.slices[place], found[place])
-            return picks
-        batch = len(plan.slices)
-        options = [self._options(plan.slices[p], found[p], batch, self._steps) for p in asked]
-        chosen = self._unharmed(options, batch, self._steps)
-        for place, own, option in zip(asked, options, chosen, strict=True):
-            picks[place] = self._probed(plan.slices[place].seq, own, option)
-        self._begin(picks, self._steps)
+        elif asked:
+            prospects = [self._prospect(plan, place, found[place], self._risk) for place in asked]
+            drafts = self._ruled(len(plan.slices), prospects, self._risk)
+            for place, draft in zip(asked, drafts, strict=True):
+                if draft.length:
+                    picks[place] = _Pick(self._names.index(draft.name), draft.length)
+                    self._risk.made[plan.slices[place].seq.seq_id] = draft
         return picks
+
+    def _ruled(self, batch: int, prospects: Sequence[Prospect], risk: Risk) -> list[Draft]:
+        """The best drafts, as far as they may be risked; a request's own length always may be."""
+        if any(seq.params.draft_length is not None for seq, _ in prospects):
+            return choose(risk.cost, batch, [options for _, options in prospects])
+        followed = [n for n, costless in zip(self._names, self._costless, strict=True) if costless]
+        ruling = risk.rule(batch, prospects, followed)
+        risk.probed = risk.probed or ruling.probe
+        for (seq, _), draft in zip(prospects, ruling.drafts, strict=True):
+            for name in self._names:
+                if name not in followed and name != draft.name:
+                    risk.cost.acceptance.of(seq.seq_id, name).fade(self.FADE)
+        return ruling.drafts
 
     def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
         """Without costs the order decides."""
@@ -193,149 +206,67 @@ class Hybrid:
                 return _Pick(index, item.draft_length)
         return None
 
-    def _options(
-        self, item: Slice, found: dict[int, TokenTree], batch: int, steps: StepTime
-    ) -> list[_Option]:
+    def _prospect(
+        self, plan: Plan, place: int, found: dict[int, TokenTree], risk: Risk
+    ) -> Prospect:
         """No draft, and every member's drafts of every length."""
-        options = [_Option(None, 1.0, steps.step(batch, 0, 0.0) / batch)]
-        for index, profile in enumerate(self._profiles):
-            levels, nodes = min(item.draft_length, profile.longest), profile.nodes
-            if profile.costless:
-                if index not in found:
-                    continue
-                levels, nodes = _levels(found[index]), _nodes_by_depth(found[index])
-            kind = self._kind(index, item.seq.seq_id)
-            expected = self._acceptance.of(item.seq.seq_id, kind).expected_tokens()
-            own = []
-            for length in range(1, levels + 1):
-                drafting = profile.drafting(length, batch)
-                seconds = steps.step(batch, nodes[length], drafting, (id(self), index)) / batch
-                seconds *= _MARGIN**index
-                own.append(_Option(_Pick(index, length), expected[length], seconds, nodes[length]))
-            if profile.costless and found[index].draw is not Draw.POINT:
-                return own[-1:]  # sampled: it must stay, and all of it
-            options += own
-        return options
+        seq, batch = plan.slices[place].seq, len(plan.slices)
+        options = [risk.cost.none(batch)]
+        for index, name in enumerate(self._names):
+            kind, tree = self._kind(index, seq.seq_id), found.get(index)
+            margin = _MARGIN**index
+            if tree is not None:
+                levels = min(_levels(tree), risk.cost.drafters[name].longest)
+                some = sorted({n for n in _LENGTHS if n < levels} | {levels})
+                own = risk.drafts(seq, name, batch, kind, some)
+                nodes = _nodes_by_depth(tree)
+                options += [
+                    draft._replace(nodes=nodes[draft.length], seconds=draft.seconds * margin)
+                    for draft in own
+                ]
+                if tree.draw is not Draw.POINT:
+                    # Sampled: it must stay, and all of it.
+                    return seq, [options[-1]._replace(length=_levels(tree))]
+            elif not self._costless[index]:
+                most = min(plan.slices[place].draft_length, risk.cost.drafters[name].longest)
+                own = risk.drafts(seq, name, batch, kind, range(1, most + 1))
+                options += [draft._replace(seconds=draft.seconds * margin) for draft in own]
+        return seq, options
 
-    def _paid(
-        self,
-        options: list[list[_Option]],
-        chosen: list[_Option],
-        batch: int,
-        steps: StepTime,
-    ) -> list[_Option]:
-        """A pass costs nearly as much for few sequences as for all: it must pay for those few."""
-        for index, costless in enumerate(self._costless):
-            served = sum(o.pick is not None and o.pick.member == index for o in chosen)
-            if costless or not 0 < served < batch:
-                continue
-            left = [[o for o in own if not o.pick or o.pick.member != index] for own in options]
-            without = _best_of(left)
-            if self._rate(without, batch, steps) > self._rate(chosen, batch, steps):
-                options, chosen = left, without
-        return chosen
-
-    def _unharmed(self, options: list[list[_Option]], batch: int, steps: StepTime) -> list[_Option]:
-        """The best for all of which nobody becomes slower; as little as possible if there is none.
-
-        Where the best would slow down those that gain little by it, time is made dearer.
-        """
-        plain = steps.step(batch, 0, 0.0)
-        chosen = self._paid(options, _best_of(options), batch, steps)
-        for dearer in DEARER:
-            least = min((option.gain for option in chosen), default=1.0)
-            if self._seconds(chosen, batch, steps) <= (1 + HURT) * plain * least:
-                return chosen
-            rate = dearer * self._rate(chosen, batch, steps)
-            cheaper = [max(own, key=lambda o: o.gain - rate * o.seconds) for own in options]
-            chosen = self._paid(options, cheaper, batch, steps)
-        return [own[0] for own in options]
-
-    def _seconds(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
-        """The whole step."""
-        seconds = plain = steps.step(batch, 0, 0.0)
-        for index, profile in enumerate(self._profiles):
-            own = [option for option in chosen if option.pick and option.pick.member == index]
-            if own:
-                longest = max(option.pick.length for option in own if option.pick)
-                nodes = sum(option.nodes for option in own) / batch
-                drafting = profile.drafting(longest, len(own))
-                seconds += steps.step(batch, nodes, drafting, (id(self), index)) - plain
-        return seconds
-
-    def _rate(self, chosen: Sequence[_Option], batch: int, steps: StepTime) -> float:
-        """Tokens a second of the whole step."""
-        return sum(option.gain for option in chosen) / self._seconds(chosen, batch, steps)
-
-    def _kind(self, index: int, seq_id: int) -> tuple[int, int]:
+    def _kind(self, index: int, seq_id: int) -> Hashable:
         """What acceptance is learnt for: a member, and how sure it is."""
-        member = self.members[index]
-        return index, member.confidence(seq_id) if isinstance(member, Confident) else 0
+        name, confidence = self._names[index], self._confidence[index]
+        return (name, confidence(seq_id)) if confidence is not None else name
 
-    def _probed(
-        self, seq: SequenceView, options: Sequence[_Option], chosen: _Option
-    ) -> _Pick | None:
-        """The choice, or a member that takes forwards and has long not been used."""
-        state = self._state(seq.seq_id)
-        rate = chosen.gain / chosen.seconds
-        for index, costless in enumerate(self._costless):
-            if costless:
-                continue  # known from its trials
-            probe = state.probes.setdefault(index, RetryBackoff())
-            if chosen.pick and chosen.pick.member == index:
-                probe.used()
-                continue
-            own = [o for o in options if o.pick and o.pick.member == index]
-            if not own:
-                continue
-            likeliest = max(own, key=lambda option: option.gain / option.seconds)
-            # Where the draft at hand is much better, a probe is dear: such steps count for less.
-            if probe.due(min(1.0, likeliest.gain / likeliest.seconds / rate)):
-                probe.tried(self.MAX_WAIT)
-                return likeliest.pick
-        return chosen.pick
+    # -- observing ---------------------------------------------------------------------------------
 
-    def _begin(self, picks: Sequence[_Pick | None], steps: StepTime) -> None:
-        """Announce the drafts of this step, with the seconds of the members' passes."""
-        for index, profile in enumerate(self._profiles):
-            lengths = [pick.length for pick in picks if pick and pick.member == index]
-            if lengths:
-                steps.begin((id(self), index), profile.drafting(max(lengths), len(lengths)))
-
-    # -- observing ---------------------------------------------------------------------------
-
-    def _state(self, seq_id: int) -> _State:
-        return self._states.setdefault(seq_id, _State())
-
-    def _remember(self, seq_id: int, found: dict[int, TokenTree], pick: _Pick | None) -> None:
-        if self._steps is None:
-            return
-        state = self._state(seq_id)
-        state.picked = pick
-        for index, tree in found.items():
-            if index not in state.trials or (pick and pick.member == index):
-                state.trials[index] = ShadowDraft(self._kind(index, seq_id), tree)
+    def _remember(
+        self, plan: Plan, found: Sequence[dict[int, TokenTree]], picks: Sequence[_Pick | None]
+    ) -> None:
+        for item, proposals, pick in zip(plan.slices, found, picks, strict=True):
+            trials = self._trials[item.seq.seq_id]
+            for index, tree in proposals.items():
+                if index not in trials or (pick and pick.member == index):
+                    trials[index] = _Trial(self._kind(index, item.seq.seq_id), tree)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        for commit in commits:
-            state = self._states.get(commit.seq_id)
-            if state is not None and commit.tokens:
-                self._learn(state, commit)
+        if self._risk is not None:
+            for commit in commits:
+                trials = self._trials.get(commit.seq_id)
+                if trials and commit.tokens:
+                    self._learn(commit, trials, self._risk)
         for member in self.members:
             member.observe(commits, out)
 
-    def _learn(self, state: _State, commit: Commit) -> None:
-        seq_id, pick = commit.seq_id, state.picked
-        for index, trial in list(state.trials.items()):
+    def _learn(self, commit: Commit, trials: dict[int, _Trial], risk: Risk) -> None:
+        for index, trial in list(trials.items()):
             known = trial.reached
             trial.follow(commit.tokens)
-            self._acceptance.record(seq_id, trial.kind, trial.reached, trial.accepted, known)
+            risk.cost.acceptance.record(
+                commit.seq_id, trial.kind, trial.reached, trial.accepted, known
+            )
             if trial.ended:
-                del state.trials[index]
-        if pick and not self._costless[pick.member] and commit.drafted:
-            reached = levels_tried(commit, pick.length)
-            self._acceptance.record(seq_id, (pick.member, 0), reached, len(commit.path))
-        state.picked = None
+                del trials[index]
 
     def rehearse(self, batch_size: int) -> None:
         for member in self.members:
@@ -344,16 +275,9 @@ class Hybrid:
     def forget(self, seq_id: int) -> None:
         for member in self.members:
             member.forget(seq_id)
-        self._acceptance.forget(seq_id)
-        self._states.pop(seq_id, None)
-
-
-def _best_of(options: Sequence[Sequence[_Option]]) -> list[_Option]:
-    chosen = best(
-        [[option.gain for option in own] for own in options],
-        [[option.seconds for option in own] for own in options],
-    )
-    return [own[number] for own, number in zip(options, chosen, strict=True)]
+        self._trials.pop(seq_id, None)
+        if self._risk is not None:
+            self._risk.forget(seq_id)
 
 
 def _with_lengths(plan: Plan, lengths: Sequence[int]) -> Plan:

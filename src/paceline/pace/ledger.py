@@ -15,10 +15,10 @@ it is measured where it happens, by drafter and concurrency (in powers of two).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from math import inf, sqrt
 
-from paceline.pace.steptime import group_of
+from paceline.pace.cost import group_of
 
 SHARE = 0.01  # of the time that may go into drafts that turn out not to pay
 CREDIT = 16.0  # plain steps of one sequence that an account holds at most
@@ -35,8 +35,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.purse = 0.0
-        self._won: dict[tuple[str, int], float] = {}
-        self._owed: dict[str, float] = {}
+        self._won: dict[tuple[Hashable, int], float] = {}
+        self._owed: dict[Hashable, float] = {}
         self._each: dict[int, float] = {}  # by sequence
 
     def pass_by(self, seconds: float, plain: float) -> None:
@@ -48,7 +48,7 @@ class Ledger:
             earned -= paid
         self.purse = min(self.purse + earned, KEPT * plain)
 
-    def won(self, name: str, batch: int, plain: float) -> float:
+    def won(self, name: Hashable, batch: int, plain: float) -> float:
         """What drafts of a drafter may cost here by what they have won, in seconds."""
         group = group_of(batch)
         known = self._won.get((name, group))
@@ -59,7 +59,7 @@ class Ledger:
             return 0.0
         return max(0.0, min(_INHERITED * min(near)[1], plain))
 
-    def allowance(self, name: str, batch: int, plain: float) -> float:
+    def allowance(self, name: Hashable, batch: int, plain: float) -> float:
         """Seconds that a step may risk for drafts of this drafter.
 
         Less than nothing, and not even what is sure to gain may be drafted, where drafts that
@@ -68,15 +68,15 @@ class Ledger:
         won = self.won(name, batch, plain)
         return won + max(self.purse, 0.0) if won + self.purse > -KEPT * plain else -inf
 
-    def may_lend(self, name: str, plain: float) -> bool:
+    def may_lend(self, name: Hashable, plain: float) -> bool:
         """Whether what was lent to a drafter before has come in again."""
         return self._owed.get(name, 0.0) < plain
 
-    def lend(self, name: str, seconds: float) -> None:
+    def lend(self, name: Hashable, seconds: float) -> None:
         """A drafter has read a prompt: its next drafts pay for that, bit by bit."""
         self._owed[name] = self._owed.get(name, 0.0) + seconds
 
-    def charge(self, name: str, batch: int, seconds: float, plain: float) -> None:
+    def charge(self, name: Hashable, batch: int, seconds: float, plain: float) -> None:
         """A drafter has cost so much; less than nothing if it has won."""
         won = self.won(name, batch, plain) - seconds
         if won < 0:  # what it has lost beyond what it had won was paid from the purse
@@ -101,7 +101,7 @@ class Ledger:
 
     def settle(
         self,
-        drafts: Mapping[str, int],
+        drafts: Mapping[Hashable, int],
         tokens: Mapping[int, int],
         seconds: float,
         plain: float,

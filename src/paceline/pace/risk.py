@@ -1,205 +1,242 @@
-"""What may be drafted: the best lengths, as far as what they risk is covered by the ledger.
+"""What may be drafted: the best drafts, as far as what they risk is covered by the ledger.
 
-Between prediction and ledger: predictions say which lengths are best and what a step with them
+Between prediction and ledger: predictions say which drafts are best and what a step with them
 takes; here that is held against what the drafters and the sequences themselves may lose, and where
-nothing seems to pay, what a draft to learn from may cost.
+nothing seems to pay, what a draft to learn from may cost. The controller and hybrids ask the same
+object, for whole drafters and for what their members found.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SequenceState, SequenceView
+from paceline.pace.choice import choose, cut
+from paceline.pace.cost import CostModel, Draft, group_of
 from paceline.pace.ledger import KEPT, SHARE, Ledger
-from paceline.pace.prices import DraftProspect, Prices, choose
-from paceline.pace.steptime import group_of
-from paceline.pace.worth import Profile
 
 HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
 HOLD_PLAIN = 32  # where nothing is drafted, so that nothing is learnt
 _TRIALS = 4  # drafts after which a drafter's prices are believed where it cannot pay
+_IDLE = 128  # rulings for others, after which a drafter is tried again
+_HORIZON = 256  # tokens at most over which reading a prompt is written off
+_READ_ALONG = 8  # unread tokens that cost next to nothing
 
-
-@dataclass(frozen=True)
-class Party:
-    """The sequences of a step that may be drafted for, one candidate each.
-
-    ``batch`` counts all sequences of the step, ``plain`` is its seconds without drafts.
-    """
-
-    batch: int
-    plain: float
-    seqs: Sequence[SequenceState]
-    candidates: Sequence[DraftProspect]
-
-    @property
-    def names(self) -> list[str]:
-        return [own.name for own in self.candidates]
+AnySequence = SequenceState | SequenceView
+Prospect = tuple[AnySequence, Sequence[Draft]]  # a sequence and its options, none first
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """Draft lengths, for how many steps they hold at most, and why they are what they are."""
+    """A draft for each sequence, and why: ``hopeless`` if no draft seemed to pay.
 
-    lengths: list[int]
-    hold: int
+    ``missing``: seconds that the ledger lacks for what seemed best.
+    """
+
+    drafts: list[Draft]
     probe: bool = False
-    hopeless: bool = False  # no draft seemed to pay
+    hopeless: bool = False
+    missing: float = 0.0
+
+
+def remaining(seq: AnySequence) -> int:
+    """Tokens that may still be generated."""
+    return seq.params.max_tokens - (len(seq.tokens) - seq.prompt_length)
 
 
 class Risk:
-    """Rules on drafts. ``profiles`` are those of drafters that are chosen for, by name."""
+    """Rules on drafts. ``made`` are those of hybrids in the step under way, by sequence.
 
-    def __init__(self, prices: Prices, ledger: Ledger, profiles: Mapping[str, Profile]) -> None:
-        self._prices, self._ledger, self._profiles = prices, ledger, profiles
-        self._tried: Counter[tuple[str, int]] = Counter()  # steps by drafter and concurrency
-        self._read: dict[int, int] = {}  # tokens of a sequence when it was last drafted for
+    ``looked``: seconds of the step in which they looked for drafts, whoever then made them.
+    """
 
-    # -- what is told --------------------------------------------------------------------------
+    def __init__(self, cost: CostModel) -> None:
+        self.cost, self.ledger = cost, Ledger()
+        self.begin()
+        self._tried: Counter[tuple[Hashable, int]] = Counter()  # steps by drafter and concurrency
+        self._idle: Counter[Hashable] = Counter()
+        self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence that it has seen
 
-    def tried(self, name: str, batch: int) -> None:
+    # -- what is told ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.made: dict[int, Draft] = {}
+        self.looked = 0.0
+        self.probed = False
+
+    def tried(self, name: Hashable, batch: int) -> None:
         """A drafter drafted in a step of so many sequences."""
         self._tried[name, group_of(batch)] += 1
 
-    def meet(self, seq: SequenceState, name: str) -> None:
-        """A sequence is there; a drafter that follows prompts has read its."""
-        if seq.seq_id not in self._read:
-            self._read[seq.seq_id] = seq.prompt_length if self._profiles[name].follows else 0
-
-    def has_read(self, seq_id: int, tokens: int) -> None:
+    def has_read(self, seq_id: int, name: Hashable, tokens: int) -> None:
         """A drafter has seen so many tokens of a sequence."""
-        self._read[seq_id] = tokens
+        self._read.setdefault(seq_id, {})[name] = tokens
 
-    def unread(self, seq_id: int, tokens: int) -> int:
+    def unread(self, seq_id: int, name: Hashable, tokens: int) -> int:
         """Of so many tokens, those that a drafter would have to read first, but for the newest."""
-        return max(0, tokens - self._read.get(seq_id, 0) - 1)
+        if not self.cost.drafters[name].reads:
+            return 0
+        return max(0, tokens - self._read.get(seq_id, {}).get(name, 0) - 1)
 
     def forget(self, seq_id: int) -> None:
         self._read.pop(seq_id, None)
+        self.ledger.forget(seq_id)
+        self.cost.acceptance.forget(seq_id)
 
-    # -- ruling --------------------------------------------------------------------------------
+    # -- ruling ------------------------------------------------------------------------------------
 
-    def bound(self, name: str, count: int, batch: int, longest: int) -> int:
-        """The longest length that a drafter which decides for itself may risk for ``count``."""
-        plain = self._prices.steps.rest(batch, 0)
-        allowance = self._ledger.allowance(name, batch, plain)
+    def drafts(
+        self,
+        seq: AnySequence,
+        name: Hashable,
+        batch: int,
+        kind: Hashable = None,
+        lengths: Sequence[int] | None = None,
+    ) -> list[Draft]:
+        """What a drafter may draft for a sequence; acceptance is learnt by ``kind``."""
+        seq_id, left, profile = seq.seq_id, max(remaining(seq), 1), self.cost.drafters[name]
+        own = self.cost.acceptance.of(seq_id, name if kind is None else kind)
+        most = max(lengths) if lengths else profile.longest
+        tokens = own.tokens(most, self.ledger.lost(seq_id))
+        if left <= most:  # what comes after the last token is no gain
+            gains, safe = ([min(count, left) for count in counts] for counts in tokens)
+            tokens = gains, safe
+        if profile.follows and name not in self._read.get(seq_id, {}):
+            self.has_read(seq_id, name, seq.prompt_length)
+        unread = self.unread(seq_id, name, len(seq.tokens))
+        reading = unread * self.cost.reading(name) / min(left, _HORIZON)
+        reading = reading if unread > _READ_ALONG else 0.0
+        return self.cost.drafts(name, batch, tokens, reading, lengths)
 
-        def covered(length: int) -> bool:
-            seconds = self._prices.seconds(batch, [name] * count, [length] * count)
-            return seconds - plain <= allowance
+    def rule(
+        self, batch: int, prospects: Sequence[Prospect], followed: Collection[Hashable] = ()
+    ) -> Ruling:
+        """The best drafts whose risk is covered; else a probe; else none.
 
-        if allowance <= 0 or covered(longest):
-            return longest if allowance > 0 else 0
-        length = 1
-        while length + 1 < longest and covered(length + 1):
-            length += 1
-        # Most of what it tries takes less than the dearest of its drafts: a level may be tried.
-        return length
+        ``batch`` counts all sequences of the step. Drafters that are ``followed`` are known
+        without being tried, and what they propose is at hand.
+        """
+        options = [own for _, own in prospects]
+        best = choose(self.cost, batch, options)
+        hopeless = not any(draft.length for draft in best)
+        found, missing = self._covered(batch, prospects, best)
+        if found is None and followed and not hopeless:
+            options = [[o for o in own if not o.length or o.name in followed] for own in options]
+            found, _ = self._covered(batch, prospects, choose(self.cost, batch, options))
+        probe = self._probe(batch, prospects, found or (), followed)
+        drafts = probe or found or [own[0] for own in options]
+        return Ruling(drafts, probe is not None, hopeless, missing)
 
-    def rule(self, party: Party) -> Ruling:
-        """The best lengths whose risk is covered; else a probe; else none."""
-        best = choose(self._prices, party.batch, party.candidates)
-        hopeless = not any(best)
-        missing = 0.0
-        for most in range(max(best), 0, -1):
-            lengths = [min(length, most) for length in best]
-            risk = self._risk(party, lengths)
-            drafting = {n for n, length in zip(party.names, lengths, strict=True) if length}
-            allowance = min(
-                self._ledger.allowance(name, party.batch, party.plain) for name in drafting
-            )
-            if risk <= allowance:
-                tight = risk * HOLD > allowance or self._close(party, lengths)
-                return Ruling(lengths, 1 if tight else HOLD)
-            missing = risk - allowance
-        probe = self._probe(party)
-        if probe is not None:
-            return Ruling(probe, 1, probe=True, hopeless=hopeless)
-        # Soon enough to draft when there is enough for it.
-        wait = min(missing / (SHARE * party.plain), HOLD_PLAIN) if missing else HOLD_PLAIN
-        return Ruling([0] * len(best), max(1, int(wait)), hopeless=hopeless)
+    def hold(self, batch: int, prospects: Sequence[Prospect], ruling: Ruling) -> int:
+        """Steps for which a ruling may stand: few where they might cost more than may be lost."""
+        drafts, plain = ruling.drafts, self.cost.rest(batch)
+        if ruling.probe:
+            return 1
+        if not any(draft.length for draft in drafts):  # until there is enough to draft
+            wait = ruling.missing / (SHARE * plain) or HOLD_PLAIN
+            return max(1, int(min(wait, HOLD_PLAIN)))
+        loss = HOLD * (self.cost.step(batch, drafts) - plain)
+        close = any(self.ledger.own(s.seq_id, remaining(s), plain) < loss for s, _ in prospects)
+        dear = HOLD * self._risk(batch, prospects, drafts) > self._allowance(batch, drafts)
+        return 1 if close or dear else HOLD
 
-    def _close(self, party: Party, lengths: Sequence[int]) -> bool:
-        """Whether a few such steps in vain would cost any sequence more than it may lose."""
-        seconds = self._prices.seconds(party.batch, party.names, lengths) - party.plain
-        return any(
-            self._ledger.own(seq.seq_id, seq.remaining, party.plain) < HOLD * seconds
-            for seq in party.seqs
-        )
+    def _covered(
+        self, batch: int, prospects: Sequence[Prospect], best: Sequence[Draft]
+    ) -> tuple[list[Draft] | None, float]:
+        """These drafts, no longer than what they risk is covered; else what is missing."""
+        most, missing = max(draft.length for draft in best), 0.0
+        while most:
+            drafts = [cut(own, d, most) for (_, own), d in zip(prospects, best, strict=True)]
+            missing = self._risk(batch, prospects, drafts) - self._allowance(batch, drafts)
+            if missing <= 0:
+                return drafts, 0.0
+            most -= 1
+        return None, missing
 
-    def _risk(self, party: Party, lengths: Sequence[int]) -> float:
+    def _allowance(self, batch: int, drafts: Sequence[Draft]) -> float:
+        names, plain = {d.name for d in drafts if d.length}, self.cost.rest(batch)
+        return min((self.ledger.allowance(n, batch, plain) for n in names), default=0.0)
+
+    def _risk(self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
         """Seconds that a step may cost beyond what is sure to be gained by it.
 
         A drafter that has to read first is lent the time if that is sure to come in again.
         """
-        pairs = list(zip(party.candidates, lengths, strict=True))
-        safe = sum(own.safe[length] for own, length in pairs) + party.batch - len(pairs)
-        seconds = self._prices.seconds(party.batch, party.names, lengths)
-        risk = seconds - party.plain * safe / party.batch
-        reading = self._reading(party, lengths)
+        plain = self.cost.rest(batch)
+        safe = sum(draft.safe for draft in drafts) + batch - len(drafts)
+        risk = self.cost.step(batch, drafts) - plain * safe / batch
+        reading = self._reading(prospects, drafts)
         if not reading:
             return risk
-        written_off = sum(own.reading * own.safe[length] for own, length in pairs if length)
-        drafting = {own.name for own, length in pairs if length}
-        lent = all(self._ledger.may_lend(name, party.plain) for name in drafting)
+        written_off = sum(draft.reading * draft.safe / draft.gain for draft in drafts)
+        names = {draft.name for draft in drafts if draft.length}
+        lent = all(self.ledger.may_lend(name, plain) for name in names)
         return risk + (written_off if lent and risk + written_off <= 0 else reading)
 
-    def _reading(self, party: Party, lengths: Sequence[int]) -> float:
+    def _reading(self, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
         """Seconds in which drafters read what they have not seen of their sequences."""
         return sum(
-            self.unread(seq.seq_id, len(seq.tokens)) * self._prices.reading(own.name)
-            for seq, own, length in zip(party.seqs, party.candidates, lengths, strict=True)
-            if length and self._profiles[own.name].reads
+            self.unread(seq.seq_id, draft.name, len(seq.tokens)) * self.cost.reading(draft.name)
+            for (seq, _), draft in zip(prospects, drafts, strict=True)
+            if draft.length
         )
 
-    # -- trying what does not seem to pay ------------------------------------------------------
+    # -- trying what does not seem to pay ----------------------------------------------------------
 
-    def _probe(self, party: Party) -> list[int] | None:
-        """Lengths of a draft to learn from, if the purse pays and it could change anything.
+    def _probe(
+        self,
+        batch: int,
+        prospects: Sequence[Prospect],
+        chosen: Sequence[Draft],
+        followed: Collection[Hashable],
+    ) -> list[Draft] | None:
+        """Drafts to learn from, if the purse pays and they could change anything.
 
-        In turn one level for all sequences of a drafter, which tells most about its costs, and
-        several for one of them, which risks least.
+        Where others draft, only of drafters that have long not been used.
         """
-        for name in dict.fromkeys(party.names):
-            table = self._prices.table(name, party.batch)
+        used = {draft.name for draft in chosen if draft.length}
+        for name in dict.fromkeys(draft.name for _, own in prospects for draft in own[1:]):
+            self._idle[name] = 0 if name in used else self._idle[name] + 1
+            if name in followed or name in used or (used and self._idle[name] < _IDLE):
+                continue
+            table = self.cost.table(name, batch)
             pays = max((1 + n) / table[n] for n in range(1, len(table))) * table[0] > 1.02
-            if not pays and self._tried[name, group_of(party.batch)] >= _TRIALS:
+            if not pays and self._tried[name, group_of(batch)] >= _TRIALS:
                 continue  # even a draft that is always right would not pay
-            places = [
-                place
-                for place, (seq, own) in enumerate(zip(party.seqs, party.candidates, strict=True))
-                if own.name == name and seq.remaining > 1
-            ]
-            if places:
-                found = self._covered(party, places, table)
-                if found is not None:
-                    return found
+            # What a draft at hand would have gained is lost, too.
+            lost = self.cost.rest(batch) * max((d.gain - 1 for d in chosen), default=0.0)
+            for drafts in self._trials(batch, prospects, name):
+                if lost + self._stake(batch, prospects, drafts) <= self.ledger.purse:
+                    self._idle[name] = 0
+                    return drafts
         return None
 
-    def _covered(
-        self, party: Party, places: Sequence[int], table: Sequence[float]
-    ) -> list[int] | None:
-        """A probe for the sequences at these places, or one of them, that the purse pays for."""
-        seqs = party.seqs
-        one = min(places, key=lambda p: self.unread(seqs[p].seq_id, len(seqs[p].tokens)))
-        gains = party.candidates[one].gains
-        longest = max(range(1, len(table)), key=lambda n: gains[n] / table[n])
-        longest = min(longest, seqs[one].remaining - 1)
-        wide = [int(place in places) for place in range(len(seqs))]
-        alone = [[n * (place == one) for place in range(len(seqs))] for n in (longest, 1)]
-        ways = (
-            alone if self._tried[party.candidates[one].name, group_of(party.batch)] % 2 else [wide]
-        )
-        if self._stake(party, wide) > KEPT * party.plain:
-            ways = alone
-        for lengths in ways:
-            if self._stake(party, lengths) <= self._ledger.purse:
-                return lengths
-        return None
+    def _trials(
+        self, batch: int, prospects: Sequence[Prospect], name: Hashable
+    ) -> Iterable[list[Draft]]:
+        """In turn one level for all sequences of a drafter, which tells most about its costs, and
+        several for one of them, which risks least."""
+        everyone = [[d for d in own if d.name == name and d.length] for _, own in prospects]
+        places = [n for n, (seq, _) in enumerate(prospects) if everyone[n] and remaining(seq) > 1]
+        if not places:
+            return
+        none = [own[0] for _, own in prospects]
+        wide = [everyone[n][0] if n in places else draft for n, draft in enumerate(none)]
+        if self._tried[name, group_of(batch)] % 2 == 0:
+            yield wide
+            if self._stake(batch, prospects, wide) <= KEPT * self.cost.rest(batch):
+                return
+        unread = [self.unread(seq.seq_id, name, len(seq.tokens)) for seq, _ in prospects]
+        one = min(places, key=lambda place: unread[place])
+        likeliest = max(everyone[one], key=lambda draft: draft.gain / draft.seconds)
+        own = [none[one], *everyone[one]]
+        for draft in (cut(own, likeliest, remaining(prospects[one][0]) - 1), own[1]):
+            yield [*none[:one], draft, *none[one + 1 :]]
 
-    def _stake(self, party: Party, lengths: Sequence[int]) -> float:
+    def _stake(self, batch: int, prospects: Sequence[Prospect], drafts: Sequence[Draft]) -> float:
         """Seconds lost if nothing of these drafts is right, and nothing is drafted ever after."""
-        seconds = self._prices.seconds(party.batch, party.names, lengths) - party.plain
-        return seconds + self._reading(party, lengths)
+        seconds = self.cost.step(batch, drafts) - self.cost.rest(batch)
+        return seconds + self._reading(prospects, drafts)

@@ -134,7 +134,7 @@ class _SpacesStage:
         return " " + token
 
 
-class Suffix:
+class WordEnd:
     """BPEDecoder: the end of a word is a space, unless it is the end of the text."""
 
     def __init__(self, suffix: str) -> None:
@@ -380,7 +380,7 @@ def _part(spec: dict[str, Any]) -> Part | None:
         case "Strip":
             return Strip(spec["content"], spec["start"], spec["stop"])
         case "BPEDecoder":
-            return Suffix(spec["suffix"])
+            return WordEnd(spec["suffix"])
         case "ByteFallback":
             return ByteFallback()
         case "ByteLevel":

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer

@@ -28,13 +28,7 @@ EPSILON, DELTA = 0.09, 0.3
 _PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
 
 
-def surprise(
-    p: torch.Tensor,
-    tokens: torch.Tensor,
-    shapes: Shapes,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
-) -> torch.Tensor:
+def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Tensor:
     """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
 
     Distributions p [R, V] and nodes are laid out as in ``layout.py``.
@@ -42,24 +36,19 @@ def surprise(
     above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
     chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)
     entropy = torch.special.entr(above).sum(dim=-1)
-    threshold = (delta * torch.exp(-entropy)).clamp_(max=epsilon)
+    threshold = (DELTA * torch.exp(-entropy)).clamp_(max=EPSILON)
     cost = (-chance.clamp(min=1e-38).log() * _PER_NAT).round().to(torch.int64)
     return torch.where(chance > threshold, cost, -1)
 
 
 def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ...]:
     """The longest path of accepted nodes; the least surprising one of equals."""
-    best: tuple[int, int, tuple[int, ...]] = (0, 0, ())
-    paths: list[tuple[int, tuple[int, ...]] | None] = []
-    for node, parent in enumerate(parents):
-        before = paths[parent] if parent >= 0 else (0, ())
-        if before is None or surprises[node] < 0:
-            paths.append(None)
-            continue
-        cost, path = before[0] + surprises[node], (*before[1], node)
-        paths.append((cost, path))
-        best = max(best, (len(path), -cost, path), key=lambda entry: entry[:2])
-    return best[2]
+    paths: dict[int, tuple[tuple[int, ...], int]] = {-1: ((), 0)}  # with what they cost
+    for node, (parent, surprised) in enumerate(zip(parents, surprises, strict=True)):
+        if parent in paths and surprised >= 0:
+            path, cost = paths[parent]
+            paths[node] = (*path, node), cost + surprised
+    return max(paths.values(), key=lambda found: (len(found[0]), -found[1]))[0]
 
 
 class TypicalVerifier(Verifier):
@@ -71,14 +60,8 @@ class TypicalVerifier(Verifier):
 
     lossy = True
 
-    def __init__(
-        self,
-        generator: torch.Generator | None = None,
-        epsilon: float = EPSILON,
-        delta: float = DELTA,
-    ) -> None:
+    def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__("auto", generator)
-        self._epsilon, self._delta = epsilon, delta
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
         probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
@@ -90,7 +73,7 @@ class TypicalVerifier(Verifier):
         tokens = torch.cat(drafted)
         known = tokens < probs.shape[1]
         shapes = tuple(check.tree.parents for check in checks)
-        found = surprise(probs, tokens * known, shapes, self._epsilon, self._delta)
+        found = surprise(probs, tokens * known, shapes)
         return Decisions(choices, torch.where(known, found, -1))
 
     def _path(

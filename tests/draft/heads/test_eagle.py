@@ -13,9 +13,9 @@ from paceline.draft.base import held_bytes
 from paceline.draft.heads import eagle
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
+from paceline.draft.spec import DraftContext, Prepared
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
-from paceline.drafters import DraftContext, Prepared
 from paceline.engine.engine import Engine
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine_models import write_pair
 from paceline.draft.heads.checkpoint import write_checkpoint
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from random_heads import eagle_config, write_eagle
@@ -324,8 +325,8 @@ LANGUAGE_MODEL = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(24, 24)}
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (MEDUSA, "Medusa heads; use --draft medusa:PATH"),
-        (LANGUAGE_MODEL, "a language model; use --draft PATH"),
+        (MEDUSA, "Medusa heads; use --draft medusa:"),
+        (LANGUAGE_MODEL, "a language model; use --draft "),
         ({"other": torch.zeros(2)}, "weights of another kind"),
     ],
 )

@@ -107,7 +107,7 @@ def test_gradients_reach_every_weight_in_bfloat16() -> None:
 def test_scaled_rotary_embeddings_are_those_of_transformers() -> None:
     scaled = replace(EAGLE3, rope_scaling={"rope_type": "linear", "factor": 2.0})
     torch.testing.assert_close(
-        EagleHead(scaled, IDS)._frequencies, EagleHead(EAGLE3, IDS)._frequencies / 2
+        EagleHead(scaled, IDS).rotary.inv_freq, EagleHead(EAGLE3, IDS).rotary.inv_freq / 2
     )
 
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from full_disk import full_disk
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import DraftingHeads, MedusaConfig, MedusaHeads
+from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4
+TARGET = TargetShape(WIDTH, VOCAB, DEPTH)
 
 
 def random_heads(**changes) -> MedusaHeads:
@@ -63,7 +65,7 @@ def test_written_heads_are_read_back(tmp_path: Path, changes: dict) -> None:
     if heads.token_map is not None:
         heads.token_map.copy_(torch.tensor([3, 1, 19, 7, 0, 12]))
     save_medusa(heads, tmp_path, target_layers=4)
-    read = load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH)
+    read = load_medusa(str(tmp_path), TARGET)
     assert read.config == heads.config
     assert torch.equal(logits(read), logits(heads))
     assert not list(tmp_path.glob("*.partial"))
@@ -88,13 +90,13 @@ def test_a_full_disk_leaves_the_former_heads(tmp_path: Path) -> None:
         "medusa_lm_head.safetensors",
         "config.json",
     }
-    assert torch.equal(logits(load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH)), logits(heads))
+    assert torch.equal(logits(load_medusa(str(tmp_path), TARGET)), logits(heads))
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_public_checkpoints_of_either_kind(tmp_path: Path, suffix: str) -> None:
     heads = random_heads()
-    read = load_medusa(str(public_folder(tmp_path, heads, suffix)), WIDTH, VOCAB, DEPTH)
+    read = load_medusa(str(public_folder(tmp_path, heads, suffix)), TARGET)
     assert read.config.base_model == "some/7b"
     assert torch.equal(logits(read), logits(heads))
 
@@ -102,7 +104,7 @@ def test_public_checkpoints_of_either_kind(tmp_path: Path, suffix: str) -> None:
 def test_a_config_may_name_fewer_heads(tmp_path: Path) -> None:
     heads = random_heads()
     folder = public_folder(tmp_path, heads, medusa_num_heads=2)
-    assert torch.equal(logits(load_medusa(str(folder), WIDTH, VOCAB, DEPTH)), logits(heads)[:2])
+    assert torch.equal(logits(load_medusa(str(folder), TARGET)), logits(heads)[:2])
 
 
 def test_the_names_of_vllm(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_the_names_of_vllm(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     config = {"num_heads": 3, "num_hidden_layers": 2, "vocab_size": VOCAB, "hidden_size": WIDTH}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert torch.equal(logits(load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH)), logits(heads))
+    assert torch.equal(logits(load_medusa(str(tmp_path), TARGET)), logits(heads))
 
 
 def test_vocabulary_layers_are_cut_to_the_token_map(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_vocabulary_layers_are_cut_to_the_token_map(tmp_path: Path) -> None:
     save_file({**heads.state_dict(), "token_map": ids}, tmp_path / "model.safetensors")
     config = {"medusa_num_heads": 3, "vocab_size": VOCAB, "truncated_vocab_size": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    got = logits(load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH))
+    got = logits(load_medusa(str(tmp_path), TARGET))
     assert torch.allclose(got[..., ids], logits(heads)[..., ids])
     assert torch.isneginf(got).sum() == got.numel() * (VOCAB - 3) // VOCAB
 
@@ -188,10 +190,10 @@ def broken(folder: Path, case: str) -> None:
         ("no weights", "has no Medusa heads"),
         ("damaged", "cannot be read as weights"),
         ("code", "cannot be read as weights"),
-        ("eagle", "an EAGLE head .*use --draft eagle3:PATH"),
+        ("eagle", "an EAGLE-3 head; use --draft eagle3:"),
         ("model", "a language model"),
-        ("missing", "1.0.linear.bias is missing"),
-        ("shape", "1.0.linear.bias is missing, has another shape"),
+        ("missing", "lacks the weight 1.0.linear.bias"),
+        ("shape", "has 1.0.linear.bias of shape \\[3\\] where \\[8\\] is due"),
         ("too few", "asks for 5 heads of 2 blocks, but the weights hold 3 of 2"),
         ("other depth", "asks for 3 heads of 1 blocks"),
         ("no map", "no token_map"),
@@ -203,7 +205,7 @@ def broken(folder: Path, case: str) -> None:
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, case: str, message: str) -> None:
     broken(tmp_path, case)
     with pytest.raises(ModelLoadError, match=message) as caught:
-        load_medusa(str(tmp_path), WIDTH, VOCAB, DEPTH)
+        load_medusa(str(tmp_path), TARGET)
     assert "\n" not in str(caught.value)
 
 
@@ -217,7 +219,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, case: str, message: s
 def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message: str) -> None:
     public_folder(tmp_path, random_heads())
     with pytest.raises(ModelLoadError, match=message):
-        load_medusa(str(tmp_path), width, vocab, DEPTH)
+        load_medusa(str(tmp_path), TargetShape(width, vocab, DEPTH))
 
 
 @pytest.mark.parametrize(
@@ -230,4 +232,4 @@ def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message
 )
 def test_heads_that_are_nowhere(name: str, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        load_medusa(name, WIDTH, VOCAB, DEPTH)
+        load_medusa(name, TARGET)

@@ -50,7 +50,8 @@ def said() -> Iterator[Said]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
+    whole = getattr(model, "model", model)  # of a view
+    cache = PagedCache(whole.cache_shapes, 1, 16, whole.dtype, "cpu")
     rows = torch.arange(9)
     with torch.inference_mode():
         out: torch.Tensor = model(Batch(rows + 3, rows, rows, (Span(0, 0, 0, 9),), ((0,),)), cache)

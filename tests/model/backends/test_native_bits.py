@@ -150,7 +150,7 @@ def test_products(kernels: str, dtype: str, sizes: tuple[int, int]) -> None:
     outputs, inputs = sizes
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs).to(DTYPES[dtype])
-    packed = Packed.of([linear])
+    packed = Packed.of([linear], linear.weight.dtype)
     assert torch.equal(packed.dense(PLAIN, 0, outputs), linear.weight)
     x = torch.randn(100, inputs).to(DTYPES[dtype])
     alone = torch.cat([packed.product(row[None]) for row in x])

@@ -108,14 +108,14 @@ def test_several_clients_alone() -> None:
 
 def test_predictions_are_explained() -> None:
     items = (Item("bookkeeping of drafts", -0.25), Item("rest", 0.05))
-    seen = Prediction(1.9, 2.0, 1.9, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6, items)
+    seen = Prediction(1.9, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6, items)
     found = result(job(), predictions=[Predicted("model:a/quick@2", 1, seen)])
     text = shown(found)
     assert "Predicted against measured speedup" in sections(found)
     assert "bookkeeping of drafts" in text and "-0.25" in text and "+0.05" in text
     assert "1.80x" in text and "1.60x" in text
     (record,) = found.record()["predicted"]
-    assert record["method"] == "model:a/quick@2" and record["ratio"] == 1.8 / 1.6
+    assert record["method"] == "model:a/quick@2" and record["predicted_by_measured"] == 1.8 / 1.6
 
 
 def test_what_must_not_be_missed() -> None:

@@ -9,25 +9,38 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import LLM
+from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import NoDrafter
 from paceline.model.target import CausalModel
-from paceline.tools.bench.forwards import Alone, measure_alone
-from paceline.tools.bench.outcome import TimedAnswer, TimedRun
+from paceline.pace.acceptance import expected_tokens
+from paceline.pace.cost import CostModel, Profile, textbook_speedup
+from paceline.tools.bench.contestants import Paceline
+from paceline.tools.bench.methods import PLAIN as PLAIN_NAME
+from paceline.tools.bench.methods import Method
+from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.tools.bench.predict import (
     MeanDraft,
     Prediction,
-    expected_tokens,
+    compare,
+    measure_alone,
     predict,
-    predict_and_measure,
-    textbook_speedup,
 )
 from paceline.tools.bench.prompts import load_prompts
 
 # Milliseconds. The draft's pass is a tenth of a target forward, verification nearly free.
 PLAIN = {"draft": 0.0, "target": 10.0, "verify": 0.5, "other": 0.5}
-ALONE = Alone(plain=5.0, check=6.0, draft=1.5, catch_up=0.25)  # the machine was twice as fast
+
+
+def alone(check: float = 6.0) -> CostModel:
+    """Forwards of 5 over one token and ``check`` over four, passes of 0.5: the machine was twice as
+    fast."""
+    curve = CostCurve((1, 4), (5.0, check))
+    profile = Profile((0, 3), (0, 1), CostCurve((1,), (0.5,)))
+    return CostModel(TargetCosts((1, 8), (curve, curve)), {"drafter": profile})
+
+
 # What the formula makes of it: three passes, the larger forward, more rows to judge.
 SPEC = {"draft": 3.0, "target": 12.0, "verify": 0.75, "other": 0.5}
 # 100 drafts of three tokens: 80 had the first one accepted, 60 of these the second, 30 the third.
@@ -50,16 +63,6 @@ class Lookup(NoDrafter):
     """Chains without any pass."""
 
     def max_nodes(self, length: int) -> int:
-        return length
-
-
-class Forest(NoDrafter):
-    """Trees of at most six nodes, two a level."""
-
-    def max_nodes(self, length: int) -> int:
-        return min(6, 2 * length)
-
-    def passes(self, length: int) -> int:
         return length
 
 
@@ -86,17 +89,18 @@ def plain_run(beside: float = 0.0) -> TimedRun:
 
 
 def spec_run(beside: float = 0.0, **phases: float) -> TimedRun:
-    figures = {"drafted": 300, "accepted": 170, "reached": REACHED, "accepted_at": ACCEPTED}
+    figures = {
+        "drafted": 300,
+        "levels": 300,
+        "accepted": 170,
+        "reached": REACHED,
+        "accepted_at": ACCEPTED,
+    }
     return run(COUNTS, {**SPEC, **phases}, beside, **figures)
 
 
-NO_CATCH_UP = replace(ALONE, catch_up=0.0)
-
-
-def prediction(
-    spec: TimedRun, plain: TimedRun | None = None, alone: Alone = NO_CATCH_UP
-) -> Prediction:
-    made = predict([plain or plain_run()], [spec], MeanDraft.of(Chains(), 3, [spec]), alone)
+def prediction(spec: TimedRun, plain: TimedRun | None = None) -> Prediction:
+    made = predict([plain or plain_run()], [spec], MeanDraft.of(Chains(), [spec]), alone())
     assert made is not None
     return made
 
@@ -112,9 +116,9 @@ def effects(made: Prediction) -> dict[str, float]:
 
 
 def test_expected_tokens() -> None:
-    assert expected_tokens([]) == 1.0
-    assert expected_tokens([0.8, 0.75, 0.5]) == pytest.approx(EXPECTED)
-    assert expected_tokens([0.5] * 3) == pytest.approx((1 - 0.5**4) / (1 - 0.5))
+    assert expected_tokens([]) == [1.0]
+    assert expected_tokens([0.8, 0.75, 0.5])[-1] == pytest.approx(EXPECTED)
+    assert expected_tokens([0.5] * 3)[-1] == pytest.approx((1 - 0.5**4) / (1 - 0.5))
 
 
 def test_the_textbook_formula() -> None:
@@ -125,9 +129,9 @@ def test_the_textbook_formula() -> None:
 
 def test_without_overheads_both_formulas_agree() -> None:
     """Equal rates, verification for nothing and no bookkeeping are what the textbook assumes."""
-    rates = MeanDraft(3, 3, 3, rates=(0.6,) * 3, acceptance=0.6, planned=True, full=0.0)
+    rates = MeanDraft(3, 3, 3, rates=(0.6,) * 3, acceptance=0.6)
     forward = {"draft": 0.0, "target": 10.0, "verify": 0.0, "other": 0.0}
-    made = predict([run([1] * 9, forward)], [run([3] * 3, forward)], rates, Alone(5.0, 5.0, 1.5))
+    made = predict([run([1] * 9, forward)], [run([3] * 3, forward)], rates, alone(5.0))
     assert made is not None
     assert made.predicted == pytest.approx(made.textbook)
     assert made.predicted == pytest.approx(textbook_speedup(0.6, 3, 0.1))
@@ -143,7 +147,7 @@ def test_a_run_as_predicted_needs_no_explanation() -> None:
     assert made.tokens_per_step == pytest.approx(EXPECTED)
     assert (made.plain_step, made.step, made.measured_step) == pytest.approx((11, 16.25, 16.25))
     assert made.decoding == pytest.approx(made.predicted)
-    assert made.ratio == pytest.approx(1.0)
+    assert made.predicted_by_measured == pytest.approx(1.0)
     assert not effects(made)
 
 
@@ -165,14 +169,6 @@ def test_each_overhead_is_named_with_its_seconds(phase: str, seconds: float, rea
     assert item.seconds == pytest.approx(more)
 
 
-def test_catching_up_is_paid_after_full_drafts_only() -> None:
-    """30 of 100 drafts were accepted whole; twice the 0.25 measured on the faster machine."""
-    made = prediction(spec_run(draft=3.0 + 0.3 * 0.5), alone=ALONE)
-    (item,) = [item for item in made.items if item.name.startswith("draft model reads two")]
-    assert item.seconds == pytest.approx(0.15)
-    assert list(effects(made)) == [item.name]
-
-
 def test_reading_prompts_dilutes_the_speedup() -> None:
     made = prediction(spec_run(beside=500.0), plain_run(beside=500.0))
     assert made.decoding == pytest.approx(made.predicted)
@@ -180,49 +176,24 @@ def test_reading_prompts_dilutes_the_speedup() -> None:
     assert list(effects(made)) == ["reading prompts"]
 
 
-def test_drafts_cut_short_cost_tokens() -> None:
-    """Ten drafts more that were cut to nothing, as the last of a request are."""
-    whole = spec_run()
-    answers = [*whole.answers, *(TimedAnswer((7,), ((0.0, 1),)) for _ in range(10))]
-    phases = {phase: 110 * seconds for phase, seconds in SPEC.items()}
-    cut = replace(
-        whole,
-        answers=answers,
-        steps=110,
-        decoding_steps=110,
-        decoding_slots=110,
-        phases=phases,
-        seconds=sum(phases.values()),
-    )
-    plain = run([1] * 280, PLAIN)
-    made = prediction(cut, plain)
-    assert made.tokens_per_step == pytest.approx(EXPECTED)
-    assert made.measured_tokens_per_step == pytest.approx(280 / 110)
-    assert effects(made) == {
-        "drafts short or missing where a request begins or ends": pytest.approx(
-            (280 / 110 - EXPECTED) * 11 / 16.25
-        )
-    }
-
-
 def test_all_reasons_add_up_with_a_rest() -> None:
     spec = spec_run(beside=700.0, draft=5.0, target=13.0, verify=0.9, other=1.0)
-    drafts = MeanDraft.of(Chains(), 3, [spec])
-    made = predict([plain_run(400.0)], [spec], drafts, ALONE, measured=1.5)
+    drafts = MeanDraft.of(Chains(), [spec])
+    made = predict([plain_run(400.0)], [spec], drafts, alone(), measured=1.5)
     assert made is not None
     assert made.measured == 1.5
     assert sum(item.speedup for item in made.items) == pytest.approx(1.5 - made.predicted)
     assert made.items[-1].name == "rest"
     assert made.items[-1].speedup == pytest.approx(1.5 - (270 * 11 + 400) / (100 * 19.9 + 700))
-    assert made.record()["ratio"] == pytest.approx(made.predicted / 1.5)
+    assert made.record()["predicted_by_measured"] == pytest.approx(made.predicted / 1.5)
     assert len(made.record()["items"]) == len(made.items)
 
 
 def test_rounds_are_joined_by_their_median() -> None:
     hiccup = spec_run(beside=90.0, draft=50.0, target=90.0, other=30.0)
     rounds = [spec_run(), hiccup, spec_run()]
-    drafts = MeanDraft.of(Chains(), 3, rounds)
-    made = predict([plain_run()] * 3, rounds, drafts, NO_CATCH_UP)
+    drafts = MeanDraft.of(Chains(), rounds)
+    made = predict([plain_run()] * 3, rounds, drafts, alone())
     assert made is not None
     assert made.measured == pytest.approx(prediction(spec_run()).measured)
     assert not effects(made)
@@ -237,54 +208,54 @@ def test_runs_that_had_fewer_requests_left_are_made_comparable() -> None:
 
 
 def test_runs_that_never_only_decoded_predict_nothing() -> None:
-    drafts = MeanDraft.of(Chains(), 3, [spec_run()])
+    drafts = MeanDraft.of(Chains(), [spec_run()])
     nothing = replace(spec_run(), decoding_steps=0)
-    assert predict([plain_run()], [nothing], drafts, ALONE) is None
-    assert predict([replace(plain_run(), decoding_steps=0)], [spec_run()], drafts, ALONE) is None
+    assert predict([plain_run()], [nothing], drafts, alone()) is None
+    assert predict([replace(plain_run(), decoding_steps=0)], [spec_run()], drafts, alone()) is None
 
 
 # -- drafts --------------------------------------------------------------------------------------
 
 
 def test_drafts_of_a_fixed_length() -> None:
-    drafts = MeanDraft.of(Chains(), 3, [spec_run(), spec_run()])
-    assert drafts.planned
+    drafts = MeanDraft.of(Chains(), [spec_run(), spec_run()])
     assert (drafts.levels, drafts.nodes, drafts.passes) == (3, 3, 3)
     assert drafts.rates == pytest.approx((0.8, 0.75, 0.5))
     assert drafts.acceptance == pytest.approx(170 / 240)
-    assert drafts.full == pytest.approx(0.3)
 
 
 def test_drafts_of_an_adaptive_length_count_what_was_not_drafted() -> None:
     """Half of the steps draft two tokens, a quarter drafts one, a quarter none."""
     counts = [3] * 30 + [2] * 30 + [1] * 40
-    figures = {"drafted": 125, "accepted": 90, "reached": [75, 40], "accepted_at": [60, 30]}
+    figures = {
+        "drafted": 125,
+        "levels": 125,
+        "accepted": 90,
+        "reached": [75, 40],
+        "accepted_at": [60, 30],
+    }
     spec = run(counts, SPEC, **figures)
-    drafts = MeanDraft.of(Chains(), None, [spec])
-    assert not drafts.planned
+    drafts = MeanDraft.of(Chains(), [spec])
     assert (drafts.levels, drafts.nodes, drafts.passes) == pytest.approx((1.25, 1.25, 1.25))
-    assert expected_tokens(drafts.rates) == pytest.approx(spec.tokens / spec.steps)
+    assert expected_tokens(drafts.rates)[-1] == pytest.approx(spec.tokens / spec.steps)
     assert drafts.acceptance == pytest.approx(90 / 115)
-    assert drafts.full == pytest.approx(0.5)
-    made = predict([plain_run()], [spec], drafts, NO_CATCH_UP)
+    made = predict([plain_run()], [spec], drafts, alone())
     assert made is not None
-    assert made.tokens_per_step == pytest.approx(made.measured_tokens_per_step)
+    assert made.tokens_per_step == pytest.approx(spec.tokens / spec.steps)
 
 
 def test_a_lookup_that_finds_little_is_not_taken_for_one_that_was_cut_short() -> None:
-    figures = {"drafted": 60, "accepted": 20, "reached": [20, 5], "accepted_at": [15, 5]}
+    figures = {
+        "drafted": 60,
+        "levels": 60,
+        "accepted": 20,
+        "reached": [20, 5],
+        "accepted_at": [15, 5],
+    }
     spec = run([3] * 5 + [2] * 10 + [1] * 85, SPEC, **figures)
-    drafts = MeanDraft.of(Lookup(), 3, [spec])
-    assert not drafts.planned
+    drafts = MeanDraft.of(Lookup(), [spec])
     assert drafts.passes == 0
-    assert expected_tokens(drafts.rates) == pytest.approx(1.2)
-
-
-def test_levels_of_trees_that_grow_no_further() -> None:
-    figures = {"accepted": 90, "reached": [100, 60], "accepted_at": [60, 30]}
-    for drafted, levels in ((600, 3.0), (300, 1.5), (0, 0.0)):
-        spec = run([2] * 100, SPEC, drafted=drafted, **figures)
-        assert MeanDraft.of(Forest(), None, [spec]).levels == pytest.approx(levels)
+    assert expected_tokens(drafts.rates)[-1] == pytest.approx(1.2)
 
 
 # -- on a model ----------------------------------------------------------------------------------
@@ -303,18 +274,34 @@ def spec(plain: LLM) -> LLM:
 def test_measuring_forwards_leaves_no_trace(spec: LLM) -> None:
     cache = spec.engine.cache
     before = cache.pool.available
-    alone = measure_alone(spec.engine, nodes=2.5, passes=2.5, batch=2, context=50, rounds=3)
+    cost = measure_alone(spec.engine, 2.5, 1, 2, context=50)
     assert cache.pool.available == before
     assert not spec.engine.has_work
-    assert alone.batch == 2
-    assert min(alone.plain, alone.check, alone.draft) > 0
-    assert alone.catch_up >= 0
+    assert cost.verify(1, 0) > 0 and 0 < cost.verify(2, 0) <= cost.verify(2, 2.5)
+    assert cost.passes("drafter", [1, 1]) > 0
 
 
 def test_contexts_and_batches_beyond_the_cache_are_cut(plain: LLM) -> None:
-    alone = measure_alone(plain.engine, nodes=40, passes=0, batch=64, context=10**6, rounds=1)
-    assert alone.check > 0
-    assert alone.draft == 0
+    cost = measure_alone(plain.engine, 40, 64, 64, context=10**6)
+    assert cost.verify(64, 40) > 0
+    assert cost.passes("drafter", [1] * 64) == 0
+
+
+def predict_and_measure(
+    plain: LLM, spec: LLM, prompts: list[list[int]], max_tokens: int, rounds: int = 3
+) -> Prediction | None:
+    """Decode with both in turn, greedily, and predict."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    asks = [Ask(tuple(prompt), params) for prompt in prompts]
+    sides = [
+        Paceline(Method(PLAIN_NAME), lambda: plain, 1),
+        Paceline(Method("speculative"), lambda: spec, 1),
+    ]
+    for side in sides:
+        side.run(asks[:1])
+    outcomes = [[side.run(asks) for side in sides] for _ in range(rounds)]
+    ours, theirs = [pair[0] for pair in outcomes], [pair[1] for pair in outcomes]
+    return compare(spec.engine, ours, theirs, 64)
 
 
 @pytest.fixture(scope="module")
@@ -338,13 +325,11 @@ def test_a_machine_without_overheads_runs_as_predicted(
 
     monkeypatch.setattr(CausalModel, "__call__", timed)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    made = predict_and_measure(plain, spec, prompts, 4, max_tokens=48, rounds=1)
+    made = predict_and_measure(plain, spec, prompts, 48, rounds=1)
     assert made is not None
     assert made.plain_step == pytest.approx(10.5)
     assert made.step == pytest.approx(4 * 1.1 + 12.5)
     found = {item.name: item for item in made.items}
-    twice = found["draft model reads two tokens after a full draft"]
-    assert twice.seconds is not None and 0.01 < twice.seconds < 0.1
     # The steps that end a request draft less than four tokens, and take less for it.
     for name in ("drafting dearer than its passes alone", "checking dearer than alone"):
         seconds = found[name].seconds
@@ -352,7 +337,7 @@ def test_a_machine_without_overheads_runs_as_predicted(
     assert found["bookkeeping of drafts"].seconds == 0
     assert found["rest"].speedup == pytest.approx(0)
     assert made.decoding == pytest.approx(made.predicted, rel=0.05)
-    assert made.ratio == pytest.approx(1, rel=0.1)
+    assert made.predicted_by_measured == pytest.approx(1, rel=0.1)
 
 
 def test_the_embedded_pair_runs_about_as_predicted(
@@ -363,10 +348,10 @@ def test_the_embedded_pair_runs_about_as_predicted(
     torch.set_num_threads(1)
     monkeypatch.setattr(time, "perf_counter", time.process_time)
     try:
-        made = predict_and_measure(plain, spec, prompts, 4, max_tokens=32)
+        made = predict_and_measure(plain, spec, prompts, 32)
     finally:
         torch.set_num_threads(threads)
     assert made is not None
     assert sum(item.speedup for item in made.items) == pytest.approx(made.measured - made.predicted)
     assert 1.5 < made.tokens_per_step <= 5
-    assert 1 / 1.35 < made.ratio < 1.35
+    assert 1 / 1.35 < made.predicted_by_measured < 1.35

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from doctor_folders import Copy, codes, only
-from paceline.draft.heads.eagle_format import TargetShape, load_eagle, save_eagle
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
+from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.tools.doctor import Severity, examine
 
@@ -124,8 +125,8 @@ def test_the_speculators_layout(tmp_path: Path) -> None:
         ("paceline/tiny-medusa", "medusa:paceline/tiny-medusa"),
         ("eagle:paceline/tiny-eagle3", "eagle3:paceline/tiny-eagle3"),
         ("eagle3:paceline/tiny-medusa", "medusa:paceline/tiny-medusa"),
-        ("medusa:paceline/tiny-eagle", "--draft eagle3:PATH or eagle:PATH"),
-        ("eagle3:paceline/tiny-draft", "--draft PATH"),
+        ("medusa:paceline/tiny-eagle", "--draft eagle:paceline/tiny-eagle"),
+        ("eagle3:paceline/tiny-draft", "--draft paceline/tiny-draft"),
     ],
 )
 def test_a_draft_of_another_kind(spec: str, cure: str) -> None:

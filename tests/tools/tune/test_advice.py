@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.tools.tune.advice import Advice, advise
 from paceline.tools.tune.plan import TuneOptions, TuningOutcome
-from paceline.tools.tune.search import MeasuredMethod, TargetCosts
+from paceline.tools.tune.search import MeasuredMethod
 from tuning_methods import NOTHING, PLAIN, chain, target
 
 

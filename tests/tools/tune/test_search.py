@@ -5,22 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.tools.tune.decode import MeasuredStep
 from paceline.tools.tune.search import (
     MeasuredMethod,
-    TargetCosts,
     batch_sizes,
     best_batch,
     best_length,
     break_even,
+    pass_ratio,
     predict,
     search,
     speedups,
 )
-from tuning_methods import PLAIN, chain, target
+from tuning_methods import NOTHING, PLAIN, chain, target
 
 
 @pytest.mark.parametrize(("rate", "cost"), [(0.8, 0.1), (0.6, 0.05), (0.9, 0.3), (0.3, 0.02)])
@@ -36,7 +38,6 @@ def test_free_verification_gives_the_formula_of_leviathan(rate: float, cost: flo
 def random_method(chance: random.Random, number: int) -> MeasuredMethod:
     levels = chance.randint(1, 9)
     survival = tuple(itertools.accumulate((chance.random() for _ in range(levels)), float.__mul__))
-    nodes = (0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels)))
     return MeasuredMethod(
         label=f"m{number}",
         spec=f"m{number}",
@@ -45,13 +46,9 @@ def random_method(chance: random.Random, number: int) -> MeasuredMethod:
         survival=survival,
         acceptance=survival,
         reached=(5,) * levels,
-        nodes=nodes,
+        nodes=(0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels))),
         passes=tuple(range(levels + 1)),
         pass_seconds=CostCurve((1, 32), (chance.uniform(0.01, 0.3), chance.uniform(0.3, 2.0))),
-        handling=CostCurve((1, 32), (0.01, chance.uniform(0.01, 0.5))),
-        dearness=CostCurve((1, 32), (chance.uniform(0.9, 1.2), chance.uniform(0.9, 1.2))),
-        overhead=CostCurve((1, 32), (0.05, 0.4)),
-        node_overhead=CostCurve((1, 32), (0.001, chance.uniform(0.001, 0.05))),
     )
 
 
@@ -65,13 +62,8 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
         for method in methods:
             for g in range(1, len(method.nodes)):
                 tokens = 1 + math.fsum(method.survival[:g])
-                seconds = (
-                    g * method.pass_seconds(batch)
-                    + method.handling(batch)
-                    + costs(batch, 1 + method.nodes[g]) * method.dearness(batch)
-                    + method.overhead(batch)
-                    + method.nodes[g] * method.node_overhead(batch)
-                )
+                nodes = round(method.nodes[g], 1)
+                seconds = g * method.pass_seconds(batch) + costs(batch, 1 + nodes)
                 rates[method.label, g] = batch * tokens / seconds
         (label, length), rate = max(rates.items(), key=lambda item: item[1])
         found = search(methods, costs, batch)
@@ -79,6 +71,29 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
         assert found[0].rate == pytest.approx(rate)
         assert [s.rate for s in found] == sorted((s.rate for s in found), reverse=True)
         assert {s.method.label for s in found} == {m.label for m in methods}
+
+
+def test_what_real_steps_took_is_learnt() -> None:
+    """Passes take twice what was rehearsed, and a step half as much again as its forward."""
+    steps = [MeasuredStep(1, 0, 1, 0.0, 1.2, 0.3, True)]
+    steps += [MeasuredStep(1, n, 1, 0.2 * n, 1.2, 0.3, True) for n in (2, 8)]
+    method = replace(chain(0.8, 0.1), steps=tuple((step.nodes, step) for step in steps))
+    costs = target(10_000)
+    for length in (2, 8):
+        assert predict(method, costs, length, 1).seconds == pytest.approx(
+            1.5 + 0.2 * length, rel=0.03
+        )
+    assert predict(method, costs, 5, 1).drafting == pytest.approx(1.0, rel=0.05)
+    assert pass_ratio(method, costs) == pytest.approx(0.2 / 1.5, rel=0.05)
+
+
+def test_looking_up_takes_time_of_its_own() -> None:
+    steps = (
+        (0, MeasuredStep(1, 0, 1, 0.0, 1.0, 0.0, True)),
+        (4, MeasuredStep(1, 4, 1, 0.3, 1.0, 0.0, True)),
+    )
+    method = replace(chain(0.8, 0.0), passes=(0,) * 9, pass_seconds=NOTHING, steps=steps)
+    assert predict(method, target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
 
 
 def test_a_better_draft_is_drafted_longer() -> None:

@@ -7,13 +7,14 @@ same places: a built-in name, a local folder, or the hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 from paceline.files import replace_files, telling
 from paceline.model.names import resolve
@@ -84,6 +85,61 @@ def write_checkpoint(
     marked = {**config, _WEIGHTS: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"
     replace_files({folder / file: weights, folder / "config.json": text.encode()}, what)
+
+
+def weights_kind(names: Iterable[str]) -> tuple[str, str]:
+    """What tensors of these names are, and the kind of draft spec for it; "" for models."""
+    own = {name.removeprefix("model.") for name in names}
+    if any(key.startswith(("fc.", "midlayer.")) for key in own):
+        third = "d2t" in own or any("hidden_norm" in k or "midlayer" in k for k in own)
+        return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
+    if any("medusa" in key or key[:1].isdigit() or key.startswith("blocks.") for key in own):
+        return "Medusa heads", "medusa"
+    model = any("attn" in key for key in own)
+    return ("a language model" if model else "weights of another kind"), ""
+
+
+def another_kind(checkpoint: Checkpoint, wanted: str) -> ModelLoadError:
+    """The error for a folder that holds something else than ``wanted``."""
+    (what, kind), name = weights_kind(checkpoint.tensors), checkpoint.name
+    advice = f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
+    if what == "a language model":
+        advice = f"use --draft {name} to draft with it"
+    return ModelLoadError(f"{name} holds no {wanted} but {what}; {advice}")
+
+
+def check_target(
+    what: str, target: Target, hidden: int, vocab: int, layers: int | None, trained: str = ""
+) -> None:
+    """Raise ModelLoadError if ``what`` is for a target of other sizes; None is any depth."""
+    for size, own, wanted in (
+        ("hidden size", hidden, target.hidden_size),
+        ("vocabulary size", vocab, target.vocab_size),
+        ("number of layers", target.num_layers if layers is None else layers, target.num_layers),
+    ):
+        if own != wanted:
+            raise ModelLoadError(
+                f"{what}{trained}: made for a target with {size} {own}, but this one has {wanted}; "
+                "use one that was trained for this target"
+            )
+
+
+def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ModelLoadError if these are not a module's own weights by name and shape."""
+    own = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    for key in sorted(own.keys() | found.keys()):
+        if key not in found:
+            problem = f"lacks the weight {key}"
+        elif key not in own:
+            problem = f"has an unknown weight {key}"
+        elif own[key] != found[key]:
+            problem = f"has {key} of shape {list(found[key])} where {list(own[key])} is due"
+        else:
+            continue
+        raise ModelLoadError(
+            f"{what} {problem}; its config.json and weights do not belong together"
+        )
 
 
 def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | None:

@@ -16,8 +16,9 @@ Drafted rows are never kept: once a token is accepted its true feature takes the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,14 +26,27 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.eagle_lean import LeanEagle
-from paceline.draft.trees.grow import Growing, grow, level_feed
+from paceline.draft.base import Drafter
+from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
+from paceline.draft.heads.eagle_head import EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_lean import LeanEagle, quicken
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Loading,
+    Note,
+    Prepared,
+    Target,
+    TreeSpec,
+    option,
+    reduced,
+)
+from paceline.draft.trees.grow import Growing, level_feed
+from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.rehearsal import rehearse_level
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token
 from paceline.model.paged.masks import FULL
 from paceline.model.paged.pieces import AttentionStep
 
@@ -101,7 +115,92 @@ class _Draft:
     first: int = -1  # computed index of the first of these rows; -1 is the committed one
 
 
-class EagleDrafter:
+@dataclass(frozen=True)
+class Eagle(TreeSpec):
+    """An EAGLE head in a folder, of a built-in or a hub name; chains.
+
+    ``layers``: layers of the target whose inputs it reads, in the place of its config's.
+    """
+
+    kind = "eagle"
+    page = "eagle.md"
+    holds = "head"
+    weight_files = FILES
+    examples: ClassVar[tuple[str, ...]] = ("eagle:{eagle},branching=4x2",)
+    version: ClassVar[int] = 1
+    best_first: ClassVar[bool] = False
+
+    path: str = option(needs="a head")
+    _: KW_ONLY
+    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
+        nodes = 32 if target.device.type == "cuda" else 8
+        policy = self.policy(nodes if self.best_first else 0)
+        head = load_eagle(
+            self.path, target, self.version, self.layers, target.hf.get_output_embeddings()
+        )
+        head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        embed = head.embed_tokens or target.hf.get_input_embeddings()
+        quick = quicken(head, target.max_positions)
+
+        def build(context: DraftContext) -> Drafter:
+            cache = context.new_cache([head.cache_shape], target.dtype)
+            return EagleDrafter(quick, cache, embed, policy, context.generator, self.kind)
+
+        kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
+        cached = bytes_per_token([head.cache_shape], target.dtype)
+        return Prepared(build, cached, feature_bytes=kept)
+
+    def shape(self) -> str | None:
+        return super().shape() or ("tree" if self.kind == "eagle2" else None)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        head, _ = build_eagle(read, target, self.version, self.layers)
+        config, size = head.config, sum(weight.numel() for weight in head.parameters())
+        ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
+        reads = f"inputs of layers {list(ids)}" if self.version == 3 else "the last output"
+        text = f"EAGLE-{self.version} head of {size / 1e6:.1f}M parameters, reads {reads}"
+        notes: list[Note] = [("head-fits", text, None)]
+        if self.layers is None and self.version == 3:
+            shifted = [tuple(layer + shift for layer in usual) for shift in (-1, 1)]
+            if not said_layers(read.config):
+                notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
+            elif ids in shifted:
+                right = replace(self, layers=usual)
+                text = f"layers {list(ids)}, one off from the usual {list(usual)}"
+                cure = f"Try --draft {right} and compare with --run."
+                notes.append(("head-layers-shifted", text, cure))
+        notes += reduced(config.draft_vocab_size, target)
+        if config.max_positions < target.max_positions:
+            text = f"the head has {config.max_positions:,} positions, the target "
+            notes.append(("head-context-short", f"{text}{target.max_positions:,}", None))
+        features = len(ids) * target.hidden_size
+        return Examined(tuple(notes), size, 2 * config.kv_heads * config.head_dim, features)
+
+
+@dataclass(frozen=True)
+class Eagle2(Eagle):
+    """The same head with best-first trees."""
+
+    kind = "eagle2"
+    examples: ClassVar[tuple[str, ...]] = ("eagle2:{eagle},nodes=16",)
+    best_first = True
+
+
+@dataclass(frozen=True)
+class Eagle3(Eagle):
+    """An EAGLE-3 head, which reads three layers of the target; best-first trees."""
+
+    kind = "eagle3"
+    examples: ClassVar[tuple[str, ...]] = ("eagle3:{eagle3},nodes=20,width=6",)
+    version = 3
+    best_first = True
+
+
+class EagleDrafter(LevelDrafter):
     """Drafts with an EAGLE head. ``embed`` maps the target's ids to embeddings ``[T, H]``."""
 
     reads = True  # what came in while it did not draft
@@ -116,57 +215,39 @@ class EagleDrafter:
         generator: torch.Generator | None,
         name: str = "eagle3",
     ) -> None:
-        self.name = name
+        super().__init__(name, cache, policy, generator, head.config.max_positions)
         self.head = head
-        self.cache = cache
-        self.features: tuple[int, ...] = head.config.feature_layers
+        self.features = head.config.feature_layers
         self._embed = embed
-        self._policy = policy
-        self._generator = generator
         self._states: dict[int, _State] = {}
         self._drafts: dict[int, _Draft] = {}
-        self._empty = TokenTree.empty(cache.device)
-
-    def max_nodes(self, length: int) -> int:
-        return self._policy.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._policy.depth(length)
 
     # -- proposing ---------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
-        feeds: list[Feed] = []
-        inputs: list[torch.Tensor] = []
-        growing: dict[int, Growing] = {}
-        for item in plan.slices:
-            feed = self._catch_up(item) if item.seq.params.may_draft else None
-            if feed is None:
-                continue
-            feeds.append(feed)
-            inputs.append(self._states[feed.seq_id].take())
-            if feed.wants_logits:
-                growing[feed.seq_id] = self._policy.start(item, self.cache.device)
-                self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
+        trees = super().propose(plan)
         for state in self._states.values():
             state.settle()
-        if feeds:
-            joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-            outputs = self._run(feeds, self.head.fuse(joined))
-            if growing:
-                self._hand_out(list(growing), outputs, [1] * len(growing))
-                grow(list(growing.values()), self._logits(outputs), self._level, self._generator)
-        trees = []
-        for item in plan.slices:
-            tree = growing.get(item.seq.seq_id)
-            trees.append(self._empty if tree is None else tree.finish()[0])
         self._drafts.clear()
         return trees
 
-    def _catch_up(self, item: Slice) -> Feed | None:
-        """Feed the rows whose features have come in; None if there is nothing to do."""
+    def _first(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """Run the rows whose features have come in."""
+        inputs = [self._states[feed.seq_id].take() for feed in feeds]
+        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+        outputs = self._run(feeds, self.head.fuse(joined))
+        drafting = [feed for feed in feeds if feed.wants_logits]
+        for feed in drafting:
+            self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
+        if drafting:
+            self._hand_out([feed.seq_id for feed in drafting], outputs, [1] * len(drafting))
+        return self._logits_of(outputs) if drafting else outputs
+
+    def _feed(self, item: Slice) -> Feed | None:
+        """The rows whose features have come in; None if there is nothing to do."""
         seq = item.seq
+        if not seq.params.may_draft:
+            return None
         state = self._states.get(seq.seq_id)
         if state is None:
             state = self._states[seq.seq_id] = _State(seq.cached)
@@ -211,8 +292,18 @@ class EagleDrafter:
         rows = batch.logit_rows
         return outputs if rows is None else outputs.index_select(0, rows)
 
-    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
+    def _logits_of(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.head.expand(self.head.logits(outputs))
+
+    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        """One pass over made-up features, as start-up times it."""
+        like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
+        rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
+        hidden = like.new_zeros(rows, self.head.config.hidden_size)
+        return self._logits_of(self._run(feeds, hidden))
+
+    def _base(self, item: Slice) -> int:
+        return self._drafts[item.seq.seq_id].base
 
     def _hand_out(self, ids: Sequence[int], outputs: torch.Tensor, counts: Sequence[int]) -> None:
         for seq_id, part in zip(ids, torch.split(outputs, list(counts)), strict=True):
@@ -225,7 +316,7 @@ class EagleDrafter:
             seq_id = tree.item.seq.seq_id
             own = self._drafts[seq_id]
             assert own.outputs is not None
-            feed = level_feed(tree, own.base)
+            feed = level_feed(tree, self._base(tree.item))
             above = [parent - own.first for parent in tree.expanded_parents[feed.first_new :]]
             same = above == list(range(len(own.outputs)))
             inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
@@ -235,7 +326,7 @@ class EagleDrafter:
             counts.append(len(tree.fresh))
         outputs = self._run(feeds, torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         self._hand_out(ids, outputs, counts)
-        return self._logits(outputs)
+        return self._logits_of(outputs)
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -271,19 +362,6 @@ class EagleDrafter:
         """Memory of all features that wait to be computed."""
         storages = [t.untyped_storage() for s in self._states.values() for t in s.waiting]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    @torch.inference_mode()
-    def rehearse(self, batch_size: int) -> None:
-        """One pass: a level of each sequence's tree, its logits and the choice."""
-
-        def forward(feeds: Sequence[Feed]) -> torch.Tensor:
-            like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
-            rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
-            hidden = like.new_zeros(rows, self.head.config.hidden_size)
-            return self._logits(self._run(feeds, hidden))
-
-        positions = self.head.config.max_positions
-        rehearse_level(forward, self.cache, batch_size, positions, self._generator, self._policy)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

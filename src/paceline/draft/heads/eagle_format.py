@@ -18,15 +18,22 @@ reads, as vLLM takes them. Heads made for SGLang count outputs, one less: give `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.draft.heads.checkpoint import (
+    Checkpoint,
+    another_kind,
+    check_shapes,
+    check_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.heads.speculators import from_speculators, is_speculators, to_speculators
+from paceline.draft.spec import Target
 from paceline.errors import ConfigError, ModelLoadError
 
 WEIGHTS = "model.safetensors"
@@ -36,28 +43,6 @@ _TARGET_LAYERS = "paceline_target_layers"  # no published option says for how de
 # Copies of the target's weights and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 TargetHead = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Target(Protocol):
-    """What a head is held against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """A target that need not be loaded."""
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
 
 
 def load_eagle(
@@ -116,7 +101,7 @@ def build_eagle(
             f"the config.json of {name} has rope_scaling {config.rope_scaling}, which the "
             "installed transformers does not know or which is incomplete"
         ) from None
-    _check_tensors(name, head, tensors)
+    check_shapes(f"the EAGLE head {name}", head, tensors)
     return head, tensors
 
 
@@ -157,22 +142,12 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
     tensors = {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
     if "fc.weight" not in tensors:
-        kind, advice = _other_kind(tensors)
-        raise ModelLoadError(f"{checkpoint.name} holds no EAGLE head but {kind}; {advice}")
+        raise another_kind(checkpoint, "EAGLE head")
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
     if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
         tensors.pop("lm_head.weight", None)  # EAGLE-1 drafts with the target's: a copy of it
     return tensors
-
-
-def _other_kind(tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
-    medusa = any("medusa" in key or key.split(".")[0].isdigit() for key in tensors)
-    if medusa or any(key.startswith("blocks.") for key in tensors):
-        return "Medusa heads", "use --draft medusa:PATH for them"
-    if any("self_attn" in key for key in tensors):
-        return "a language model", "use --draft PATH to draft with it"
-    return "weights of another kind", "give the folder that holds the head"
 
 
 def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -200,7 +175,7 @@ def _config(
     vocab = _whole(name, flat, "vocab_size")
     heads = _whole(name, flat, "num_attention_heads")
     width = _whole(name, flat, "target_hidden_size", hidden)
-    _check_target(name, target, width, vocab, flat.get(_TARGET_LAYERS))
+    check_target(f"the EAGLE head {name}", target, width, vocab, flat.get(_TARGET_LAYERS))
     _check_supported(name, flat)
     theta, scaling = _rotary(flat)
     named = tensors.get("d2t")
@@ -244,19 +219,6 @@ def _config(
         raise ModelLoadError(f"the EAGLE head {name} does not fit the target: {error}") from None
 
 
-def _check_target(name: str, target: Target, width: int, vocab: int, layers: Any) -> None:
-    for what, own, wanted in (
-        ("hidden size", width, target.hidden_size),
-        ("vocabulary size", vocab, target.vocab_size),
-        ("number of layers", target.num_layers if layers is None else layers, target.num_layers),
-    ):
-        if own != wanted:
-            raise ModelLoadError(
-                f"the EAGLE head {name} is for a target with {what} {own}, but this one has "
-                f"{wanted}; use a head that was trained for this target"
-            )
-
-
 def _check_supported(name: str, flat: dict[str, Any]) -> None:
     """Refuse what would load and then draft nonsense."""
     for key, known in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("norm_before_fc", False)):
@@ -276,13 +238,16 @@ def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, None if options["rope_type"] == "default" else options
 
 
+def said_layers(config: dict[str, Any]) -> Any:
+    """The feature layers that a config.json names, in either place; empty or None for none."""
+    nested, key = config.get("eagle_config"), "eagle_aux_hidden_state_layer_ids"
+    return config.get(key) or (nested.get(key) if isinstance(nested, dict) else None)
+
+
 def _feature_layers(
     name: str, flat: dict[str, Any], target: Target, version: int
 ) -> tuple[int, ...]:
-    nested = flat.get("eagle_config")
-    ids = flat.get("eagle_aux_hidden_state_layer_ids")
-    if not ids and isinstance(nested, dict):
-        ids = nested.get("eagle_aux_hidden_state_layer_ids")
+    ids = said_layers(flat)
     if not ids:
         return default_feature_layers(version, target.num_layers)
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
@@ -326,23 +291,6 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     tensors["d2t"], tensors["t2d"] = ordered - torch.arange(count), known
     return [int(token) for token in ordered]
-
-
-def _check_tensors(name: str, head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
-    own = {key: tuple(value.shape) for key, value in head.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in tensors.items()}
-    for key in sorted(own.keys() | found.keys()):
-        if key not in found:
-            problem = f"lacks the weight {key}"
-        elif key not in own:
-            problem = f"has an unknown weight {key}"
-        elif own[key] != found[key]:
-            problem = f"has {key} of shape {list(found[key])} where {list(own[key])} is due"
-        else:
-            continue
-        raise ModelLoadError(
-            f"the EAGLE head {name} {problem}; its config.json and weights do not belong together"
-        )
 
 
 # -- writing ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.draft.vocabulary.shared import widened
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 
@@ -95,11 +96,8 @@ def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
     return (early, target_layers // 2, late)
 
 
-def rotary_frequencies(config: EagleConfig) -> tuple[torch.Tensor, float]:
-    """Angles per position float32 ``[head_dim / 2]``, and the factor on cosines and sines."""
-    if config.rope_scaling is None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return config.rope_theta**-exponents, 1.0
+def _rotary(config: EagleConfig) -> Any:
+    """Cosines and sines by transformers' own module: ``(like, positions [1, T])`` to [1, T, d]."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -108,10 +106,13 @@ def rotary_frequencies(config: EagleConfig) -> tuple[torch.Tensor, float]:
         num_attention_heads=config.heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_positions,
-        rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            **(config.rope_scaling or {}),
+        },
     )
-    rotary = LlamaRotaryEmbedding(llama)
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+    return LlamaRotaryEmbedding(llama)
 
 
 class _Attention(nn.Module):
@@ -199,7 +200,7 @@ class EagleHead(nn.Module):
     target_head: Callable[[torch.Tensor], torch.Tensor] | None
     d2t: torch.Tensor
     t2d: torch.Tensor
-    _frequencies: torch.Tensor
+    rotary: Any
 
     def __init__(
         self,
@@ -224,8 +225,8 @@ class EagleHead(nn.Module):
         else:
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
             self.layers = nn.ModuleList([_Layer(config)])
-        frequencies, self._rotary_scaling = rotary_frequencies(config)
-        self.register_buffer("_frequencies", frequencies, persistent=False)
+        # Nor are these a part of it that is cast to its dtype: angles are float32.
+        self.__dict__["rotary"] = _rotary(config)
 
     def _register_vocabulary(self, draft_ids: Sequence[int] | None) -> None:
         config = self.config
@@ -267,10 +268,7 @@ class EagleHead(nn.Module):
 
         The output is what the next step takes in, before the final norm (EAGLE-3).
         """
-        angles = positions[:, None].to(torch.float32) * self._frequencies
-        angles = torch.cat((angles, angles), -1)[:, None]
-        cos = (angles.cos() * self._rotary_scaling).to(hidden.dtype)
-        sin = (angles.sin() * self._rotary_scaling).to(hidden.dtype)
+        cos, sin = (part[0][:, None] for part in self.rotary(hidden, positions[None]))
         out: torch.Tensor
         if self.config.version == 3:
             out = self.midlayer(embeds, hidden, cos, sin, attend)
@@ -298,6 +296,5 @@ class EagleHead(nn.Module):
         config = self.config
         if config.draft_vocab_size == config.vocab_size:
             return logits
-        ids = self.d2t + torch.arange(config.draft_vocab_size, device=self.d2t.device)
-        full = logits.new_full((logits.shape[0], config.vocab_size), float("-inf"))
-        return full.index_copy_(1, ids, logits)
+        every = torch.arange(config.draft_vocab_size, device=self.d2t.device)
+        return widened(logits, self.to_target_ids(every), config.vocab_size)

@@ -14,7 +14,9 @@ candidate of head 0 followed by the r1-th of head 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -25,7 +27,18 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.draft.heads.medusa_format import FILES, build_medusa, load_medusa
 from paceline.draft.heads.medusa_head import DraftingHeads, MedusaHeads
+from paceline.draft.spec import (
+    DraftSpec,
+    Examined,
+    Loading,
+    Note,
+    Prepared,
+    Target,
+    option,
+    reduced,
+)
 from paceline.draft.trees.grow import Growing, StaticTree, grow
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
@@ -69,6 +82,46 @@ def shapes_of(
     if shape.depth > heads:
         raise ConfigError(f"medusa: tree={tree!r} has {shape.depth} levels for {heads} heads")
     return tuple(shape.cut(length) for length in range(heads + 1))
+
+
+@dataclass(frozen=True)
+class Medusa(DraftSpec):
+    """Medusa heads in a folder, of a built-in or a hub name.
+
+    ``tree``: "auto" (the best of ``nodes`` nodes by what the heads were measured to get right),
+    "chain", or paths of ranks such as "0/0.0/0.1/1": Medusa's choices.
+    """
+
+    kind = "medusa"
+    page = "medusa.md"
+    holds = "head"
+    weight_files = FILES
+    examples = ("medusa:{medusa},nodes=12", "medusa:{medusa},tree=chain")
+
+    path: str = option(needs="heads")
+    _: KW_ONLY
+    nodes: int = 8
+    tree: str = "auto"
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        heads = load_medusa(self.path, target)
+        heads = heads.to(device=target.device, dtype=target.dtype)
+        shapes = shapes_of(heads.config.heads, self.nodes, self.tree, heads.config.accuracy)
+        return Prepared(lambda c: MedusaDrafter(heads, c.target, shapes, c.generator))
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        heads, _ = build_medusa(read, target)
+        config, size = heads.config, sum(weight.numel() for weight in heads.parameters())
+        shared = "the target's vocabulary layer" if config.shared_head else "vocabulary layers"
+        text = f"{config.heads} heads of {config.layers} blocks, width {config.hidden_size}"
+        notes: list[Note] = [("head-fits", f"Medusa: {text}, with {shared}", None)]
+        if config.draft_vocab_size is not None:
+            notes += reduced(config.draft_vocab_size, target)
+        if not config.accuracy:
+            text = "config.json does not say how often each head is right"
+            notes.append(("medusa-accuracy-unknown", text, None))
+        return Examined(tuple(notes), size)
 
 
 class MedusaDrafter:

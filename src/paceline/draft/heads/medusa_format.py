@@ -15,8 +15,16 @@ from typing import Any
 
 import torch
 
-from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from paceline.draft.heads.checkpoint import (
+    Checkpoint,
+    another_kind,
+    check_shapes,
+    check_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -29,20 +37,20 @@ _ACCURACY = "paceline_accuracy"
 _TARGET_LAYERS = "paceline_target_layers"
 
 
-def load_medusa(name: str, hidden_size: int, vocab_size: int, target_layers: int) -> MedusaHeads:
-    """Heads for a target of this width, vocabulary and depth, on the CPU.
+def load_medusa(name: str, target: Target) -> MedusaHeads:
+    """Heads for ``target``, on the CPU.
 
     Raises ModelLoadError, in one line, if the files are missing or damaged, hold another
     algorithm's weights, or belong to another target.
     """
     checkpoint = read_checkpoint(name, FILES, "Medusa heads")
-    heads, tensors = build_medusa(checkpoint, hidden_size, vocab_size, target_layers)
+    heads, tensors = build_medusa(checkpoint, target)
     heads.load_state_dict(tensors)
     return heads
 
 
 def build_medusa(
-    checkpoint: Checkpoint, hidden_size: int, vocab_size: int, target_layers: int
+    checkpoint: Checkpoint, target: Target
 ) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
     """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
 
@@ -51,7 +59,15 @@ def build_medusa(
     """
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
-    _check_target(checkpoint, config, hidden_size, vocab_size, target_layers)
+    what, trained = f"the Medusa heads {checkpoint.name}", config.base_model
+    check_target(
+        what,
+        target,
+        config.hidden_size,
+        config.vocab_size,
+        _number(checkpoint.config, _TARGET_LAYERS),
+        f" (trained on {trained})" if trained else "",
+    )
     with next(value for key, value in tensors.items() if key != "token_map").device:
         heads = MedusaHeads(config).to(_dtype(tensors))
     kept = {
@@ -59,13 +75,7 @@ def build_medusa(
         for key, value in tensors.items()
         if key == "token_map" or int(key.split(".")[0]) < config.heads
     }
-    own = {key: value.shape for key, value in heads.state_dict().items()}
-    wrong = sorted(own.items() ^ {key: value.shape for key, value in kept.items()}.items())
-    if wrong:
-        raise ModelLoadError(
-            f"the Medusa heads {checkpoint.name} are incomplete or damaged: tensor {wrong[0][0]} "
-            "is missing, has another shape, or should not be there; download or copy the file again"
-        )
+    check_shapes(what, heads, kept)
     return heads, kept
 
 
@@ -107,10 +117,7 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         elif found := _VLLM_VOCABULARY.fullmatch(short):
             vocabulary[int(found[1] or 0)] = value
         else:
-            raise ModelLoadError(
-                f"{checkpoint.name} holds no Medusa heads but {_kind_of(checkpoint.tensors)} "
-                f"(tensor {key}); {_advice(checkpoint.tensors)}"
-            )
+            raise another_kind(checkpoint, "Medusa heads")
     depth = 1 + max((int(key.split(".")[1]) for key in result if "linear" in key), default=-1)
     for head, value in vocabulary.items():
         result[f"{head}.{depth}.weight"] = value
@@ -121,24 +128,6 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def _dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
     return next(value.dtype for key, value in tensors.items() if key != "token_map")
-
-
-def _is_eagle(tensors: dict[str, torch.Tensor]) -> bool:
-    return any(key.startswith(("fc.", "midlayer.")) for key in tensors)
-
-
-def _kind_of(tensors: dict[str, torch.Tensor]) -> str:
-    if _is_eagle(tensors):
-        return "an EAGLE head"
-    if any("self_attn" in key or "attn" in key for key in tensors):
-        return "a language model"
-    return "weights of another kind"
-
-
-def _advice(tensors: dict[str, torch.Tensor]) -> str:
-    if _is_eagle(tensors):
-        return "use --draft eagle3:PATH or eagle:PATH for it"
-    return "give the folder that holds medusa_lm_head.safetensors"
 
 
 def _number(config: dict[str, Any], *names: str) -> int | None:
@@ -236,24 +225,3 @@ def _accuracy(checkpoint: Checkpoint, heads: int) -> tuple[tuple[float, ...], ..
             "head; remove it, or train the heads again"
         )
     return table[:heads]
-
-
-def _check_target(
-    checkpoint: Checkpoint,
-    config: MedusaConfig,
-    hidden_size: int,
-    vocab_size: int,
-    target_layers: int,
-) -> None:
-    depth = _number(checkpoint.config, _TARGET_LAYERS)
-    for what, own, wanted in (
-        ("hidden size", config.hidden_size, hidden_size),
-        ("vocabulary size", config.vocab_size, vocab_size),
-        ("number of layers", depth or target_layers, target_layers),
-    ):
-        if own != wanted:
-            trained = f" (trained on {config.base_model})" if config.base_model else ""
-            raise ModelLoadError(
-                f"the Medusa heads {checkpoint.name}{trained} are for a target with {what} {own}, "
-                f"but this one has {wanted}; use heads that were trained for this target"
-            )

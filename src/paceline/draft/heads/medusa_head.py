@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.draft.vocabulary.shared import widened
 from paceline.model.backends.reference.products import PrepackedLinear, Product, can_prepack
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
@@ -124,8 +125,7 @@ def spread(
         return logits
     if config.shared_head:  # the target's head knows more tokens than the heads were trained on
         logits = logits.index_select(-1, token_map)
-    wide = logits.new_full((*logits.shape[:-1], config.vocab_size), -torch.inf)
-    return wide.index_copy_(-1, token_map, logits)
+    return widened(logits, token_map, config.vocab_size)
 
 
 class DraftingHeads:

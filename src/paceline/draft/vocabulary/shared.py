@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,43 +25,29 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "\u2581"  # a space in the tokens of SentencePiece
 
 
-class Vocabulary(Protocol):
-    """How a draft model reads the target's tokens, and how its logits become the target's."""
-
-    @property
-    def description(self) -> str | None:
-        """How the two were brought together, for people; None if they are one."""
-        ...
-
-    def context(self, tokens: Sequence[int]) -> list[int]:
-        """Committed target tokens as draft tokens, at least one each, whatever comes before."""
-        ...
-
-    def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[R, draft vocabulary]`` to ``[R, ids of the target]``, -inf where it has no opinion."""
-        ...
-
-    def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drafted target ids, int64, as the draft ids to feed; ``context`` of each, one to one."""
-        ...
-
-
 class SharedVocabulary:
-    """Same ids, same tokens; either side may have more rows of logits than tokens (padding)."""
+    """How a draft model reads the target's tokens, and how its logits become the target's.
 
-    description = None
+    Here ids and tokens are the same; either side may have more rows of logits than tokens
+    (padding). ``description`` tells people how two vocabularies were brought together.
+    """
+
+    description: str | None = None
 
     def __init__(self, target_vocab: int, draft_vocab: int) -> None:
         self._width = min(target_vocab, draft_vocab)
         self._last = draft_vocab - 1
 
     def context(self, tokens: Sequence[int]) -> list[int]:
+        """Committed target tokens as draft tokens, at least one each, whatever comes before."""
         return [min(token, self._last) for token in tokens]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """``[R, draft vocabulary]`` to ``[R, ids of the target]``, -inf where it has no opinion."""
         return logits[:, : self._width]
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Drafted target ids, int64, as the draft ids to feed; ``context`` of each, one to one."""
         return tokens
 
 
@@ -175,7 +161,7 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
     )
 
 
-class Intersection:
+class Intersection(SharedVocabulary):
     """Token-level intersection: the draft speaks only of tokens that both vocabularies have.
 
     Committed tokens outside of it are spelt in the draft's tokens, each by itself: what the draft
@@ -193,16 +179,11 @@ class Intersection:
     ) -> None:
         """``widths``: rows of logits of target and draft; ``share``: the measured overlap."""
         self.description = f"token-level intersection, {100 * share:.0f} % of text"
-        target_width, draft_width = widths
-        self._pairs = {
-            ours: theirs
-            for ours, theirs in pairs.items()
-            if ours < target_width and theirs < draft_width
-        }
+        rows, self._draft_width = widths
+        self._pairs = {a: b for a, b in pairs.items() if a < rows and b < self._draft_width}
         self._target, self._draft = target, draft
-        self._draft_width = draft_width
-        source = [self._pairs.get(token, 0) for token in range(target_width)]
-        outside = [token not in self._pairs for token in range(target_width)]
+        source = [self._pairs.get(token, 0) for token in range(rows)]
+        outside = [token not in self._pairs for token in range(rows)]
         self._source = to_device(source, device)
         self._outside = to_device(outside, device, torch.bool)
         self._spelt: dict[int, list[int]] = {}
@@ -227,6 +208,12 @@ class Intersection:
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._source[tokens]
+
+
+def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
+    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
 
 
 # -- what a token of a tokenizer.json stands for ---------------------------------------------------

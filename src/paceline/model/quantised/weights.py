@@ -126,6 +126,15 @@ class QuantisedLinear(nn.Module):
         """A dense copy of what the codes stand for; costs memory and time."""
         return self.quantised.dense()
 
+    def plain(self) -> nn.Linear:
+        """A plain layer of the numbers that the codes stand for, float32."""
+        linear = nn.Linear(1, 1, bias=False)
+        linear.in_features, linear.out_features = self.in_features, self.out_features
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.float(), requires_grad=False)
+        return linear
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         result = quantised_product(rows, self.quantised)

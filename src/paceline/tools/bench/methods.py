@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.config import DraftSpec
-from paceline.drafters import DRAFTERS
+from paceline.draft.model import DraftModel
+from paceline.drafters import DRAFTERS, parse_draft
 from paceline.errors import ConfigError
 from paceline.model.names import PREFIX
 
@@ -16,7 +16,6 @@ PLAIN = "plain"
 DRAFT = "draft"
 THEIRS = "transformers"
 _VARIANTS = ("assisted", "lookup")
-_REMEMBER = ("suffix", "recycling")  # by default these learn from one request for the next
 _LONGEST = 64
 
 Length = int | Literal["auto"]
@@ -43,9 +42,7 @@ class Method:
         """Whether earlier requests help it with later ones."""
         if self.draft is None or self.variant is not None:
             return False
-        spec = DraftSpec.parse(self.draft, tuple(DRAFTERS))
-        members = spec.members(tuple(DRAFTERS)) if spec.kind == "hybrid" else [spec]
-        return any(member.kind in _REMEMBER for member in members)
+        return any(member.remembers for member in parse_draft(self.draft).members())
 
 
 def offered() -> str:
@@ -116,10 +113,10 @@ def _theirs(text: str, variant: str, draft: str | None, length: Length | None) -
         raise ConfigError(f"method {text!r}: transformers has no automatic length; give a number")
     if variant == "lookup":
         return Method(text.strip(), None, length, variant)
-    spec = DraftSpec.parse(draft, tuple(DRAFTERS))
-    if spec.kind not in ("model", "tree") or not spec.argument:
+    spec = parse_draft(draft)
+    if not isinstance(spec, DraftModel):
         raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
-    return Method(text.strip(), spec.argument, length, variant)
+    return Method(text.strip(), spec.path, length, variant)
 
 
 def _split(text: str) -> tuple[str, Length | None]:

@@ -259,9 +259,10 @@ class _Pages:
             steps = (seen.step, seen.measured_step)
             start: list[Cell] = [item.concurrency] if many else []
             start += [self.label[item.method], *map(cells.times, speedups)]
+            start.append(f"{seen.predicted_by_measured:.2f}")
             body.append([*start, *map(cells.milliseconds, steps)])
         head = [*(["clients"] if many else []), "method", "textbook", "predicted", "decoding"]
-        head += ["measured", "step ms predicted", "step ms measured"]
+        head += ["measured", "pred./meas.", "step ms predicted", "step ms measured"]
         note = (
             "Speedups over our own plain decoding. textbook: (1 - a^(g+1)) / ((1 - a)(g c + 1)); "
             "predicted: acceptance by position, and forwards of target and drafter measured alone; "

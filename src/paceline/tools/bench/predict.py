@@ -2,52 +2,32 @@
 
 A benchmark that has timed rounds of the same requests, plain and speculative, calls::
 
-    prediction = compare(llm.engine, length, plain_rounds, rounds, context)
+    prediction = compare(llm.engine, plain_rounds, rounds, context)
 
-``predict_and_measure`` runs the rounds as well. ``predict`` is the pure part.
+``predict`` is the pure part.
 
-The forwards of target and drafter are measured alone, one after the other as a step needs them;
-acceptance, and the time of a plain step, come from the runs.
+The forwards of target and drafter are measured alone, as at start-up, and asked of the same cost
+model; acceptance, and the time of a plain step, come from the runs.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.params import SamplingParams
+from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
-from paceline.tools.bench.contestants import Paceline
-from paceline.tools.bench.forwards import Alone, measure_alone
-from paceline.tools.bench.methods import PLAIN, Method
-from paceline.tools.bench.outcome import Ask, TimedRun, column_sums
+from paceline.pace.acceptance import expected_tokens
+from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
+from paceline.pace.measure import measure, measure_target
+from paceline.tools.bench.outcome import TimedRun, column_sums
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.llm import LLM
 
-_FULL = 0.98  # drafts this complete are those of a drafter that always drafts what it is asked for
-
-
-# -- the formulas --------------------------------------------------------------------------------
-
-
-def expected_tokens(rates: Sequence[float]) -> float:
-    """Tokens of a step: 1 + a_1 + a_1 a_2 + ...; rate i is conditional on those before."""
-    return 1.0 + sum(itertools.accumulate(rates, lambda chance, rate: chance * rate))
-
-
-def textbook_speedup(rate: float, length: float, cost: float) -> float:
-    """(1 - a^(g+1)) / ((1 - a)(g c + 1)), Leviathan et al. 2023, theorem 3.8.
-
-    One acceptance ``rate`` a for all positions, drafts of g tokens, and a drafter whose pass
-    takes ``cost`` c of a target forward. Verifying g + 1 tokens is taken to cost what one does.
-    """
-    tokens = length + 1 if rate == 1 else (1 - rate ** (length + 1)) / (1 - rate)
-    return tokens / (length * cost + 1)
+_DRAFTER, _ROUNDS = "drafter", 10  # its name in the cost model, rounds of measuring
 
 
 # -- what goes in --------------------------------------------------------------------------------
@@ -58,11 +38,9 @@ class MeanDraft:
     """The drafts of a method, in the mean of its steps.
 
     ``levels``, tree ``nodes`` and drafter ``passes`` of a sequence's step. ``rates``: the chance
-    that a step gains token i of the draft, given that it gained those before. ``planned``: every
-    draft has the length asked for, but for the first and the last of a request; otherwise
-    (adaptive length, look-up) ``rates`` count positions not drafted as not gained.
-    ``acceptance`` is the share of the tokens tried that were accepted; ``full`` the share of
-    steps in which the whole draft was.
+    that a step gains token i of the draft, given that it gained those before; positions that were
+    not drafted count as not gained. ``acceptance`` is the share of the tokens tried that were
+    accepted.
     """
 
     levels: float
@@ -70,35 +48,24 @@ class MeanDraft:
     passes: float
     rates: tuple[float, ...]
     acceptance: float
-    planned: bool
-    full: float
 
     @classmethod
-    def of(cls, drafter: Drafter, length: int | None, rounds: Sequence[TimedRun]) -> MeanDraft:
-        """From what was counted; ``length`` is None where it adapts."""
-        steps = sum(outcome.steps for outcome in rounds)
-        drafted = sum(outcome.drafted or 0 for outcome in rounds)
+    def of(cls, drafter: Drafter, rounds: Sequence[TimedRun]) -> MeanDraft:
+        """From what was counted."""
+        steps = max(1, sum(outcome.steps for outcome in rounds))
         reached = column_sums([outcome.reached for outcome in rounds])
         accepted = column_sums([outcome.accepted_at for outcome in rounds])
-        tried = sum(reached)
-        acceptance = sum(accepted) / tried if tried else 0.0
-        # A token was accepted and there was no further one to try.
-        whole = sum(won - on for won, on in zip(accepted, [*reached[1:], 0], strict=True))
-        full = whole / steps if steps else 0.0
-        if length and drafted >= _FULL * _complete(drafter, length, rounds):
-            rates = [won / of for won, of in zip(accepted, reached, strict=True) if of]
-            nodes, passes = drafter.max_nodes(length), drafter.passes(length)
-            return cls(length, nodes, passes, tuple(rates), acceptance, True, full)
-        before = [steps, *accepted]
-        rates = [won / of for won, of in zip(accepted, before, strict=False) if of]
-        nodes_each = drafted / steps if steps else 0.0
-        depths = [outcome.levels for outcome in rounds if outcome.levels is not None]
-        if len(depths) == len(rounds):
-            levels = sum(depths) / steps if steps else 0.0
-        else:
-            levels = _levels(drafter, nodes_each)
-        passes_each = _between(drafter.passes, levels)
-        return cls(levels, nodes_each, passes_each, tuple(rates), acceptance, False, full)
+        pairs = zip(accepted, [steps, *accepted], strict=False)
+        levels = sum(outcome.levels or 0 for outcome in rounds) / steps
+        low = int(levels)
+        below, above = drafter.passes(low), drafter.passes(low + 1)
+        return cls(
+            levels,
+            nodes=sum(outcome.drafted or 0 for outcome in rounds) / steps,
+            passes=below + (levels - low) * (above - below),
+            rates=tuple(won / of for won, of in pairs if of),
+            acceptance=sum(accepted) / max(1, sum(reached)),
+        )
 
 
 # -- what comes out ------------------------------------------------------------------------------
@@ -128,7 +95,6 @@ class Prediction:
 
     textbook: float
     tokens_per_step: float
-    measured_tokens_per_step: float
     plain_step: float
     step: float
     measured_step: float
@@ -138,13 +104,13 @@ class Prediction:
     items: tuple[Item, ...]
 
     @property
-    def ratio(self) -> float:
-        """Predicted over measured; 1.1 promises 10 % too much."""
-        return self.predicted / self.measured
+    def predicted_by_measured(self) -> float:
+        """1.1 promises 10 % too much."""
+        return predicted_by_measured(self.predicted, self.measured)
 
     def record(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**asdict(self), "ratio": self.ratio}
+        return {**asdict(self), "predicted_by_measured": self.predicted_by_measured}
 
 
 @dataclass(frozen=True)
@@ -152,7 +118,6 @@ class _Steady:
     """Decoding as it was measured: medians over rounds."""
 
     phases: dict[str, float]  # seconds of one step that only decodes
-    tokens_per_step: float  # of one sequence
     in_flight: float  # sequences in such a step
     in_steps: float  # seconds per token of steps that only decode
     beside: float  # seconds per token of all else: reading prompts, and between steps
@@ -170,7 +135,6 @@ class _Steady:
 
         return cls(
             {phase: each(phase) for phase in used[0].phases},
-            sum(outcome.tokens for outcome in used) / sum(outcome.steps for outcome in used),
             _in_flight(used),
             middle(lambda outcome: _in_steps(outcome) / outcome.tokens),
             middle(lambda outcome: (outcome.seconds - _in_steps(outcome)) / outcome.tokens),
@@ -186,48 +150,44 @@ def predict(
     plain_rounds: Sequence[TimedRun],
     rounds: Sequence[TimedRun],
     drafts: MeanDraft,
-    alone: Alone,
+    alone: CostModel,
     measured: float | None = None,
 ) -> Prediction | None:
     """The speedup that follows from acceptance and costs, beside the measured one.
 
     A plain step is as measured. A speculative one has the drafter's passes and the target's larger
-    forward, as multiples of the plain forward (all three measured alone), the verifying it was
-    measured with, and the bookkeeping of a plain step. ``measured`` is the caller's own figure for
-    whole runs, by default that of the medians here. None if no step only decoded.
+    forward, as multiples of the plain forward (all three ``alone``, see ``measure_alone``), the
+    verifying it was measured with, and the bookkeeping of a plain step. ``measured`` is the
+    caller's own figure for whole runs, by default that of the medians here. None if no step only
+    decoded.
     """
     if not (_decodes(plain_rounds) and _decodes(rounds)):
         return None
     plain, spec = _Steady.of(plain_rounds), _Steady.of(rounds)
-    scale = plain.phases["target"] / alone.plain
+    batch, base = round(spec.in_flight), alone.verify(round(plain.in_flight), 0)
+    scale, passes = plain.phases["target"] / base, drafts.passes * _one_pass(alone, batch)
     step = {
-        "draft": scale * alone.draft,
-        "target": scale * alone.check,
+        "draft": scale * passes,
+        "target": scale * alone.verify(batch, drafts.nodes),
         "verify": spec.phases["verify"],
         "other": plain.phases["other"],
     }
-    tokens = expected_tokens(drafts.rates)
+    tokens = expected_tokens(drafts.rates)[-1]
     # At the end of a run fewer requests are left, and not as soon for both.
     ladder = _Ladder(plain.step / plain.in_flight * spec.in_flight, step, tokens)
     predicted = ladder.speedup
-    ladder.add(
-        "draft model reads two tokens after a full draft",
-        draft=scale * alone.catch_up * drafts.full,
-    )
     ladder.raise_to("drafting dearer than its passes alone", "draft", spec.phases["draft"])
     ladder.raise_to("checking dearer than alone", "target", spec.phases["target"])
     ladder.raise_to("bookkeeping of drafts", "other", spec.phases["other"])
-    ladder.gain("drafts short or missing where a request begins or ends", spec.tokens_per_step)
     decoding = ladder.speedup
     whole = (plain.in_steps + plain.beside) / (spec.in_steps + spec.beside)
     ladder.settle("reading prompts, and between steps", whole)
     reported = plain.per_token / spec.per_token if measured is None else measured
     ladder.settle("rest", reported)
-    rate = alone.draft / alone.plain / drafts.levels if drafts.levels else 0.0
+    rate = passes / base / drafts.levels if drafts.levels else 0.0
     return Prediction(
         textbook=textbook_speedup(drafts.acceptance, drafts.levels, rate),
         tokens_per_step=tokens,
-        measured_tokens_per_step=spec.tokens_per_step,
         plain_step=plain.step,
         step=sum(step.values()),
         measured_step=spec.step,
@@ -261,11 +221,6 @@ class _Ladder:
         """A phase takes what was measured."""
         self.add(name, **{phase: seconds - self._step[phase]})
 
-    def gain(self, name: str, tokens: float) -> None:
-        """A step gains the tokens that were measured."""
-        self._tokens = tokens
-        self._move(name, self._now())
-
     def settle(self, name: str, speedup: float) -> None:
         """What no step explains."""
         self._move(name, speedup)
@@ -280,7 +235,6 @@ class _Ladder:
 
 def compare(
     engine: Engine,
-    length: int | None,
     plain_rounds: Sequence[TimedRun],
     rounds: Sequence[TimedRun],
     context: int = 64,
@@ -288,48 +242,39 @@ def compare(
 ) -> Prediction | None:
     """Measure what the forwards of a speculative engine take alone, and ``predict``.
 
-    ``length`` is its fixed draft length, None where it adapts. ``plain_rounds`` are of our own
-    plain decoding, ``context`` the mean length of the requests in tokens, prompt and half of the
+    ``plain_rounds`` are of our own plain decoding, ``context`` the mean length of the requests in
+    tokens, prompt and half of the
     answer. The engine must be idle.
     """
-    drafts = MeanDraft.of(engine.drafter, length, rounds)
-    alone = measure_alone(
-        engine,
-        drafts.nodes,
-        drafts.passes,
-        batch=round(_in_flight(rounds)),
-        context=context,
-        plain_batch=round(_in_flight(plain_rounds)),
-    )
+    drafts = MeanDraft.of(engine.drafter, rounds)
+    batches = round(_in_flight(plain_rounds)), round(_in_flight(rounds))
+    alone = measure_alone(engine, drafts.nodes, *batches, context)
     return predict(plain_rounds, rounds, drafts, alone, measured)
 
 
-def predict_and_measure(
-    plain: LLM,
-    spec: LLM,
-    prompts: Sequence[Sequence[int]],
-    length: int | None,
-    *,
-    clients: int = 1,
-    max_tokens: int = 64,
-    rounds: int = 3,
-) -> Prediction | None:
-    """Decode ``prompts`` with both in turn, greedily, and predict; see ``predict``.
+def measure_alone(
+    engine: Engine, nodes: float, plain_batch: int, batch: int, context: int = 64
+) -> CostModel:
+    """What a plain step's forward takes, one over ``nodes`` more, and a pass of the drafter.
 
-    ``length`` is the draft length that ``spec`` was made with, None for "auto".
+    Of made-up sequences with ``context`` cached tokens, or as many as there is room for. The engine
+    must be idle; it is as before afterwards.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    asks = [Ask(tuple(prompt), params) for prompt in prompts]
-    sides = [
-        Paceline(Method(PLAIN), lambda: plain, clients),
-        Paceline(Method("speculative"), lambda: spec, clients),
-    ]
-    for side in sides:
-        side.run(asks[:1])
-    outcomes = [[side.run(asks) for side in sides] for _ in range(rounds)]
-    ours, theirs = [pair[0] for pair in outcomes], [pair[1] for pair in outcomes]
-    context = round(statistics.mean(map(len, prompts)) + max_tokens / 2)
-    return compare(spec.engine, length, ours, theirs, context)
+    drafter, low = engine.drafter, int(nodes)
+    counts: dict[int, Sequence[int]] = {plain_batch: (1,)}
+    counts[batch] = sorted({1, 1 + low, 2 + low})
+    counts = dict(sorted(counts.items()))
+    target = measure_target(
+        engine.target, engine.cache, counts, drafter.features, context, lambda size: _ROUNDS
+    )
+    seconds = CostCurve((batch,), (0.0,))
+    if drafter.passes(1):
+        seconds = measure(drafter.rehearse, (batch,), engine.target.device, _ROUNDS)
+    return CostModel(target, {_DRAFTER: Profile((0, nodes), (0, 1), seconds)})
+
+
+def _one_pass(alone: CostModel, batch: int) -> float:
+    return alone.passes(_DRAFTER, [1] * batch)
 
 
 # -- counting ------------------------------------------------------------------------------------
@@ -347,32 +292,3 @@ def _in_flight(rounds: Sequence[TimedRun]) -> float:
     """Sequences in a step that only decodes; 1 if there was none."""
     steps = sum(outcome.decoding_steps for outcome in rounds)
     return sum(outcome.decoding_slots for outcome in rounds) / steps if steps else 1.0
-
-
-def _complete(drafter: Drafter, length: int, rounds: Sequence[TimedRun]) -> int:
-    """Nodes that would have been drafted if every draft had the length that its request allows.
-
-    Without the first step of a request: some drafters have nothing to start from there.
-    """
-    nodes = 0
-    for outcome in rounds:
-        for answer in outcome.answers:
-            left = len(answer.tokens)
-            for place, (_, count) in enumerate(answer.arrivals):
-                nodes += drafter.max_nodes(min(length, left - 1)) if place else 0
-                left -= count
-    return nodes
-
-
-def _levels(drafter: Drafter, nodes: float) -> float:
-    """The draft length at which a draft has so many nodes, between whole ones if need be."""
-    length, below, above = 0, drafter.max_nodes(0), drafter.max_nodes(1)
-    while below < above <= nodes:  # trees of so many nodes at most grow no further
-        length += 1
-        below, above = above, drafter.max_nodes(length + 1)
-    return length + (nodes - below) / (above - below) if above > below else float(length)
-
-
-def _between(figure: Callable[[int], int], place: float) -> float:
-    low = int(place)
-    return figure(low) + (place - low) * (figure(low + 1) - figure(low))

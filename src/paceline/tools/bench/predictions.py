@@ -55,7 +55,6 @@ def predictions(
         ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
         prediction = compare(
             contestant.llm.engine,
-            method.length if isinstance(method.length, int) else None,
             plain,
             rounds,
             context=context,

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from paceline.config import DraftSpec
-from paceline.draft.selfspec import parse_layers
-from paceline.drafters import (
-    DRAFTERS,
-    POLICY_OPTIONS,
-    SWIFT_OPTIONS,
-    Loading,
-    exit_layers,
-    tree_policy,
-)
-from paceline.errors import ConfigError
+from paceline.draft.model import DraftModel
+from paceline.draft.spec import DraftSpec, Examined
+from paceline.drafters import parse_draft
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
-from paceline.tools.doctor.heads import another_kind, check_head, head_files, head_kind
+from paceline.tools.doctor.heads import another_kind, check_head, noted, weights_kind_of
 from paceline.tools.doctor.kinds import NOTE
 from paceline.tools.doctor.machine import DeviceSettings, MemoryNeeds, check_dtype, check_memory
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
@@ -31,13 +22,6 @@ from paceline.tools.doctor.rows import check_padding, check_tied
 from paceline.tools.doctor.tokens import compare
 from paceline.tools.doctor.weights import check_files, check_values
 
-_MODELS = ("model", "tree")
-_HEADS = {
-    "eagle": (*POLICY_OPTIONS, "layers"),
-    "eagle2": (*POLICY_OPTIONS, "layers"),
-    "eagle3": (*POLICY_OPTIONS, "layers"),
-    "medusa": ("nodes", "tree"),
-}
 _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
 
@@ -49,6 +33,12 @@ class _Cost:
     weights: int = 0
     cache_bytes: int = 0
     feature_bytes: int = 0
+
+    @classmethod
+    def of(cls, size: Examined, setting: DeviceSettings) -> _Cost:
+        width = (setting.dtype or torch.bfloat16).itemsize
+        values = (size.parameters, size.cache_values, size.feature_values)
+        return cls(*(width * value for value in values))
 
     def __add__(self, other: _Cost) -> _Cost:
         return _Cost(
@@ -76,7 +66,7 @@ def examine(
     ConfigError (an unknown option of a draft, an unusable device or dtype), in one line.
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
-    specs = [spec for text in texts for spec in _members(text)]
+    specs = [spec for text in texts for spec in parse_draft(text).members()]
     setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
     files = read_files(target)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
@@ -97,78 +87,33 @@ def examine(
     return by_severity([*findings, check_memory(setting, load)])
 
 
-def _members(text: str | None) -> list[DraftSpec]:
-    """The specs of a draft; of a hybrid, those it is made of."""
-    spec = DraftSpec.parse(text, tuple(DRAFTERS))
-    return spec.members(tuple(DRAFTERS)) if spec.kind == "hybrid" else [spec]
-
-
 def _folder_of(spec: DraftSpec) -> ModelFiles | None:
-    """What a spec's folder holds. Raises ConfigError and ModelLoadError."""
-    if spec.kind in _HEADS:
-        spec.check_options(_HEADS[spec.kind])
-        if spec.kind != "medusa":
-            tree_policy(spec)
-        if not spec.argument:
-            raise ConfigError(f"draft {spec.kind!r} needs a head: {spec.kind}:PATH")
-        return read_files(spec.argument, head_files(spec.kind))
-    if spec.kind not in _MODELS:
+    """What a spec's folder holds. Raises ModelLoadError."""
+    path = spec.argument()
+    if spec.holds == "nothing" or path is None:
         return None
-    spec.check_options((*POLICY_OPTIONS, "vocab"))
-    tree_policy(spec)
-    if not spec.argument:
-        raise ConfigError(f"draft {spec.kind!r} needs a model: {spec.kind}:PATH")
-    return read_files(spec.argument)
+    return read_files(path, *([spec.weight_files] if spec.weight_files else []))
 
 
 def _draft(
     spec: DraftSpec, files: ModelFiles | None, target: Model, setting: DeviceSettings
 ) -> tuple[list[Finding], _Cost]:
     """Findings on one draft of one kind, and what it takes."""
-    if files is not None and spec.kind in _HEADS:
-        size, findings = check_head(spec, files, target)
-        if size is None:
-            return findings, _Cost()
-        width = (setting.dtype or torch.bfloat16).itemsize
-        values = (size.parameters, size.cache_values, size.feature_values)
-        return findings, _Cost(*(width * value for value in values))
-    if files is not None:
+    if files is None:
+        return noted(spec.examine(target)), _Cost()
+    if isinstance(spec, DraftModel):
         return _model(spec, files, target, setting)
-    if spec.kind == "none":
-        return [finding("draft-none", "draft", "no draft is given")], _Cost()
-    if spec.kind in ("early_exit", "layer_skip"):
-        return [_own_layers(spec, target.num_layers)], _Cost()
-    # Prepared as the engine would: options, and the corpus of suffix. Of the target that takes
-    # its vocabulary only.
-    stand_in = SimpleNamespace(device=torch.device("cpu"), vocab_size=target.vocab_size)
-    DRAFTERS[spec.kind](spec, cast(Loading, SimpleNamespace(target=stand_in)))
-    text = f"{spec.kind} needs no weights and no cache of its own"
-    return [finding("draft-free", "draft", text)], _Cost()
-
-
-def _own_layers(spec: DraftSpec, total: int) -> Finding:
-    """Drafting with part of the target itself."""
-    if spec.kind == "early_exit":
-        spec.check_options(("layers", *POLICY_OPTIONS))
-        run = exit_layers(spec, total)
-    else:
-        spec.check_options(("skip", *SWIFT_OPTIONS, *POLICY_OPTIONS))
-        if "skip" in spec.options:
-            run = total - len(parse_layers(spec.options["skip"], total))
-        else:
-            run = max(1, round(total * (1 - spec.number("ratio", 0.45))))
-    tree_policy(spec)
-    text = f"{spec.kind} drafts with {run} of the target's {total} layers"
-    return finding("draft-own-layers", "draft", text)
+    size, findings = check_head(spec, files, target)
+    return findings, _Cost.of(size, setting) if size else _Cost()
 
 
 # -- draft models ------------------------------------------------------------------------------
 
 
 def _model(
-    spec: DraftSpec, files: ModelFiles, target: Model, setting: DeviceSettings
+    spec: DraftModel, files: ModelFiles, target: Model, setting: DeviceSettings
 ) -> tuple[list[Finding], _Cost]:
-    other = head_kind(files)
+    other = weights_kind_of(files)
     if other is not None:
         return [another_kind(files, other)], _Cost()
     model, findings = describe(files, "draft")
@@ -177,7 +122,7 @@ def _model(
         return findings, _Cost()
     findings += [*check_tensors(model), *check_values(files, "draft"), *check_padding(model)]
     findings += check_tied(model)
-    findings += compare(target, model, spec.options.get("vocab", "auto"))
+    findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
     return findings, _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
 

@@ -79,6 +79,7 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     if textbook is not None:
         rows.append(("textbook formula", f"{textbook:.2f}x"))
     rows.append(("measured speedup", f"{trial.measured:.2f}x"))
+    rows.append(("predicted / measured", f"{trial.predicted_by_measured:.2f}"))
     note = (
         f"{trial.seconds:.0f} s, one greedy sequence at a time on shipped prompts; prompts are not "
         "timed. The textbook formula takes checking a draft to be free."

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.clock import PHASES
-from paceline.tools.bench.predict import expected_tokens, textbook_speedup
+from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
+_DRAFTER, _REPEATED = "drafter", 100  # its name in the cost model; times to show it a step
 SECONDS = 10.0  # of measuring, by default
 LONG, _SHORT = 8, 2  # draft lengths of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
@@ -108,11 +109,14 @@ class Exploration:
     @cached_property
     def target(self) -> CostCurve:
         """Seconds of a target forward by its rows, which are means over steps and rounded."""
-        points = {1: self.plain.each("target")}
+        return self._by_rows("target")
+
+    def _by_rows(self, *phases: str) -> CostCurve:
+        points = {1: self.plain.each(*phases)}
         for decoded in (self.short, self.long):
             rows = round(1 + decoded.nodes / decoded.steps)
             if rows > max(points):
-                points[rows] = max(decoded.each("target"), max(points.values()))
+                points[rows] = max(decoded.each(*phases), max(points.values()))
         return CostCurve(tuple(points), tuple(points.values()))
 
     @property
@@ -120,25 +124,38 @@ class Exploration:
         """Whether every draft is a chain of as many tokens as were asked for."""
         return self.passes[-1] == self.nodes[-1] == len(self.nodes) - 1
 
-    def tokens(self, length: int) -> float:
-        """Expected in a step: the target's own, and each drafted one by how often it was gained."""
-        if self.chain:  # shorter ones were cut by the end of the request
-            return expected_tokens(self.per_position[:length])
-        return 1 + sum(self.long.accepted[:length]) / self.long.steps
-
-    def step(self, length: int) -> float:
-        """Seconds of a step with drafts of ``length`` tokens, from the phases of the others."""
-        passes = self.passes[length]
-        drafting = passes * self._pass if self.passes[-1] else self.long.each("draft")
+    @cached_property
+    def cost(self) -> CostModel:
+        """What steps take and gain, from the phases of those that were run."""
         # Look-up drafters do not always find something: as many nodes as they did.
         found = self.long.nodes / self.long.steps / max(1, self.nodes[-1])
-        rows = 1 + self.nodes[length] * (1 if self.chain else found)
-        return drafting + self.target(rows) + self.long.each("verify", "other")
+        nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
+        profile = Profile(nodes, self.passes, CostCurve((1,), (self._pass,)))
+        rest = self._by_rows("target", "verify", "other")
+        cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: profile})
+        rates: Sequence[float] = self.per_position  # shorter ones were cut by the request's end
+        if not self.chain:
+            pairs = zip(self.long.accepted, (self.long.steps, *self.long.accepted), strict=False)
+            rates = [after / before if before else 0.0 for after, before in pairs]
+        cost.acceptance.everyone(_DRAFTER).know(rates)
+        if profile.costless:
+            drafting, mean = self.long.each("draft"), round(self.long.nodes / self.long.steps)
+            for _ in range(_REPEATED):
+                seconds = drafting + cost.verify(1, mean)
+                cost.learn(1, mean, seconds, drafting, passes={_DRAFTER: 0.0})
+        return cost
+
+    def tokens(self, length: int) -> float:
+        """Expected in a step: the target's own, and each drafted one by how often it was gained."""
+        return self.cost.tokens(_DRAFTER, length)
+
+    def step(self, length: int) -> float:
+        """Seconds of a step with drafts of ``length`` tokens."""
+        return self.cost.table(_DRAFTER, 1)[length]
 
     def speedup(self, length: int) -> float:
         """Predicted, over plain decoding."""
-        plain = sum(self.plain.seconds.values()) / self.plain.tokens
-        return self.tokens(length) * plain / self.step(length)
+        return self.cost.speedup(_DRAFTER, length)
 
     @property
     def predicted(self) -> tuple[float, ...]:
@@ -148,7 +165,7 @@ class Exploration:
     @property
     def best(self) -> int:
         """The draft length that promises most."""
-        return 1 + self.predicted.index(max(self.predicted))
+        return self.cost.best_length(_DRAFTER)
 
     @property
     def textbook(self) -> float | None:
@@ -166,6 +183,11 @@ class SpeedupTrial:
     measured: float
     seconds: float
 
+    @property
+    def predicted_by_measured(self) -> float:
+        """1.1 promises 10 % too much."""
+        return predicted_by_measured(self.explored.speedup(self.explored.best), self.measured)
+
     def record(self) -> dict[str, Any]:
         found = self.explored
         curve = zip(found.target.tokens, found.target.seconds, strict=True)
@@ -181,6 +203,7 @@ class SpeedupTrial:
             "predicted_speedup": found.speedup(found.best),
             "textbook_speedup": found.textbook,
             "measured_speedup": self.measured,
+            "predicted_by_measured": self.predicted_by_measured,
             "seconds": self.seconds,
         }
 

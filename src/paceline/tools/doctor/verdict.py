@@ -25,7 +25,7 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
     if trial.measured >= _HARMLESS:
         code = "worth-it" if trial.measured >= _WORTH else "barely-worth-it"
     findings = [finding(code, "pair", text)]
-    if not 1 / _UNSURE <= predicted / trial.measured <= _UNSURE:
+    if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
         text = f"predicted {predicted:.2f}x, measured {trial.measured:.2f}x"
         findings.append(finding("measurement-unsure", "machine", text))
     ratio = found.cost_ratio

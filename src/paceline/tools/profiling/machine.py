@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.model.backends.reference.products import PrepackedLinear, can_prepack
-from paceline.pace.costs import measure
+from paceline.pace.measure import measure
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SMALLEST_BUFFER, _LARGEST_BUFFER = 64 * 2**20, 512 * 2**20  # bytes

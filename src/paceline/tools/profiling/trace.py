@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
-from paceline.pace.costs import synchronise
+from paceline.pace.measure import synchronise
 from paceline.tools.profiling import steady
 from paceline.tools.profiling.work import is_kernel
 

@@ -6,22 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from paceline.drafters import DRAFTERS
 from paceline.tools.tune.plan import TuningOutcome
 from paceline.tools.tune.search import (
     MARGIN,
-    MeasuredMethod,
     PredictedSetting,
     batch_sizes,
     best_length,
+    pass_ratio,
     predict,
-    step_cost,
 )
 
 SMALLER = (10.0, 20.0)  # times that a draft model should be smaller than its target
 WORTH = 0.4  # acceptance below which drafting is said not to pay
 LONGER = 0.8  # acceptance above which to draft longer
 _LONG = 4  # levels beyond which a draft is long
-_LOOKUP = ("ngram", "suffix")
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
 
 
@@ -56,12 +55,6 @@ def _gain(outcome: TuningOutcome, setting: PredictedSetting) -> float:
     return setting.rate / outcome.plain_rate
 
 
-def cost_ratio(outcome: TuningOutcome, method: MeasuredMethod) -> float:
-    """Seconds of one pass of the drafter by those of one plain target forward, alone."""
-    assert outcome.target is not None and outcome.plain is not None
-    return method.pass_seconds(1) / step_cost(outcome.plain, outcome.target, 0, 1).target
-
-
 def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     best = next((s for s in settings if s.method.parameters), None)
     if best is None or not outcome.parameters:
@@ -69,7 +62,8 @@ def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[
     method, gain = best.method, _gain(outcome, best)
     ratio = outcome.parameters / method.parameters
     inside, pays = SMALLER[0] <= ratio <= SMALLER[1], gain >= MARGIN
-    cost = cost_ratio(outcome, method)
+    assert outcome.target is not None
+    cost = pass_ratio(method, outcome.target)
     said = f"it {'pays' if pays else 'does not pay'}, {gain:.2f}x predicted"
     if not inside:
         said += "; what counts is the cost of a pass, not the size"
@@ -126,8 +120,9 @@ def _longer(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterato
 
 
 def _copying(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
-    lookup = next((s for s in settings if s.method.family in _LOOKUP), None)
-    model = next((s for s in settings if s.method.family not in _LOOKUP), None)
+    kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
+    lookup = next((s for s in settings if s.method.family in kinds), None)
+    model = next((s for s in settings if s.method.family not in kinds), None)
     if lookup is None:
         return
     copies, gain = outcome.copied >= _COPIES, _gain(outcome, lookup)

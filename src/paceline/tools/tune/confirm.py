@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
+from paceline.pace.cost import predicted_by_measured
 from paceline.tools.tune.decode import Run, decode
 from paceline.tools.tune.search import MARGIN, MeasuredMethod
 
@@ -75,6 +76,11 @@ class Confirmation:
     def decoding_rate(self) -> float:
         """Tokens per second once the prompts are read, which is what the model predicts."""
         return self.decoded / self.decoding_seconds if self.decoding_seconds else 0.0
+
+    def predicted_by_measured(self, plain_rate: float) -> float:
+        """Once the prompts are read; ``plain_rate`` is plain decoding's then."""
+        measured = self.decoding_rate / plain_rate if plain_rate else 0.0
+        return predicted_by_measured(self.contestant.predicted, measured)
 
     @property
     def speedup(self) -> float:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from paceline.budget import Budget
-from paceline.core.costs import CostCurve
+from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.errors import DataError
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
-from paceline.pace.costs import made_up_chains, measure
-from paceline.pace.worth import Profile
+from paceline.pace.cost import Profile
+from paceline.pace.measure import measure, measure_target
 from paceline.tools.tune.candidates import DrafterCandidate
 from paceline.tools.tune.decode import Levels, MeasuredStep, Run, decode
-from paceline.tools.tune.search import MeasuredMethod, TargetCosts
+from paceline.tools.tune.search import MeasuredMethod
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -29,11 +27,9 @@ if TYPE_CHECKING:
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
 _SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows
 _BRIEF = 24  # tokens of answers that only time is taken of
-_CONTEXT = 64  # cached tokens of the sequences that forwards are measured on
 _TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
 _FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
 _HURRIED = 2  # rounds then
-_FAR = 1 << 20  # a ratio measured up to some batch holds beyond it
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class Sample:
         )
 
 
-@torch.inference_mode()
 def target_costs(
     llm: LLM,
     batches: Sequence[int],
@@ -75,24 +70,18 @@ def target_costs(
     """
     budget = budget or Budget()
     hurried = budget.seconds is not None
-    target, cache = llm.target, llm.engine.cache
-    context = max(1, min(_CONTEXT, target.max_positions // 2))
-    wanted = _FEW_TOKENS if hurried else _TOKENS
-    rounds: dict[str, Any] = {"rounds": _HURRIED, "budget": 0.0} if hurried else {}
-    counts = [n for n in wanted if context + n <= target.max_positions]
-    reach = context + counts[-1]
-    blocks_each = -(-reach // cache.block_size)
-    sizes = [b for b in batches if b * blocks_each <= cache.num_blocks] or [1]
-    curves: list[CostCurve] = []
-    with made_up_chains(target, cache, max(sizes), context, counts[-1]) as run:
-        for size in sizes:
-            if curves and not budget.fits("rows", size):
-                break
-            advance(f"measuring the target: {size} at once")
-            with budget.piece("rows", size):
-                curve = measure(partial(run, size), counts, target.device, **rounds)
-            curves.append(curve)
-    return TargetCosts(tuple(sizes[: len(curves)]), tuple(curves))
+
+    def begin(size: int) -> AbstractContextManager[Any] | None:
+        if not budget.fits("rows", size):
+            return None
+        advance(f"measuring the target: {size} at once")
+        return budget.piece("rows", size)
+
+    counts = dict.fromkeys(batches, _FEW_TOKENS if hurried else _TOKENS)
+    rounds = _HURRIED if hurried else 5
+    return measure_target(
+        llm.target, llm.engine.cache, counts, rounds=lambda size: rounds, begin=begin
+    )
 
 
 def measure_plain(
@@ -100,25 +89,8 @@ def measure_plain(
 ) -> tuple[MeasuredMethod, list[Run]]:
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
     runs = _runs(llm, sample, 0)
-    costs = _typical_pair(runs, target)
-    none = CostCurve((1,), (0.0,))
-    method = MeasuredMethod(
-        label="plain",
-        spec="none",
-        family="none",
-        shape="",
-        survival=(),
-        acceptance=(),
-        reached=(),
-        nodes=(0.0,),
-        passes=(0,),
-        pass_seconds=none,
-        handling=none,
-        dearness=_ratio(sample.batches, [c.target / target(c.batch, 1) for c in costs]),
-        overhead=CostCurve(sample.batches, tuple(c.other for c in costs)),
-        node_overhead=none,
-    )
-    return method, runs
+    steps = tuple((0, step) for step in _typical_pair(runs, target))
+    return MeasuredMethod("plain", "none", "none", "", steps=steps), runs
 
 
 def measure_method(
@@ -139,12 +111,12 @@ def measure_method(
     for run in runs:
         levels.add(run.levels)
     fill = levels.nodes / max(1, levels.steps * profile.nodes[longest])
-    nodes = tuple(fill * most for most in profile.nodes)
     deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
-    long = _typical_pair(runs, target)
-    short = long
-    if profile.passes[longest] > profile.passes[min(_SHORT, longest)]:
-        short = _typical_pair(_runs(llm, sample.brief(), _SHORT), target)
+    steps = [(longest, step) for step in _typical_pair(runs, target)]
+    few = min(_SHORT, longest)
+    if profile.passes[longest] > profile.passes[few]:
+        short = _typical_pair(_runs(llm, sample.brief(), few), target)
+        steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
     return MeasuredMethod(
         label=candidate.label,
@@ -154,17 +126,10 @@ def measure_method(
         survival=levels.survival()[:deepest],
         acceptance=levels.acceptance()[:deepest],
         reached=tuple(levels.reached[:deepest]),
-        nodes=nodes[: deepest + 1],
-        passes=profile.passes[: deepest + 1],
-        **_drafting(
-            [_scaled(c, 1 / drift) for c in long],
-            [_scaled(c, 1 / drift) for c in short],
-            (profile.passes[longest], profile.passes[min(_SHORT, longest)]),
-            rehearsed,
-            sample.batches,
-        ),
-        **_surroundings([_scaled(c, 1 / drift) for c in long], target, plain, sample.batches),
-        overhead=plain.overhead,
+        nodes=tuple(fill * most for most in profile.nodes[: longest + 1]),
+        passes=profile.passes[: longest + 1],
+        pass_seconds=rehearsed,
+        steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
         parameters=_parameters(drafter),
     )
 
@@ -179,56 +144,14 @@ def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod)
     now = _typical(run.steps, 1, target)
     if now is None:
         return 1.0
-    return min(max(now.target / (target(1, 1) * plain.dearness(1)), 0.5), 3.0)
+    then = next(step for _, step in plain.steps if step.batch == 1)
+    return min(max(now.target / then.target, 0.5), 3.0)
 
 
 def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
     return replace(
         step, draft=step.draft * factor, target=step.target * factor, other=step.other * factor
     )
-
-
-def _drafting(
-    long: Sequence[MeasuredStep],
-    short: Sequence[MeasuredStep],
-    passes: tuple[int, int],
-    rehearsed: CostCurve,
-    batches: tuple[int, int],
-) -> dict[str, CostCurve]:
-    """What drafting takes for each pass and besides, from long and short drafts in real steps."""
-    each, besides = [], []
-    for many, few in zip(long, short, strict=True):
-        slope = many.draft / passes[0] if passes[0] else 0.0
-        if passes[0] > passes[1]:
-            slope = min(max((many.draft - few.draft) / (passes[0] - passes[1]), 0.0), slope)
-        each.append(slope)
-        besides.append(max(0.0, few.draft - passes[1] * slope))
-    if not passes[0]:
-        return {"pass_seconds": rehearsed, "handling": CostCurve(batches, tuple(besides))}
-    alone = [seconds / rehearsed(c.batch) for seconds, c in zip(each, long, strict=True)]
-    dearer, points = _ratio(batches, alone), rehearsed.tokens
-    return {
-        "pass_seconds": CostCurve(points, tuple(rehearsed(b) * dearer(b) for b in points)),
-        "handling": CostCurve(batches, tuple(besides)),
-    }
-
-
-def _surroundings(
-    costs: Sequence[MeasuredStep],
-    target: TargetCosts,
-    plain: MeasuredMethod,
-    batches: tuple[int, int],
-) -> dict[str, CostCurve]:
-    """How real target forwards differ from those measured alone, and what each node adds."""
-    nodes = [max(1.0, c.nodes / c.batch) for c in costs]
-    dearer = [c.target / target(c.batch, 1 + c.nodes / c.batch) for c in costs]
-    extra = [
-        max(0.0, c.other - plain.overhead(c.batch)) / n for c, n in zip(costs, nodes, strict=True)
-    ]
-    return {
-        "dearness": _ratio(batches, dearer),
-        "node_overhead": CostCurve(batches, tuple(extra)),
-    }
 
 
 def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
@@ -273,12 +196,6 @@ def _typical(steps: Sequence[MeasuredStep], batch: int, target: TargetCosts) -> 
         other=fmean(step.other for step in kept),
         full=True,
     )
-
-
-def _ratio(batches: tuple[int, int], values: Sequence[float]) -> CostCurve:
-    """A factor that stays as it was beyond the larger batch."""
-    one, many = values
-    return CostCurve((*batches, _FAR), (one, many, many))
 
 
 def _parameters(drafter: Drafter) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.budget import Budget
+from paceline.core.costs import TargetCosts
 from paceline.errors import DataError, PacelineError
 from paceline.model.identity import count_parameters
 from paceline.tools.bench.prompts import BenchPrompt, fit
@@ -18,7 +19,6 @@ from paceline.tools.tune.measure import Sample, measure_method, measure_plain, t
 from paceline.tools.tune.search import (
     MeasuredMethod,
     PredictedSetting,
-    TargetCosts,
     batch_sizes,
     best_batch,
     break_even,

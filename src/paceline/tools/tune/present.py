@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.model.identity import ModelIdentity
 from paceline.tools.report.document import Figure, Report, Table, Text
 from paceline.tools.report.plots import lines
-from paceline.tools.tune.advice import advise, cost_ratio
+from paceline.tools.tune.advice import advise
 from paceline.tools.tune.confirm import PLAIN, Confirmation
 from paceline.tools.tune.plan import CALM, TuningOutcome
-from paceline.tools.tune.search import batch_sizes, speedups
+from paceline.tools.tune.search import batch_sizes, pass_ratio, speedups
 from paceline.tuned import (
     VERSION,
     DraftChoice,
@@ -77,15 +77,15 @@ def _search_table(outcome: TuningOutcome) -> Table:
     options = outcome.options
     rows = []
     for setting in outcome.settings:
-        method, cost = setting.method, setting.cost
+        method = setting.method
         rows.append(
             (
                 method.label,
                 setting.length,
                 f"{method.mean_acceptance:.2f}",
                 f"{setting.tokens_per_step:.2f}",
-                f"{cost.total * 1e3:.1f}",
-                f"{cost.draft / cost.total:.0%}",
+                f"{setting.seconds * 1e3:.1f}",
+                f"{setting.drafting / setting.seconds:.0%}",
                 f"{setting.rate:.0f}",
                 f"{setting.rate / outcome.plain_rate:.2f}x",
                 outcome.break_even_of(method),
@@ -147,15 +147,27 @@ def _confirmation_table(outcome: TuningOutcome) -> Table:
                 f"{contestant.predicted:.2f}x",
                 f"{result.decoding_rate / max(plain, 1e-9):.2f}x",
                 f"{result.speedup:.2f}x" if drafted else "never drafted",
+                f"{result.predicted_by_measured(plain):.2f}" if plain else "",
                 _spread(result),
             )
         )
     rounds = max(len(result.ratios) for result in outcome.results)
     return Table(
-        ("contestant", "batch", "tok/s", "tok/step", "predicted", "decoding", "whole", "spread"),
+        (
+            "contestant",
+            "batch",
+            "tok/s",
+            "tok/step",
+            "predicted",
+            "decoding",
+            "whole",
+            "pred./meas.",
+            "spread",
+        ),
         rows,
         note="All by plain decoding. predicted and decoding: without reading prompts. whole: with "
-        f"it, the median of {rounds} rounds in turns; it decides. Length auto is taken unless a "
+        f"it, the median of {rounds} rounds in turns; it decides. pred./meas.: predicted by "
+        "decoding. Length auto is taken unless a "
         "fixed one beats it by 3 %.",
     )
 
@@ -226,8 +238,8 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
                 "acceptance": setting.method.acceptance,
                 "reached": setting.method.reached,
                 "tokens_per_step": setting.tokens_per_step,
-                "step_seconds": asdict(setting.cost),
-                "cost_ratio": cost_ratio(outcome, setting.method),
+                "step_seconds": {"draft": setting.drafting, "total": setting.seconds},
+                "cost_ratio": target and pass_ratio(setting.method, target),
                 "predicted_tokens_per_second": setting.rate,
                 "predicted_speedup": setting.rate / outcome.plain_rate,
                 "break_even_batch": outcome.break_even_of(setting.method),
@@ -245,6 +257,9 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
                 "decoding_tokens_per_second": result.decoding_rate,
                 "drafted": result.drafted,
                 "predicted_speedup": result.contestant.predicted,
+                "predicted_by_measured": result.predicted_by_measured(
+                    outcome.results[0].decoding_rate
+                ),
                 "speedup": result.speedup,
                 "ratios": result.ratios,
             }
@@ -265,7 +280,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     batch_size = 8 if contestant.batch == options.concurrency else contestant.batch
     used = contestant.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
-    best = max(used, key=lambda m: m.expected_tokens(m.longest), default=None)
+    best = max(used, key=lambda m: sum(m.survival), default=None)
     advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,

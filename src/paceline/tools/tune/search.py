@@ -1,39 +1,22 @@
-"""The cost model of a step, and the search through all settings with it. Pure numbers.
+"""The search through all settings, with the engine's own cost model (pace/cost.py). Pure numbers.
 
-A draft of g levels is expected to yield E(g) = 1 + s_1 + ... + s_g tokens a step, s_i being the
-measured share of steps whose level i was accepted (Leviathan et al. 2023, equation 1, with a
-measured rate for every level in the place of one rate). The step takes the drafter's passes, a
-target forward over 1 + n(g) tokens of each sequence, and what surrounds them. All are measured;
-see measure.py.
+All that goes in is measured, see measure.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import pairwise
 
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.pace.cost import CostModel, Profile
+from paceline.tools.tune.decode import MeasuredStep
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
-
-
-@dataclass(frozen=True)
-class TargetCosts:
-    """Seconds of a target forward by batch size and tokens per sequence, linear in between."""
-
-    batches: tuple[int, ...]
-    curves: tuple[CostCurve, ...]
-
-    def __call__(self, batch: float, tokens_each: float) -> float:
-        """Beyond the largest batch the last slope goes on."""
-        if len(self.batches) == 1:
-            return self.curves[0](tokens_each) * batch / self.batches[0]
-        right = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
-        x0, x1 = self.batches[right - 1], self.batches[right]
-        y0, y1 = self.curves[right - 1](tokens_each), self.curves[right](tokens_each)
-        return max(y0 + (y1 - y0) * (batch - x0) / (x1 - x0), 1e-9)
+_NOTHING = CostCurve((1,), (0.0,))
+_REPEATED = 80  # times that the cost model is shown a typical step
 
 
 @dataclass(frozen=True)
@@ -42,26 +25,21 @@ class MeasuredMethod:
 
     ``survival[i]``: share of steps in which level i + 1 was accepted. ``acceptance[i]`` is
     conditional, of the ``reached[i]`` drafts that were tried at that position. ``nodes``: verified
-    per sequence. ``passes``: forwards of the drafter. Curves are by batch size:
-    ``pass_seconds`` of one pass as it takes in real steps, ``handling`` of drafting besides
-    passes, ``dearness`` of real target forwards by those measured alone, ``overhead`` of a step
-    besides drafting and target, and ``node_overhead`` of each node verified per sequence.
+    per sequence. ``passes``: forwards of the drafter, ``pass_seconds`` of one by batch size, alone.
+    ``steps``: typical real ones, with the length of their drafts.
     """
 
     label: str
     spec: str
     family: str
     shape: str  # "chain", a kind of tree or, for plain decoding, ""
-    survival: tuple[float, ...]
-    acceptance: tuple[float, ...]
-    reached: tuple[int, ...]
-    nodes: tuple[float, ...]
-    passes: tuple[int, ...]
-    pass_seconds: CostCurve
-    handling: CostCurve
-    dearness: CostCurve
-    overhead: CostCurve
-    node_overhead: CostCurve
+    survival: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
+    reached: tuple[int, ...] = ()
+    nodes: tuple[float, ...] = (0.0,)
+    passes: tuple[int, ...] = (0,)
+    pass_seconds: CostCurve = _NOTHING
+    steps: tuple[tuple[int, MeasuredStep], ...] = ()
     parameters: int = 0  # of a draft model
 
     @property
@@ -80,56 +58,58 @@ class MeasuredMethod:
         won = sum(rate * count for rate, count in zip(self.acceptance, self.reached, strict=True))
         return won / tried if tried else 0.0
 
-    def expected_tokens(self, length: int) -> float:
-        """Tokens a step, the target's own included."""
-        return list(accumulate(self.survival[:length], initial=1.0))[-1]
+
+@lru_cache(maxsize=256)
+def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
+    """What steps with a method take and gain; it is known by its spec."""
+    profile = Profile(method.nodes, method.passes, method.pass_seconds)
+    cost = CostModel(target, {method.spec: profile})
+    chances = (1.0, *method.survival)
+    rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
+    cost.acceptance.everyone(method.spec).know(rates)
+    for length, step in method.steps * _REPEATED:
+        passes: dict[Hashable, float] = {}
+        if length:
+            passes = {method.spec: cost.passes(method.spec, [length] * step.batch)}
+        cost.learn(step.batch, step.nodes, step.seconds, step.draft, passes=passes)
+    return cost
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of one step of a whole batch, by what takes them."""
-
-    draft: float
-    target: float
-    other: float
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.target + self.other
-
-
-def step_cost(method: MeasuredMethod, target: TargetCosts, length: int, batch: float) -> StepCost:
-    """Of ``batch`` sequences that are each drafted ``length`` levels for."""
-    nodes = method.nodes[length]
-    drafting = method.passes[length] * method.pass_seconds(batch) + method.handling(batch)
-    return StepCost(
-        draft=drafting if length else 0.0,
-        target=target(batch, 1 + nodes) * method.dearness(batch),
-        other=method.overhead(batch) + nodes * method.node_overhead(batch),
-    )
+def pass_ratio(method: MeasuredMethod, target: TargetCosts) -> float:
+    """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
+    cost = cost_of(method, target)
+    alone = cost.passes(method.spec, [1]) / max(1, method.passes[1])
+    return cost.drafting(method.spec, 1, 1.0, alone) / cost.rest(1)
 
 
 @dataclass(frozen=True)
 class PredictedSetting:
-    """A method at a draft length and batch size, with what the model predicts for it."""
+    """A method at a draft length and batch size, with what the model predicts for it.
+
+    ``tokens_per_step`` of a sequence; ``seconds`` of a step of the whole batch, ``drafting`` of
+    them to draft. ``rate``: tokens per second of the whole batch.
+    """
 
     method: MeasuredMethod
     length: int
     batch: int
-    tokens_per_step: float  # per sequence
-    cost: StepCost
+    tokens_per_step: float
+    seconds: float
+    drafting: float
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the whole batch."""
-        return self.batch * self.tokens_per_step / self.cost.total
+        return self.batch * self.tokens_per_step / self.seconds
 
 
 def predict(
     method: MeasuredMethod, target: TargetCosts, length: int, batch: int
 ) -> PredictedSetting:
-    cost = step_cost(method, target, length, batch)
-    return PredictedSetting(method, length, batch, method.expected_tokens(length), cost)
+    cost = cost_of(method, target)
+    tokens = cost.tokens(method.spec, length) if length else 1.0
+    seconds = batch * tokens / cost.rate(method.spec, length, batch)
+    drafting = seconds - cost.rest(batch, method.nodes[length])
+    return PredictedSetting(method, length, batch, tokens, seconds, drafting)
 
 
 def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
@@ -161,14 +141,11 @@ def best_batch(method: MeasuredMethod, target: TargetCosts, concurrency: int) ->
     The smallest batch within the margin of the most tokens per second: requests that wait must
     gain more from it than that.
     """
-    options = [
-        best_length(method, target, batch)
-        for batch in batch_sizes(concurrency, largest=concurrency)
-    ]
+    sizes = batch_sizes(concurrency, largest=concurrency)
+    options = [best_length(method, target, batch) for batch in sizes]
     most = max(setting.rate for setting in options)
-    whole = options[-1]
-    if whole.rate * MARGIN >= most:
-        return whole
+    if options[-1].rate * MARGIN >= most:
+        return options[-1]
     return next(setting for setting in options if setting.rate * MARGIN >= most)
 
 

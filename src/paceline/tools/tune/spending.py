@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.budget import Budget
+from paceline.core.costs import TargetCosts
 from paceline.tools.tune.confirm import Finalist
 from paceline.tools.tune.measure import LONGEST, Sample
-from paceline.tools.tune.search import TargetCosts
 
 TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
 CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters

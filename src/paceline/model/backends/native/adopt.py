@@ -12,6 +12,7 @@ from paceline.model.backends.base import Backend
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import library
 from paceline.model.backends.native.model import NativeModel, unpack_modules
+from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.native.recognise import describe
 from paceline.model.backends.reference.recognise import relative_error
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -56,12 +57,20 @@ def adopt(model: Adoptable) -> bool:
     model.native = NativeModel(model.hf, found)
     apart = _difference(_logits(model, batch), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
-    if apart < (1e-3 if model.dtype == torch.float32 else 0.25):
+    if apart < _limit(model):
         return True
     model.native = None
     unpack_modules(model.hf)
     warn(f"{model.name} runs on the reference backend: the kernels' logits are {apart:.0%} off")
     return False
+
+
+def _limit(model: Adoptable) -> float:
+    """How far apart logits may be. What bf16 rounds otherwise may turn a whole code of quantised
+    activations, in every layer."""
+    exact = model.dtype == torch.float32
+    quantised = any(isinstance(m, PackedLinear) and m.packed.form for m in model.hf.modules())
+    return (1e-2 if exact else 0.4) if quantised else (1e-3 if exact else 0.25)
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

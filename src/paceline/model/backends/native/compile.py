@@ -37,13 +37,17 @@ _LIMIT = 300  # seconds for one compilation
 _COMMON = (
     *((name, f"{name}.cpp", ()) for name in ("api", "forward", "amx_trial")),
     ("portable", "kernels.cpp", ()),
+    ("quantised_portable", "quantised.cpp", ()),
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
+_AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _AMX = ("-mamx-tile", "-mamx-bf16", "-DPACELINE_AMX")  # older compilers do not know these
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
     ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
-    ("avx2", "kernels.cpp", ("-mavx2", "-mfma", "-DPACELINE_AVX2")),
+    ("avx2", "kernels.cpp", _AVX2),
+    ("quantised_vnni", "quantised.cpp", (*_AVX512, "-mavx512vnni", "-mf16c")),
+    ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
 _OPTIONAL = {"amx"}
 

@@ -13,6 +13,7 @@ import torch
 from paceline.model.backends.native.compile import NativeUnavailableError, library_file
 
 FLOAT32, BFLOAT16 = 0, 1
+SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1
@@ -23,8 +24,8 @@ class CWeight(Structure):
     _fields_ = (
         ("data", c_void_p),
         ("bias", c_void_p),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
+        *((name, c_int64) for name in ("outputs", "inputs")),
+        *((name, c_int64) for name in ("bits", "repeat", "scale_kind", "offsets")),
     )
 
 
@@ -77,6 +78,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_packed_bytes": (c_int64, (c_int64,) * 3),
     "pl_pack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "pl_unpack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "pl_quantised_bytes": (c_int64, (POINTER(CWeight),)),
+    "pl_copy_quantised": (
+        None,
+        (c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(CWeight)),
+    ),
     "pl_product": (
         c_int,
         (c_int64, POINTER(CWeight), c_void_p, c_int64, c_float, c_void_p, c_int64),

@@ -82,7 +82,7 @@ class NativeModel:
         layers = (CLayer * self.num_layers)(
             *(self._layer(layer, n) for n, layer in enumerate(hf.model.layers))
         )
-        self._head = pack_children(hf, ("lm_head",))
+        self._head = pack_children(hf, ("lm_head",), self.dtype)
         embedding = hf.model.embed_tokens.weight.detach().contiguous()
         self._held += [embedding, layers]
         self._opened = _Opened(
@@ -112,10 +112,10 @@ class NativeModel:
     def _layer(self, layer: Any, index: int) -> CLayer:
         norms = self.decoder.norms[index]
         return CLayer(
-            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS)),
-            out=self._weight(pack_children(layer.self_attn, ("o_proj",))),
-            gate_up=self._weight(pack_children(layer.mlp, GATED, gated=True)),
-            down=self._weight(pack_children(layer.mlp, ("down_proj",))),
+            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS, self.dtype)),
+            out=self._weight(pack_children(layer.self_attn, ("o_proj",), self.dtype)),
+            gate_up=self._weight(pack_children(layer.mlp, GATED, self.dtype, gated=True)),
+            down=self._weight(pack_children(layer.mlp, ("down_proj",), self.dtype)),
             attention_norm=self._norm(norms.attention),
             mlp_norm=self._norm(norms.mlp),
             attention_after=self._norm(norms.attention_after),

@@ -13,55 +13,106 @@ from paceline.model.backends.native.library import (
     DTYPES,
     GATE,
     PLAIN,
+    SCALE_BFLOAT16,
+    SCALE_FLOAT,
+    SCALE_HALF,
     UP,
     CWeight,
     check,
     library,
 )
+from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
 
 _PANEL = 32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One or more dense matrices of the same input as the kernels read them (csrc/products.h)."""
+    """One or more matrices of the same input as the kernels read them (csrc/products.h; quantised
+    ones: csrc/quantised.cpp)."""
 
     data: torch.Tensor  # bytes
     bias: torch.Tensor | None  # float32, one for each packed output
     outputs: int  # as packed: the two of a gated pair count once
     inputs: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations, and of weights that are plain numbers
+    form: Form | None = None  # of quantised weights
 
     @classmethod
-    def of(cls, linears: Sequence[nn.Linear], gated: bool = False) -> Packed:
+    def of(
+        cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
+    ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs side by side."""
-        first = linears[0].weight
-        inputs, dtype = first.shape[1], first.dtype
+        inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
-        size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
-        data = torch.zeros(size, dtype=torch.uint8)
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = torch.zeros(padded)
+        form = Form.of([linear for linear in linears if isinstance(linear, QuantisedLinear)])
+        outputs = rows // 2 if gated else rows
+        empty = cls(torch.empty(0), bias, padded, inputs, dtype, form).struct()
+        if form is None:
+            size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
+        else:
+            size = library().pl_quantised_bytes(empty)
+        packed = cls(torch.zeros(size, dtype=torch.uint8), bias, outputs, inputs, dtype, form)
         at = 0
-        for place, linear in zip((GATE, UP) if gated else (PLAIN,) * 3, linears, strict=False):
-            weight = linear.weight.detach().contiguous()
-            count = linear.out_features
-            code = DTYPES[dtype]
-            begin = 0 if gated else at
-            library().pl_pack(code, place, weight.data_ptr(), count, inputs, begin, data.data_ptr())
+        for place, linear in zip(_places(gated), linears, strict=False):
+            begin, count = 0 if gated else at, linear.out_features
+            packed._take(linear, place, begin)
             if bias is not None and linear.bias is not None:
                 bias[_lanes(place, begin, count)] = linear.bias.detach().float()
             at += count
-        return cls(data, bias, rows // 2 if gated else rows, inputs, dtype)
+        return packed
+
+    def _take(self, linear: nn.Linear | QuantisedLinear, place: int, first: int) -> None:
+        if isinstance(linear, QuantisedLinear):
+            self._copy_quantised(linear.quantised, place, first, out=0)
+            return
+        weight = linear.weight.detach().contiguous()
+        code, data = DTYPES[self.dtype], self.data.data_ptr()
+        rows = linear.out_features
+        library().pl_pack(code, place, weight.data_ptr(), rows, self.inputs, first, data)
+
+    def _copy_quantised(self, weight: QuantisedWeight, place: int, first: int, out: int) -> None:
+        offsets = None if weight.offsets is None else weight.offsets.data_ptr()
+        library().pl_copy_quantised(
+            out,
+            place,
+            weight.codes.data_ptr(),
+            weight.scales.data_ptr(),
+            offsets,
+            weight.shape[0],
+            first,
+            self.struct(),
+        )
 
     def struct(self) -> CWeight:
         bias = None if self.bias is None else self.bias.data_ptr()
-        return CWeight(self.data.data_ptr(), bias, self.outputs, self.inputs)
+        plain = CWeight(self.data.data_ptr(), bias, self.outputs, self.inputs)
+        if self.form is not None:
+            plain.bits, plain.repeat = self.form.bits, self.form.repeat
+            plain.scale_kind, plain.offsets = self.form.scale_kind, self.form.offsets
+        return plain
+
+    def quantised(self, place: int, first: int, rows: int) -> QuantisedWeight:
+        """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
+        assert self.form is not None
+        groups = self.inputs // ROW_GROUP // self.form.repeat
+        weight = QuantisedWeight(
+            torch.empty(rows, self.inputs, dtype=torch.int8),
+            torch.empty(rows, groups),
+            self.form.bits,
+            torch.empty(rows, groups) if self.form.offsets else None,
+        )
+        self._copy_quantised(weight, place, first, out=1)
+        return weight
 
     def dense(self, place: int, first: int, rows: int) -> torch.Tensor:
         """A copy of ``rows`` outputs from ``first`` on, exactly what was packed."""
+        if self.form is not None:
+            return self.quantised(place, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
         code, data = DTYPES[self.dtype], self.data.data_ptr()
         library().pl_unpack(code, place, out.data_ptr(), rows, self.inputs, first, data)
@@ -85,6 +136,52 @@ class Packed:
         return out.view(*x.shape[:-1], self.outputs)
 
 
+@dataclass(frozen=True)
+class Form:
+    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale."""
+
+    bits: int
+    repeat: int
+    scale_kind: int
+    offsets: bool
+
+    @classmethod
+    def of(cls, linears: Sequence[QuantisedLinear]) -> Form | None:
+        """The form that holds all of these exactly; None if there are none."""
+        if not linears:
+            return None
+        first = linears[0].quantised
+        numbers = [linear.quantised.scales for linear in linears]
+        numbers += [w for w in (linear.quantised.offsets for linear in linears) if w is not None]
+        kind = next(
+            (kind for kind, fits in _SCALE_KINDS if all(fits(part) for part in numbers)),
+            SCALE_FLOAT,
+        )
+        return cls(first.bits, first.group // ROW_GROUP, kind, first.offsets is not None)
+
+
+def _fits_bf16(x: torch.Tensor) -> bool:
+    return torch.equal(x.bfloat16().float(), x)
+
+
+def _fits_half(x: torch.Tensor) -> bool:
+    return torch.equal(x.half().float(), x)
+
+
+_SCALE_KINDS = ((SCALE_BFLOAT16, _fits_bf16), (SCALE_HALF, _fits_half))
+
+
+def same_form(linears: Sequence[nn.Module]) -> bool:
+    """Whether these can be packed into one matrix."""
+    quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+    forms = {(w.quantised.bits, w.quantised.group, w.quantised.offsets is None) for w in quantised}
+    return len(quantised) in (0, len(linears)) and len(forms) < 2
+
+
+def _places(gated: bool) -> tuple[int, ...]:
+    return (GATE, UP) if gated else (PLAIN,) * 3
+
+
 def _lanes(place: int, first: int, count: int) -> torch.Tensor:
     """Packed outputs of the outputs ``first ..`` of a matrix."""
     outputs = torch.arange(first, first + count)
@@ -96,7 +193,9 @@ def _lanes(place: int, first: int, count: int) -> torch.Tensor:
 class PackedLinear(nn.Module):
     """Stands for an ``nn.Linear`` whose weight is part of a packed one, its only copy."""
 
-    def __init__(self, linear: nn.Linear, packed: Packed, place: int, first: int) -> None:
+    def __init__(
+        self, linear: nn.Linear | QuantisedLinear, packed: Packed, place: int, first: int
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
@@ -112,8 +211,11 @@ class PackedLinear(nn.Module):
             return self.packed.product(x)
         return F.linear(x, self.weight, self.bias)
 
-    def plain(self) -> nn.Linear:
+    def plain(self) -> nn.Linear | QuantisedLinear:
         """The module that this one stands for, made again."""
+        if self.packed.form is not None:
+            weight = self.packed.quantised(self.place, self.first, self.out_features)
+            return QuantisedLinear(weight, self.bias)
         linear = nn.Linear(1, 1, bias=False)
         linear.in_features, linear.out_features = self.in_features, self.out_features
         linear.weight = nn.Parameter(self.weight, requires_grad=False)
@@ -122,14 +224,14 @@ class PackedLinear(nn.Module):
         return linear
 
 
-def pack_children(parent: nn.Module, names: Sequence[str], gated: bool = False) -> Packed:
+def pack_children(
+    parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
+) -> Packed:
     """Pack the linear children of these names into one, and replace them."""
     linears = [getattr(parent, name) for name in names]
-    packed = Packed.of(linears, gated)
+    packed = Packed.of(linears, dtype, gated)
     first = 0
-    for name, linear, place in zip(
-        names, linears, (GATE, UP) if gated else (PLAIN,) * 3, strict=False
-    ):
+    for name, linear, place in zip(names, linears, _places(gated), strict=False):
         setattr(parent, name, PackedLinear(linear, packed, place, 0 if gated else first))
         first += linear.out_features
     return packed

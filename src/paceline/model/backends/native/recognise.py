@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
+from paceline.model.backends.native.packing import same_form
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.reference.products import is_plain
 from paceline.model.backends.reference.recognise import is_llama_shaped
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
+from paceline.model.quantised.weights import QuantisedLinear
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -76,8 +78,12 @@ def describe(
     gemma = kind in _GEMMA
     if not gemma and not is_llama_shaped(hf):
         return f"{kind} is no decoder of a known shape"
-    if not all(_is_plain(layer) for layer in (*hf.model.layers, hf.lm_head)):
+    if not all(_is_known(layer) for layer in (*hf.model.layers, hf.lm_head)):
         return "weights that are no plain numbers"
+    for layer in hf.model.layers:
+        for parent, names in ((layer.self_attn, PROJECTIONS), (layer.mlp, GATED)):
+            if not same_form([getattr(parent, name) for name in names]):
+                return "matrices of one input differ in precision"
     dtypes = {parameter.dtype for parameter in hf.parameters()}
     if dtypes != {hf.dtype}:
         return "weights of several dtypes"
@@ -126,12 +132,14 @@ def _described(
     )
 
 
-def _is_plain(layer: Any) -> bool:
-    if isinstance(layer, nn.Linear):
-        return type(layer) is nn.Linear and is_plain(layer.weight)
+def _is_known(layer: Any) -> bool:
+    """Whether the matrices of a layer, or a matrix, are plain numbers or quantised by us."""
+    if not hasattr(layer, "self_attn"):
+        plain = type(layer) is nn.Linear and is_plain(layer.weight)
+        return plain or type(layer) is QuantisedLinear
     linears = [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
     linears += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
-    return all(isinstance(linear, nn.Linear) and _is_plain(linear) for linear in linears)
+    return all(_is_known(linear) for linear in linears)
 
 
 def _norms(layer: Any, gemma: bool) -> Norms | None:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.model.quantised.weights import QuantisedLinear
+
 Product = Callable[[torch.Tensor], torch.Tensor]  # [..., in] -> [..., out]
 
 # Rows for which oneDNN chooses the layout. Measured from 1 to 512: the layout is the same.
@@ -142,6 +144,8 @@ def product_of(linear: nn.Module) -> Product:
     """The product that a (prepacked or plain) linear module computes, without module overhead."""
     if isinstance(linear, PrepackedLinear):
         return linear.product
+    if isinstance(linear, QuantisedLinear):
+        return linear.forward
     assert type(linear) is nn.Linear, f"{type(linear).__name__} is no linear product"
     weight, bias = linear.weight.detach(), linear.bias
     return lambda x: F.linear(x, weight, bias)
@@ -156,6 +160,9 @@ def merged_product(linears: Sequence[nn.Module]) -> Product:
     if isinstance(first, MergedPart):
         assert all(isinstance(p, MergedPart) and p.merged is first.merged for p in linears)
         return first.merged.product
+    if any(isinstance(linear, QuantisedLinear) for linear in linears):
+        parts = [product_of(linear) for linear in linears]
+        return lambda x: torch.cat([part(x) for part in parts], -1)
     plain = [linear for linear in linears if type(linear) is nn.Linear]
     assert len(plain) == len(linears)
     weight, bias = cat_linears(plain)

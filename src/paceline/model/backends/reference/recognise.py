@@ -21,6 +21,7 @@ from paceline.model.backends.reference.products import (
     merged_product,
     product_of,
 )
+from paceline.model.quantised.weights import QuantisedLinear
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -44,7 +45,7 @@ def _has_shape(hf: Any) -> bool:
         return False
     if _children(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
-    if type(base.embed_tokens) is not nn.Embedding or type(hf.lm_head) is not nn.Linear:
+    if type(base.embed_tokens) is not nn.Embedding or not _is_product(hf.lm_head):
         return False
     for layer in base.layers:
         if _children(layer) != _LAYER or _children(layer.mlp) != _MLP:
@@ -54,9 +55,15 @@ def _has_shape(hf: Any) -> bool:
             return False
         linears = [getattr(layer.self_attn, name) for name in sorted(_PROJECTIONS)]
         linears += [getattr(layer.mlp, name) for name in sorted(_MLP - {"act_fn"})]
-        if any(type(part) is not nn.Linear or not is_plain(part.weight) for part in linears):
+        if not all(_is_product(linear) for linear in linears):
             return False
     return len(base.layers) > 0
+
+
+def _is_product(module: Any) -> bool:
+    """Whether it is a linear product and nothing else, with plain or with quantised weights."""
+    plain = type(module) is nn.Linear and is_plain(module.weight)
+    return plain or type(module) is QuantisedLinear
 
 
 def _lean_layer(layer: Any) -> LeanLayer | None:
@@ -114,6 +121,10 @@ def _signature(layer: Any) -> tuple[object, ...]:
 def _layer_agrees(layer: Any, rotary_emb: Any) -> bool:
     """Whether the lean layer computes what the module does, in float32 and to rounding."""
     twin = copy.deepcopy(layer).float()
+    for parent in (twin.self_attn, twin.mlp):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, QuantisedLinear):
+                setattr(parent, name, child.plain())
     # The copy has its own config, so this does not touch the model's attention.
     twin.self_attn.config = copy.deepcopy(layer.self_attn.config)
     twin.self_attn.config._attn_implementation = "eager"
@@ -158,14 +169,18 @@ def _ends_agree(hf: Any) -> bool:
     ids = torch.arange(8, device=base.embed_tokens.weight.device) * 7919 % vocab
     loud = 64.0  # large logits show a soft cap
     layers, base.layers = base.layers, nn.ModuleList()
+    head = hf.lm_head
+    if isinstance(head, QuantisedLinear):  # which turns another rounding into other codes
+        hf.lm_head = head.plain().to(hf.dtype)
     handle = base.norm.register_forward_hook(lambda *call: call[2] * loud)
     try:
         wanted = hf(input_ids=ids[None], use_cache=False).logits[0]
     finally:
         handle.remove()
         base.layers = layers
+        plain, hf.lm_head = hf.lm_head, head
     x = F.embedding(ids, base.embed_tokens.weight)
-    got = product_of(hf.lm_head)(Residual(x).normed(norm) * loud)
+    got = product_of(plain)(Residual(x).normed(norm) * loud)
     return relative_error(got, wanted) < 4 * torch.finfo(got.dtype).eps
 
 

@@ -24,8 +24,8 @@ bool agree(const Kernels& tiled, const Kernels& plain, std::vector<float>& memor
   auto next = [&] { return state = state * 1664525u + 1013904223u; };
   for (long i = 0; i < outputs * inputs; i++) w[i] = static_cast<uint16_t>(0x3c00 + next() % 0x400 + (next() >> 31 << 15));
   for (long i = 0; i < rows * inputs; i++) x[i] = static_cast<float>(static_cast<int>(next() >> 24) - 128) / 64.0f;
-  pl_weight weight{w, nullptr, outputs, inputs};
-  Product p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f};
+  pl_weight weight{w, nullptr, outputs, inputs, 0, 0, 0, 0};
+  Product p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f, nullptr, {}};
   plain.product(p, 0, 1, at);
   p.y = b;
   tiled.product(p, 0, 1, at);

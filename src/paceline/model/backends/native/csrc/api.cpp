@@ -35,6 +35,16 @@ const Kernels* best() {
   return &kernels_portable;
 }
 
+// The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's.
+const Quantised& quantised_of(const Kernels* k) {
+#if defined(__x86_64__)
+  bool wide = k == &kernels_avx512 || k == &kernels_amx;
+  if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
+  if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
+#endif
+  return quantised_portable;
+}
+
 const Kernels* chosen = nullptr;
 
 const Kernels& kernels() {
@@ -51,6 +61,81 @@ struct Packed {  // where output `o` and input `i` of a packed matrix are
     return dtype == PL_BFLOAT16 ? begin + 2 * lane + i % 2 : begin + i % 2 * PANEL + lane;
   }
 };
+
+void put_number(int64_t kind, float x, uint8_t* line, int64_t lane) {
+  if (kind == PL_SCALE_FLOAT) {
+    memcpy(line + 4 * lane, &x, 4);
+    return;
+  }
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint16_t half = static_cast<uint16_t>(bits >> 16);  // exact: the caller has looked
+  if (kind == PL_SCALE_HALF) {
+    float small = x < 0 ? -x : x;
+    if (small < 6.103515625e-05f) {
+      half = static_cast<uint16_t>((bits >> 16 & 0x8000) | static_cast<uint32_t>(small * 16777216.0f));
+    } else {
+      half = static_cast<uint16_t>((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) - 0x38000000) >> 13));
+    }
+  }
+  memcpy(line + 2 * lane, &half, 2);
+}
+
+float number_at(int64_t kind, const uint8_t* line, int64_t lane) {
+  float x;
+  if (kind == PL_SCALE_FLOAT) {
+    memcpy(&x, line + 4 * lane, 4);
+    return x;
+  }
+  uint16_t half;
+  memcpy(&half, line + 2 * lane, 2);
+  uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, bits = static_cast<uint32_t>(half) << 16;
+  if (kind == PL_SCALE_HALF) {
+    uint32_t rest = half & 0x7fff;
+    if (rest < 0x0400) return (sign ? -1.0f : 1.0f) * static_cast<float>(rest) / 16777216.0f;
+    bits = sign | ((rest << 13) + 0x38000000);
+  }
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Output `output` of a quantised matrix, see quantised.cpp for the layout: into it, or out of it.
+template <bool out>
+void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* codes, float* scales, float* offsets,
+                   int64_t row) {
+  int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
+  int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
+  int64_t groups = w.inputs / GROUP / w.repeat;
+  uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
+  for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
+    uint8_t *first = at + g % groups * head_line(w), *second = first + head_line(w) / 2;
+    if (out) {
+      scales[g] = number_at(w.scale_kind, first, lane);
+      if (w.offsets) offsets[g] = number_at(w.scale_kind, second, lane);
+    } else {
+      put_number(w.scale_kind, scales[g], first, lane);
+      if (w.offsets) put_number(w.scale_kind, offsets[g], second, lane);
+    }
+  }
+  at += panel_head(w) + lane / 16 * 64 + lane % 16 * 4;
+  for (int64_t k = 0; k < w.inputs; k++) {
+    int8_t& code = codes[row * w.inputs + k];
+    if (w.bits == 8) {
+      uint8_t& byte = at[k / 4 * 128 + k % 4];
+      if (out)
+        code = static_cast<int8_t>(byte - 128);
+      else
+        byte = static_cast<uint8_t>(code + 128);
+      continue;
+    }
+    uint8_t& both = at[k / GROUP * 512 + k % 16 / 4 * 128 + k % 4];
+    int shift = k % GROUP < 16 ? 0 : 4;
+    if (out)
+      code = static_cast<int8_t>((both >> shift & 15) - 8);
+    else
+      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + 8) << shift);
+  }
+}
 
 template <class Number, bool out>
 void copy(const Packed& packed, Number* dense, int64_t rows, int64_t first, Number* data) {
@@ -104,6 +189,18 @@ void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t 
     copy<float, true>(p, static_cast<float*>(dense), rows, first, static_cast<float*>(const_cast<void*>(packed)));
 }
 
+int64_t pl_quantised_bytes(const pl_weight* w) { return round_up(w->outputs, PANEL) / PANEL * panel_bytes(*w); }
+
+void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales, float* offsets, int64_t rows,
+                       int64_t first, const pl_weight* w) {
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; r++)
+    if (out)
+      quantised_row<true>(*w, place, first + r, codes, scales, offsets, r);
+    else
+      quantised_row<false>(*w, place, first + r, codes, scales, offsets, r);
+}
+
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads) {
   try {
     const Kernels& k = kernels();
@@ -112,7 +209,15 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
     scratch.shape(threads, product_scratch(rows, w->inputs));
     int64_t bytes = w->inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
     for (int64_t r = 0; r < rows; r++) k.take(dtype, static_cast<const char*>(x) + r * bytes, w->inputs, in.at(r));
-    Product p{w, dtype, in.at(0), rows, in.ld, LOGITS, y, w->outputs, 0, cap};
+    const Quantised& quantised = quantised_of(&k);
+    Codes codes;
+    QuantisedRows coded{};
+    if (w->bits) {
+      codes.shape(rows, w->inputs);
+      coded = codes.of(w->inputs);
+      for (int64_t r = 0; r < rows; r++) quantised.row(in.at(r), coded, r);
+    }
+    Product p{w, dtype, in.at(0), rows, in.ld, LOGITS, y, w->outputs, 0, cap, &quantised, coded};
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
       FlushToZero flush;
@@ -130,7 +235,8 @@ void pl_close(void* opened) { delete static_cast<Forward*>(opened); }
 
 int pl_forward(void* opened, const pl_batch* batch) {
   try {
-    static_cast<Forward*>(opened)->run(kernels(), *batch);
+    const Kernels& k = kernels();
+    static_cast<Forward*>(opened)->run(k, quantised_of(&k), *batch);
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;

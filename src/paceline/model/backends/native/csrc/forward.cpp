@@ -58,9 +58,10 @@ void Forward::lay_out() {
   }
 }
 
-void Forward::run(const Kernels& kernels, const pl_batch& batch) {
+void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch) {
   std::lock_guard<std::mutex> alone(busy_);
   k_ = kernels;
+  quantised_ = &quantised;
   b_ = batch;
   long threads = std::max<int64_t>(1, b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
   x_.shape(b_.rows, hidden);
@@ -70,7 +71,9 @@ void Forward::run(const Kernels& kernels, const pl_batch& batch) {
   hidden_.shape(b_.rows, m_.ffn);
   product_.shape(b_.rows, hidden);
   last_.shape(b_.logit_rows, hidden);
-  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, std::max({hidden, inner, m_.ffn}))));
+  long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
+  codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, widest)));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
   if (split) partial_.shape(blocks_ * b_.rows * m_.heads, m_.head_dim + 2);
@@ -156,8 +159,20 @@ void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread,
 }
 
 void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads) {
-  Product p{&w, m_.dtype, x.at(0), rows, x.ld, ending, y.at(0), y.ld, static_cast<int>(m_.activation), 0.0f};
+  QuantisedRows codes = coded(w, x, rows, thread, threads);
+  Product p{&w,   m_.dtype, x.at(0), rows, x.ld, ending, y.at(0), y.ld, static_cast<int>(m_.activation), 0.0f,
+            quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
+}
+
+// What quantised weights are multiplied with; nothing for others. Each thread codes its share.
+QuantisedRows Forward::coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads) {
+  if (!w.bits) return {};
+  QuantisedRows codes = codes_.of(w.inputs);
+  Share share(rows, thread, threads);
+  for (long r = share.from; r < share.to; r++) quantised_->row(x.at(r), codes, r);
+  team_.meet();
+  return codes;
 }
 
 // The input of a layer, or what the head sees.
@@ -180,6 +195,8 @@ void Forward::logits(int thread, int threads) {
   for (long r = share.from; r < share.to; r++)
     k_.normalise(m_, m_.final_norm, x_.at(b_.wanted[r]), last_.at(r), m_.hidden);
   team_.meet();
-  Product p{&m_.head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, m_.vocab, 0, m_.logit_cap};
+  QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
+  Product p{&m_.head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, m_.vocab, 0, m_.logit_cap,
+            quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
 }

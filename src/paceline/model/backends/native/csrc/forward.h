@@ -35,12 +35,28 @@ class Rows {
   long rows_ = 0;
 };
 
+// Rows of activations in whole numbers.
+class Codes {
+ public:
+  void shape(long rows, long inputs) {
+    codes_.resize(static_cast<size_t>(rows * inputs));
+    scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
+    sums_.resize(static_cast<size_t>(rows * inputs / GROUP));
+  }
+  // As rows of so many inputs, at most those of shape().
+  QuantisedRows of(long inputs) { return {codes_.data(), scales_.data(), sums_.data(), inputs, inputs / GROUP}; }
+
+ private:
+  std::vector<int8_t> codes_;
+  std::vector<float> scales_, sums_;
+};
+
 class Forward {
  public:
   explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
     m_.layer = layers_.data();
   }
-  void run(const Kernels& kernels, const pl_batch& batch);
+  void run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch);
 
  private:
   void lay_out();
@@ -50,6 +66,7 @@ class Forward {
   void keep_features(long layer, int thread, int threads);
   void logits(int thread, int threads);
   void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads);
+  QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
   void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
   void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
 
@@ -59,8 +76,10 @@ class Forward {
 
   // Of the forward that is under way.
   Kernels k_;
+  const Quantised* quantised_ = nullptr;
   pl_batch b_;
   Team team_;
+  Codes codes_;
   Rows x_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
   std::vector<Row> row_;
   std::vector<int32_t> own_;

@@ -7,6 +7,8 @@ constexpr long PANEL = 32;    // outputs packed side by side
 constexpr long STRIPE = 32;   // inputs summed before they are added to the rest
 constexpr long BLOCK = 256;   // keys of a block of attention, from a position divisible by it
 
+constexpr long GROUP = 32;    // activations that share a scale
+
 constexpr long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
 // What happens to a product's sums.
@@ -16,6 +18,28 @@ enum Ending {
   GATED,  // y = activation(gate) * up, rounded to the dtype
   LOGITS, // y = c, capped, in the dtype; rows of exactly `outputs` numbers
 };
+
+// Rows of activations in whole numbers, with scale and sum of each group.
+struct QuantisedRows {
+  int8_t* codes;         // [rows, inputs]
+  float *scales, *sums;  // [rows, groups]
+  long inputs, groups;
+};
+
+// The kernels of quantised.cpp for one instruction set.
+struct Quantised {
+  void (*row)(const float* x, const QuantisedRows&, long row);
+  // c [rows, PANEL] = the panel times rows first .. first + rows
+  void (*panel)(const pl_weight&, long panel, const QuantisedRows&, long first, long rows, float* c);
+};
+extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
+
+// A packed panel begins with lines of scales and offsets, see quantised.cpp.
+inline long head_line(const pl_weight& w) {
+  return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
+}
+inline long panel_head(const pl_weight& w) { return w.inputs / GROUP / w.repeat * head_line(w); }
+inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }
 
 struct Product {
   const pl_weight* weight;
@@ -27,6 +51,8 @@ struct Product {
   long ldy;
   int activation;
   float cap;
+  const Quantised* quantised;  // of quantised weights: the kernels,
+  QuantisedRows codes;         // and x
 };
 
 // One row of the step as attention sees it.

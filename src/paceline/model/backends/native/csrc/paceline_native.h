@@ -10,6 +10,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
+enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
 
 // A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
@@ -17,6 +18,9 @@ typedef struct {
   const void* data;  // NULL: there is none
   const float* bias;  // or NULL
   int64_t outputs, inputs;  // outputs as packed: a gated pair counts once
+  // Of quantised weights, see quantised.cpp. bits: 8 or 4, 0 if these are plain numbers; repeat:
+  // groups of 32 inputs that share a scale; scale_kind: PL_SCALE_...; offsets: whether there are any.
+  int64_t bits, repeat, scale_kind, offsets;
 } pl_weight;
 
 typedef struct {
@@ -70,6 +74,12 @@ int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
 // Put a dense matrix [rows, inputs] into a packed one, from its output `first` on; and get it out.
 void pl_pack(int64_t dtype, int64_t place, const void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed);
 void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t inputs, int64_t first, const void* packed);
+
+// The same of a quantised matrix, into the packed one or `out` of it: codes [rows, inputs], scales
+// and offsets (NULL if there are none) float32 [rows, inputs / 32 / repeat].
+int64_t pl_quantised_bytes(const pl_weight* w);
+void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales, float* offsets, int64_t rows,
+                       int64_t first, const pl_weight* w);
 
 // y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits.
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads);

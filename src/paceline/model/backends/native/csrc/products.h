@@ -148,7 +148,9 @@ void product(const Product& p, long part, long parts, float* scratch) {
     for (long panel = from; panel < to; panel++) {
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       long at = panel * PANEL * inputs;
-      if (p.dtype == PL_BFLOAT16)
+      if (p.weight->bits)
+        p.quantised->panel(*p.weight, panel, p.codes, first, rows, c);
+      else if (p.dtype == PL_BFLOAT16)
         panel_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
       else
         panel_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.costs import CostCurve, StepCosts
-from paceline.pace.steptime import StepTime
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.pace.cost import CostModel
 
 
-def steps(slope: float = 0.1) -> StepTime:
+def steps(slope: float = 0.1) -> CostModel:
     """One target step costs 1, plus ``slope`` for each further token."""
     one = CostCurve((1, 101), (1.0, 1.0 + 100 * slope))
     full = CostCurve((1, 101), (1.0 + 31 * slope, 1.0 + (32 * 101 - 1) * slope))
-    return StepTime(StepCosts(one, full, 32))
+    return CostModel(TargetCosts((1, 32), (one, full)))
 
 
-def teach(known: StepTime, batch: int, nodes: int, rest: float, drafting: float = 0.0) -> None:
+def teach(known: CostModel, batch: int, nodes: int, rest: float, drafting: float = 0.0) -> None:
     """Steps that take so long; passes were measured to take 0.1 for each node."""
     for _ in range(60):
-        if nodes:
-            known.begin("model", 0.1 * nodes)
-        known.end(batch, nodes * batch, rest + drafting, drafting)
+        passes = {"model": 0.1 * nodes} if nodes else {}
+        known.learn(batch, nodes * batch, rest + drafting, drafting, passes=passes)
+
+
+def whole(known: CostModel, batch: int, nodes: int, passes: float, name: str) -> float:
+    """Seconds of a step whose passes were measured to take so long."""
+    return known.rest(batch, nodes) + known.drafting(name, batch, nodes, passes)
 
 
 def test_the_rest_of_a_step_is_learnt_apart_from_drafting() -> None:
@@ -28,10 +32,10 @@ def test_the_rest_of_a_step_is_learnt_apart_from_drafting() -> None:
     known = steps()
     teach(known, 1, 0, 1.5)
     teach(known, 1, 4, 1.5 * 1.4, 0.8)
-    assert known.step(1, 0.0, 0.0) == pytest.approx(1.5, rel=0.02)
-    assert known.step(1, 4, 0.4, "model") == pytest.approx(2.9, rel=0.02)
-    assert known.step(1, 4, 0.4, "another") == pytest.approx(2.5, rel=0.02)
-    assert known.step(1, 8, 0.8, "model") == pytest.approx(1.5 * 1.8 + 1.6, rel=0.03)
+    assert known.step(1, []) == pytest.approx(1.5, rel=0.02)
+    assert whole(known, 1, 4, 0.4, "model") == pytest.approx(2.9, rel=0.02)
+    assert whole(known, 1, 4, 0.4, "another") == pytest.approx(2.5, rel=0.02)
+    assert whole(known, 1, 8, 0.8, "model") == pytest.approx(1.5 * 1.8 + 1.6, rel=0.03)
 
 
 def test_concurrency_is_learnt_where_it_happens() -> None:
@@ -49,20 +53,18 @@ def test_without_parts_the_whole_is_shared_out() -> None:
     known = steps()
     teach(known, 1, 0, 1.0)
     for _ in range(100):
-        known.begin("model", 0.4)
-        known.end(1, 4, 2 * (1.4 + 0.4), None)
-    assert known.step(1, 4, 0.4, "model") == pytest.approx(3.6, rel=0.05)
+        known.learn(1, 4, 2 * (1.4 + 0.4), None, passes={"model": 0.4})
+    assert whole(known, 1, 4, 0.4, "model") == pytest.approx(3.6, rel=0.05)
 
 
 def test_looking_something_up_takes_time_of_its_own() -> None:
     known = steps()
     teach(known, 4, 0, 1.3)
     for _ in range(100):
-        known.begin("look-up", 0.0)
-        known.end(4, 8, 1.3 + 0.8 + 0.2, 0.2)
-    assert known.drafting(4, 2, 0.0, "look-up") == pytest.approx(0.2, rel=0.02)
-    assert known.drafting(8, 2, 0.0, "look-up") == pytest.approx(0.4, rel=0.02)
-    assert known.drafting(4, 0, 0.0, "look-up") == 0.0
+        known.learn(4, 8, 1.3 + 0.8 + 0.2, 0.2, passes={"look-up": 0.0})
+    assert known.drafting("look-up", 4, 2, 0.0) == pytest.approx(0.2, rel=0.02)
+    assert known.drafting("look-up", 8, 2, 0.0) == pytest.approx(0.4, rel=0.02)
+    assert known.drafting("look-up", 4, 0, 0.0) == 0.0
 
 
 def test_uneven_batches_are_learnt_apart() -> None:
@@ -71,10 +73,8 @@ def test_uneven_batches_are_learnt_apart() -> None:
     even = known.rest(4, 2)
     assert known.rest(4, 2, even=False) > even, "padding is expected to cost something"
     for _ in range(200):
-        known.begin("model", 0.2)
-        known.end(4, 8, 1.5 * 2.1 + 0.2, 0.2, even=False)
-        known.begin("model", 0.2)
-        known.end(4, 8, 2.1 + 0.2, 0.2)
+        known.learn(4, 8, 1.5 * 2.1 + 0.2, 0.2, even=False, passes={"model": 0.2})
+        known.learn(4, 8, 2.1 + 0.2, 0.2, passes={"model": 0.2})
     assert known.rest(4, 2) == pytest.approx(2.1, rel=0.1)
     assert known.rest(4, 2, even=False) == pytest.approx(1.5 * 2.1, rel=0.1)
 
@@ -82,8 +82,7 @@ def test_uneven_batches_are_learnt_apart() -> None:
 def test_one_hiccup_is_no_policy() -> None:
     known = steps()
     teach(known, 1, 0, 1.0)
-    known.end(1, 0, 1000.0)
+    known.learn(1, 0, 1000.0)
     assert known.rest(1, 0) < 1.1
-    known.end(1, 0, None)
-    known.end(32, 0, 1000.0)
+    known.learn(32, 0, 1000.0)
     assert known.rest(32, 0) < 1.6 * 4.1, "nor is the first step of a new load"

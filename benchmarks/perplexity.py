@@ -1,0 +1,75 @@
+"""What rounding a model's weights costs in perplexity, by method.
+
+    python benchmarks/perplexity.py chat.jsonl code.jsonl --calibrate more.jsonl
+
+Everything is computed by the readable arithmetic of model/quantised, in float32: minutes a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.quantised.convert import Scheme, quantise_module
+from paceline.model.target import CausalModel
+from paceline.tools.perplexity import perplexity, read_windows
+
+
+def schemes() -> Iterator[tuple[str, Scheme | None, bool]]:
+    """Name, scheme and whether it needs text to round by."""
+    yield "float32", None, False
+    yield "int8, head int8", Scheme("int8", head="int8"), False
+    yield "int8", Scheme("int8"), False
+    yield "int4, free offsets, head int8", Scheme("int4", head="int8", zero="free"), False
+    yield "int4, whole zero points, GPTQ", Scheme("int4"), True
+    yield "int4, whole zero points", Scheme("int4"), False
+    yield "int4, no zero points", Scheme("int4", zero="none"), False
+
+
+def measured(
+    model: str,
+    scheme: Scheme | None,
+    texts: Sequence[list[list[int]]],
+    read: list[list[int]] | None,
+) -> list[float]:
+    """The perplexity of each file."""
+    hf = load_module(model, "float32", "cpu", None if read is None else "sdpa")
+    if scheme is not None:
+        quantise_module(hf, scheme, read)
+    from paceline.model.probe import ATTENTION, register
+
+    register()
+    hf.set_attn_implementation(ATTENTION)
+    target = CausalModel(hf, model)
+    return [perplexity(target, windows).value for windows in texts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--model", default="paceline/smollm2")
+    parser.add_argument("--calibrate", type=Path, action="append", default=[])
+    parser.add_argument("--tokens", type=int, default=1200, help="of each file")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.model)
+    texts = [read_windows(file, tokenizer, options.tokens, seed=1) for file in options.files]
+    read = [
+        window
+        for file in options.calibrate
+        for window in read_windows(file, tokenizer, 12_000, seed=2)
+    ]
+    base: list[float] = []
+    for name, scheme, calibrated in schemes():
+        if calibrated and not read:
+            continue
+        found = measured(options.model, scheme, texts, read if calibrated else None)
+        base = base or found
+        rises = [value / plain - 1 for value, plain in zip(found, base, strict=True)]
+        print(json.dumps({"method": name, "perplexity": found, "rise": rises}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

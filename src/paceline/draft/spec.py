@@ -1,0 +1,333 @@
+"""What a kind of drafter says of itself: its options, its loading, and what the tools ask of it.
+
+A kind is one dataclass in the file of its drafter. Its fields are the options, as in Python
+(``NGram(min=2)``) so in a spec (``ngram:min=2``); the field that may be given by position is
+what stands first in a spec, a path mostly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import torch
+
+from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.shape import Shape
+from paceline.errors import ConfigError
+from paceline.model.paged.cache import LayerShape, PagedCache
+from paceline.model.target import CausalModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# A static tree may be cut at any level, so one deep one stands for the shallower ones.
+_BRANCHING, _NODES = (2, 2, 1, 1, 1), 8
+_Spec = TypeVar("_Spec", bound="DraftSpec")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What a drafter is prepared from: the target, its tokenizer, and the dtype asked for."""
+
+    target: CausalModel
+    tokenizer: PreTrainedTokenizerFast
+    dtype: str
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a prepared drafter is built from. ``cache`` is the target's own, ``generator`` the
+    randomness of requests without a seed."""
+
+    target: CausalModel
+    cache: PagedCache
+    generator: torch.Generator
+
+    def new_cache(
+        self, shapes: list[LayerShape], dtype: torch.dtype, share: bool = True
+    ) -> PagedCache:
+        """A cache for a drafter's own layers, of as many tokens as the target's.
+
+        ``share``: requests that begin alike share blocks, if they do in the target's.
+        """
+        own, share = self.cache, self.cache.shares and share
+        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, own.device, share)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token,
+    ``feature_bytes`` that of one token's features, should it have to keep them for a while.
+
+    ``names`` are those by which requests choose it, or one of several; the first is the default.
+    """
+
+    build: Callable[[DraftContext], Drafter]
+    cache_bytes: int = 0
+    names: tuple[str, ...] = ()
+    feature_bytes: int = 0
+
+
+class Target(Protocol):
+    """What drafts are held against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A target that need not be loaded."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_positions: int = 0
+
+
+# The code of one of doctor's findings, what was found and, if it is not the usual one, the cure.
+Note = tuple[str, str, str | None]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a kind tells ``paceline doctor`` about one draft.
+
+    The rest counts numbers that it keeps beside the target: weights, and per token in a cache and
+    in features.
+    """
+
+    notes: tuple[Note, ...]
+    parameters: int = 0
+    cache_values: int = 0
+    feature_values: int = 0
+
+
+def reduced(size: int, target: Target) -> list[Note]:
+    """What doctor says of heads that know ``size`` of the target's tokens."""
+    if size >= target.vocab_size:
+        return []
+    text = f"drafts {size:,} of the target's {target.vocab_size:,} tokens"
+    return [("head-vocabulary-reduced", text, None)]
+
+
+def option(default: Any = MISSING, **said: str) -> Any:
+    """A field of a spec. ``key``: its name in a spec string, if Python cannot have that name.
+    ``like``: an example of a tuple. ``needs``: what the argument without a default is."""
+    return field(metadata=said) if default is MISSING else field(default=default, metadata=said)
+
+
+@dataclass(frozen=True)
+class DraftSpec(ABC):
+    """One drafter as its user asks for it; the class is the record of its kind.
+
+    Made in Python or read from ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that back.
+    Options that make no sense raise ConfigError on construction.
+    """
+
+    kind: ClassVar[str]
+    page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
+    natural_length: ClassVar[int] = 4  # levels that pay in general, where none are asked for
+    remembers: ClassVar[bool] = False  # learns from one request for the next
+    looks_up: ClassVar[bool] = False  # in text; drafts where it repeats itself
+    # Whether `tune` tries it unasked: always, for real targets only, or never.
+    tried: ClassVar[Literal["always", "real", "never"]] = "never"
+    # What a spec's argument holds: weights that doctor looks at, of a model or of heads.
+    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"
+    weight_files: ClassVar[tuple[str, ...]] = ()  # names of a head's, the first that is there
+    # Specs that the tests of parity, laws, caches and documentation decode with; {target},
+    # {draft}, {medusa}, {eagle} and {eagle3} stand for weights.
+    examples: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def prepare(self, loading: Loading) -> Prepared:
+        """Load what it needs. Raises PacelineErrors."""
+
+    def members(self) -> tuple[DraftSpec, ...]:
+        """The specs that it is made of: itself, unless it joins several."""
+        return (self,)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        """What is to be said before anything is loaded; ``read`` is a head's checkpoint, its
+        tensors without values. Raises ConfigError and ModelLoadError."""
+        return self.noted("draft-free", f"{self.kind} needs no weights and no cache of its own")
+
+    def noted(self, code: str, text: str) -> Examined:
+        return Examined(((code, text, None),))
+
+    def variants(self: _Spec) -> dict[str, _Spec]:
+        """What ``tune`` tries in its place, by the shape of the trees."""
+        return {"chain": self}
+
+    def refuse(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.kind}: {problem}")
+
+    # -- as text -------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls: type[_Spec], rest: str, kinds: Mapping[str, type[DraftSpec]]) -> _Spec:
+        """A spec from what follows its kind and the colon. Raises ConfigError.
+
+        ``kinds`` are all kinds by their names, for those that join others.
+        """
+        del kinds
+        known = {_key(each): each for each in fields(cls) if each.kw_only}
+        argument = next((each for each in fields(cls) if not each.kw_only), None)
+        values: dict[str, Any] = {}
+        for position, part in enumerate(part for part in rest.split(",") if part):
+            key, equals, value = (text.strip() for text in part.partition("="))
+            if not equals and position == 0 and argument is not None:
+                values[argument.name] = part
+            elif not equals:
+                raise ConfigError(f"draft {f'{cls.kind}:{rest}'!r}: {part!r} is not KEY=VALUE")
+            elif key not in known:
+                knows = ", ".join(known) or "none"
+                raise ConfigError(f"draft {cls.kind!r} has no option {key}; it knows: {knows}")
+            else:
+                values[known[key].name] = cls._value(known[key], value)
+        if argument is not None and argument.name not in values and _required(argument):
+            needs = argument.metadata["needs"]
+            raise ConfigError(f"draft {cls.kind!r} needs {needs}: {cls.kind}:PATH")
+        return cls(**values)
+
+    @classmethod
+    def _value(cls, of: Field[Any], text: str) -> Any:
+        """An option's value. Raises ConfigError."""
+        hint = get_type_hints(cls)[of.name]
+        if NoneType in get_args(hint):
+            (hint,) = set(get_args(hint)) - {NoneType}
+        words: dict[Any, str] = {
+            bool: "neither on nor off",
+            int: "not a whole number",
+            float: "not a number",
+            tuple: f"not like {of.metadata.get('like')}",
+        }
+        kind = get_origin(hint) or hint
+        try:
+            if kind is bool:
+                return {"on": True, "off": False}[text]
+            return tuple(map(int, text.split("x"))) if kind is tuple else kind(text)
+        except (ValueError, KeyError):
+            what = f"{_key(of)}={text!r} is {words[kind]}"
+            raise ConfigError(f"draft {cls.kind!r}: {what}") from None
+
+    def given(self) -> dict[str, str]:
+        """The options that differ from their defaults, as a spec writes them."""
+        values = {each: getattr(self, each.name) for each in fields(self) if each.kw_only}
+        return {_key(e): _text(v) for e, v in values.items() if v != e.default}
+
+    def argument(self) -> str | None:
+        """What stands first in a spec."""
+        found = [getattr(self, each.name) for each in fields(self) if not each.kw_only]
+        return None if not found or found[0] is None else str(found[0])
+
+    def __str__(self) -> str:
+        own = self.argument()
+        parts = [*([] if own is None else [own]), *(f"{k}={v}" for k, v in self.given().items())]
+        return ":".join([self.kind, *([",".join(parts)] if parts else [])])
+
+
+def _required(of: Field[Any]) -> bool:
+    return of.default is MISSING
+
+
+def _key(of: Field[Any]) -> str:
+    return str(of.metadata.get("key", of.name))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSpec(DraftSpec):
+    """A kind that grows trees level by level; by default chains.
+
+    ``branching``: children per level of a static tree. ``nodes``, ``width``: best-first trees of
+    that many nodes, expanding ``width`` a level.
+    """
+
+    branching: tuple[int, ...] | None = option(None, like="2x2x1 (children per level)")
+    nodes: int | None = None
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        where = f"draft {self.kind!r}"
+        if self.branching is not None and min(self.branching, default=0) < 1:
+            said = _text(self.branching)
+            raise ConfigError(f"{where}: branching={said!r} is not like 2x2x1 (children per level)")
+        if (self.nodes or 0) < 0 or self.width < 1:
+            raise ConfigError(f"{where}: use nodes >= 0 and width >= 1")
+        if self.branching and self.nodes is not None:
+            raise ConfigError(f"{where}: give either branching or nodes, not both")
+
+    def policy(self, nodes: int = 0) -> Policy:
+        """``nodes`` is the number where neither shape nor number is asked for."""
+        if self.branching:
+            return Policy(Shape.branching(self.branching))
+        return Policy(nodes=nodes if self.nodes is None else self.nodes, width=self.width)
+
+    def shape(self) -> str | None:
+        """Its trees in words, as far as the options say."""
+        if self.branching:
+            return _text(self.branching)
+        return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
+
+    def variants(self: _Tree) -> dict[str, _Tree]:
+        """A chain, a static tree and a best-first tree, unless the options already say."""
+        shape = self.shape()
+        if shape is not None or self.holds == "nothing":
+            return {shape or "chain": self}
+        return {
+            "chain": replace(self, nodes=0),
+            "2x2 tree": replace(self, branching=_BRANCHING),
+            f"{_NODES} nodes": replace(self, nodes=_NODES),
+        }
+
+
+_Tree = TypeVar("_Tree", bound=TreeSpec)
+
+
+@dataclass(frozen=True)
+class NoDraft(DraftSpec):
+    """Plain decoding."""
+
+    kind = "none"
+    page = "README.md"
+    natural_length = 0
+    examples = ("none",)
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return Prepared(lambda context: NoDrafter(context.target.device))
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        return self.noted("draft-none", "no draft is given")
+
+    def variants(self) -> dict[str, NoDraft]:
+        return {}  # plain decoding is always measured

@@ -1,0 +1,18 @@
+// Sixteen sums of whole numbers, I, and the weights of a line, B: 64 bytes, of which lane i has the
+// four from 4 i on. quantised.cpp is compiled once for each instruction set; whole numbers are exact
+// in all of them.
+//
+//   line          64 bytes            low, high    their lower and upper four bits
+//   dot(s, w, x)  lane i of s plus the sum of four products w[4 i + j] (0 .. 255) * x[j] (-127 .. 127)
+//   floats        exact below 2^24
+//   from_half     16 IEEE half numbers
+#pragma once
+#include "vec.h"
+
+#if defined(PACELINE_AVX512)
+#include "ints_vnni.h"
+#elif defined(PACELINE_AVX2)
+#include "ints_avx2.h"
+#else
+#include "ints_portable.h"
+#endif

@@ -1,0 +1,93 @@
+"""The drafts with which a batch is fastest, from gains and prices alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from paceline.pace.cost import CostModel, Draft
+
+HURT = 0.01  # by which a request may be slowed down for the sake of others, as expected
+_DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
+
+
+def cut(options: Sequence[Draft], draft: Draft, most: int) -> Draft:
+    """A draft with no more than so many levels; ``options`` of its sequence, none first."""
+    if draft.length <= most:
+        return draft
+    own = (o for o in options if o.name == draft.name and 0 < o.length <= most)
+    return max(own, key=lambda option: option.length, default=options[0])
+
+
+def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> list[Draft]:
+    """One of each sequence's ``options``, the first of which is no draft, for the fastest batch.
+
+    One alone: most expected tokens a second. Several: the least mean time of a token, over the
+    sequences (the harmonic mean of their speeds), among the drafts by which no sequence becomes
+    slower than by plain decoding: a step takes the same time for all, and drafting for some must
+    not slow down those that gain nothing by it. Where the sequences are alike one length for all
+    is best, as rows need no padding then; lengths of their own are taken if they gain more than
+    that costs. A pass for few must pay for itself: each drafter is left out in turn.
+    """
+    if len(options) == batch == 1:
+        return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
+    best = [own[0] for own in options]
+    least = _score(cost, batch, best)
+    if all(own[-1].length == len(own) - 1 for own in options):  # a drafter each
+        for length in range(1, max(map(len, options))):
+            alike = [own[min(length, len(own) - 1)] for own in options]
+            score = _score(cost, batch, alike)
+            if score < least:
+                best, least = alike, score
+    names = {draft.name for own in options for draft in own[1:]}
+    for left_out in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
+        left = [_worthy(o for o in own if not o.length or o.name != left_out) for own in options]
+        for dearer in _DEARER:
+            apart = _apart(left, best, dearer)
+            if not any(draft.length for draft in apart):
+                break
+            score = _score(cost, batch, apart)
+            if score < least:
+                best, least = apart, score
+                break
+        if not any(0 < sum(d.name == n and d.length > 0 for d in best) < batch for n in names):
+            break
+    return best
+
+
+def _worthy(options: Iterable[Draft]) -> list[Draft]:
+    """Those that gain more than every cheaper one."""
+    found: list[Draft] = []
+    for draft in sorted(options, key=lambda draft: draft.seconds):
+        if not found or draft.gain > found[-1].gain:
+            found.append(draft)
+    return found
+
+
+def _score(cost: CostModel, batch: int, drafts: Sequence[Draft]) -> float:
+    """Seconds of a token, summed over the sequences; infinite if any is slowed down."""
+    seconds = cost.step(batch, drafts) + sum(draft.reading for draft in drafts)
+    # Others in the batch gain nothing.
+    least = min(draft.gain for draft in drafts) if len(drafts) == batch else 1.0
+    if any(draft.length for draft in drafts) and seconds > (1 + HURT) * cost.rest(batch) * least:
+        return inf
+    return seconds * sum(1 / draft.gain for draft in drafts)
+
+
+def _apart(
+    options: Sequence[Sequence[Draft]], start: Sequence[Draft], dearer: float
+) -> list[Draft]:
+    """Each sequence's own best draft, given the time that a step takes with ``start``.
+
+    ``dearer``: by how much time counts for more than it should, which makes shorter drafts.
+
+    The product of the step's time and the sum of the times per token is bounded by its tangent, so
+    that sequences decide by themselves (majorisation; Hunter and Lange 2004); twice, as the step
+    then takes another time.
+    """
+    chosen = list(start)
+    for _ in range(2):
+        seconds = sum(draft.seconds for draft in chosen)
+        needed = dearer * sum(1 / draft.gain for draft in chosen)
+        chosen = [min(own, key=lambda o: seconds / o.gain + needed * o.seconds) for own in options]
+    return chosen

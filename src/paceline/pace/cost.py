@@ -1,0 +1,315 @@
+"""The one cost model: what steps take and what drafts gain, for everybody who asks.
+
+A step is drafting (passes of a drafter, or looking something up) and the rest: the target's forward
+over its sequences and their draft nodes, and the host's work. Both are predicted from forwards
+measured alone and corrected by every step since, by concurrency and nodes (correction.py). What
+drafts gain follows from acceptance by position (acceptance.py)::
+
+    forwards measured alone * corrections ---> seconds --.
+                                                         +--> tokens a second, against plain
+    acceptance by position -----> expected tokens -------'
+
+Start-up, the controller and hybrids ask it while they decode; ``tune``, ``bench`` and ``doctor``
+make one of what they have measured. How far a prediction is off is one figure for all of them,
+``predicted_by_measured``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.draft.base import Drafter
+from paceline.pace.acceptance import AcceptanceTracker, expected_tokens
+from paceline.pace.correction import Correction, cell_of
+
+_LONG_AGO = 64  # steps
+_PLAIN_FIRST = 3  # steps without drafts at every concurrency
+_PASSES = 0.05**2  # of passes of a draft: their times differ little by how many there are
+_FULL = 0.95  # share of the most nodes, above which drafts are alike
+_FRESH = 16  # observations after which prices are looked up anew
+_ROWS = 4096  # tokens read, about which the time of one is averaged
+
+
+def predicted_by_measured(predicted: float, measured: float) -> float:
+    """How many times what was measured was predicted; 1.1 promises 10 % too much."""
+    return predicted / measured if measured else 0.0
+
+
+def textbook_speedup(rate: float, length: float, cost: float) -> float:
+    """(1 - a^(g+1)) / ((1 - a)(g c + 1)), Leviathan et al. 2023, theorem 3.8.
+
+    One acceptance ``rate`` a for all positions, drafts of g tokens, and a drafter whose pass
+    takes ``cost`` c of a target forward. Verifying g + 1 tokens is taken to cost what one does.
+    """
+    tokens = length + 1 if rate == 1 else (1 - rate ** (length + 1)) / (1 - rate)
+    return tokens / (length * cost + 1)
+
+
+def group_of(batch: int) -> int:
+    """Powers of two: 1, 2 and 3, 4 to 7, ..."""
+    return batch.bit_length()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
+
+    ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
+    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
+    ``follows``, it has seen the prompt.
+    """
+
+    nodes: tuple[float, ...]
+    passes: tuple[int, ...]
+    seconds: CostCurve
+    reads: bool = False
+    follows: bool = False
+
+    @classmethod
+    def of(cls, drafter: Drafter, longest: int, seconds: CostCurve) -> Profile:
+        """Of drafts of up to ``longest`` levels; twice as many where a level takes no pass."""
+        lengths = range(1 + longest * (1 if drafter.passes(1) else 2))
+        nodes = tuple(drafter.max_nodes(length) for length in lengths)
+        passes = tuple(drafter.passes(length) for length in lengths)
+        reads, follows = getattr(drafter, "reads", False), getattr(drafter, "follows", False)
+        return cls(nodes, passes, seconds, reads, follows)
+
+    @property
+    def longest(self) -> int:
+        return len(self.nodes) - 1
+
+    @cached_property
+    def costless(self) -> bool:
+        """Whether proposing takes no forward, so that one may look before deciding."""
+        return not any(self.passes)
+
+
+class Draft(NamedTuple):
+    """One way to spend a step on a sequence; ``length`` 0 is no draft.
+
+    ``nodes`` to verify, the tokens of the step as expected (``gain``) and as may be counted upon
+    (``safe``), ``seconds`` of its part of the step if all do alike, and of these what ``reading``
+    costs that must come first, written off over the tokens to come.
+    """
+
+    name: Hashable
+    length: int
+    nodes: float
+    gain: float
+    safe: float
+    seconds: float
+    reading: float = 0.0
+
+
+class CostModel:
+    """Predicts seconds and tokens of steps, and learns from each where that is wrong.
+
+    ``target``: forwards measured alone; ``drafters`` by name, more by ``add``.
+    """
+
+    def __init__(self, target: TargetCosts, drafters: Mapping[Hashable, Profile] | None = None):
+        self.target = target
+        self.drafters: dict[Hashable, Profile] = {}
+        self.acceptance = AcceptanceTracker()
+        # Nodes proposed, as a share of the most: n-grams are often short.
+        self.fill: dict[Hashable, float] = {}
+        self._verify: dict[tuple[int, float], float] = {}
+        self._rest = Correction()
+        self._passes: dict[Hashable, Correction] = {}
+        self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
+        self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
+        self._tables: dict[tuple[Hashable, int], list[float]] = {}
+        self._learnt = 0
+        self._since_plain = _LONG_AGO  # steps since one without drafts
+        self._whole = False  # whether only the whole of steps is known
+        self.predicted = self.measured = 0.0  # seconds of all steps that were learnt from
+        for name, profile in (drafters or {}).items():
+            self.add(name, profile)
+
+    def add(self, name: Hashable, profile: Profile) -> None:
+        """Know one drafter more."""
+        self.drafters[name] = profile
+        self.acceptance.depth = max(self.acceptance.depth, profile.longest)
+        self.fill[name] = 1.0
+        row = max(0.0, profile.seconds(1024) - profile.seconds(1)) / 1023
+        self._reading[name] = (64 * row, 64.0)  # at first what a pass grows by for a further row
+
+    # -- seconds -----------------------------------------------------------------------------------
+
+    def verify(self, batch: int, nodes: float) -> float:
+        """A target forward over ``batch`` sequences and ``nodes`` draft nodes each, as measured."""
+        key = (batch, round(nodes, 1))
+        if key not in self._verify:
+            if len(self._verify) > 4096:
+                self._verify.clear()
+            self._verify[key] = self.target(batch, 1 + key[1])
+        return self._verify[key]
+
+    def rest(self, batch: int, nodes: float = 0.0, even: bool = True) -> float:
+        """All of a step but the drafting; ``even`` if all sequences have as many nodes."""
+        return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes, even))
+
+    def passes(self, name: Hashable, lengths: Iterable[int]) -> float:
+        """A drafter's passes as measured alone, each over the sequences not done yet."""
+        profile = self.drafters[name]
+        if profile.costless:
+            return 0.0
+        passes = [profile.passes[length] for length in lengths]
+        counts = (sum(most > number for most in passes) for number in range(max(passes)))
+        return sum(map(profile.seconds, counts))
+
+    def drafting(
+        self, name: Hashable, batch: int, nodes: float, passes: float, even: bool = True
+    ) -> float:
+        """Drafting of ``nodes`` each for ``batch`` sequences, by seconds of ``passes`` alone."""
+        if not passes:
+            return self._handling.get(name, 0.0) * batch if nodes else 0.0
+        own = self._passes.get(name)
+        return passes * own.factor(group_of(batch), cell_of(nodes, even)) if own else passes
+
+    def step(self, batch: int, drafts: Iterable[Draft]) -> float:
+        """A step of ``batch`` sequences with these drafts among them."""
+        drafts = [draft for draft in drafts if draft.length]
+        if not drafts:
+            return self.rest(batch)
+        names = dict.fromkeys(draft.name for draft in drafts)
+        each = sum(draft.nodes for draft in drafts) / batch
+        even = len(drafts) == batch and len({draft.nodes for draft in drafts}) == 1
+        even = even and (batch == 1 or all(self.fill[name] > _FULL for name in names))
+        seconds = self.rest(batch, each, even)
+        for name in names:
+            passes = self.passes(name, [draft.length for draft in drafts if draft.name == name])
+            seconds += self.drafting(name, batch, each, passes, even)
+        return seconds
+
+    def table(self, name: Hashable, batch: int) -> list[float]:
+        """A sequence's part of the step, by draft length, if all draft alike."""
+        table = self._tables.get((name, batch))
+        if table is None:
+            nodes, fill = self.drafters[name].nodes, self.fill[name]
+            alike = [[Draft(name, n, fill * m, 1, 1, 0)] * batch for n, m in enumerate(nodes)]
+            table = [self.step(batch, drafts) / batch for drafts in alike]
+            self._tables[name, batch] = table
+        return table
+
+    def reading(self, name: Hashable) -> float:
+        """Seconds in which a drafter reads a token of a prompt."""
+        seconds, rows = self._reading[name]
+        return seconds / rows
+
+    def wants_plain(self, batch: int) -> bool:
+        """Whether a step without drafts is needed to tell drafting from the rest.
+
+        At a concurrency that is new, some: what drafts cost there is told against them.
+        """
+        if self._rest.seen(group_of(batch), 0) < _PLAIN_FIRST:
+            return True
+        return self._since_plain >= (_LONG_AGO if self._whole else 4 * _LONG_AGO)
+
+    # -- tokens, and both together -----------------------------------------------------------------
+
+    def none(self, batch: int) -> Draft:
+        """No draft."""
+        return Draft(None, 0, 0.0, 1.0, 1.0, self.rest(batch) / batch)
+
+    def drafts(
+        self,
+        name: Hashable,
+        batch: int,
+        tokens: tuple[Sequence[float], Sequence[float]],
+        reading: float = 0.0,
+        lengths: Iterable[int] | None = None,
+    ) -> list[Draft]:
+        """Drafts of a sequence, of all lengths from 1 on by default.
+
+        ``tokens`` by length, as expected and as may be counted upon; for each, ``reading`` takes so
+        long before.
+        """
+        (gains, safe), table, profile = tokens, self.table(name, batch), self.drafters[name]
+        fill = self.fill[name]
+        return [
+            Draft(name, n, fill * profile.nodes[n], gains[n], safe[n], table[n] + own, own)
+            for n in (range(1, len(table)) if lengths is None else lengths)
+            for own in (reading * gains[n],)
+        ]
+
+    def tokens(self, name: Hashable, length: int) -> float:
+        """Expected in a step with drafts of so many levels, the target's own token included."""
+        return expected_tokens(self.acceptance.everyone(name).rates())[length]
+
+    def rate(self, name: Hashable, length: int, batch: int = 1) -> float:
+        """Tokens a second of ``batch`` sequences that all draft so many levels."""
+        if not length:
+            return batch / self.rest(batch)
+        return self.tokens(name, length) / self.table(name, batch)[length]
+
+    def speedup(self, name: Hashable, length: int, batch: int = 1) -> float:
+        """Predicted tokens a second by plain decoding's."""
+        return self.rate(name, length, batch) / self.rate(None, 0, batch)
+
+    def best_length(self, name: Hashable, batch: int = 1) -> int:
+        """The draft length, 1 at least, with the most tokens a second."""
+        lengths = range(1, self.drafters[name].longest + 1)
+        return max(lengths, key=lambda length: self.rate(name, length, batch))
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def record_fill(self, name: Hashable, nodes: int, length: int) -> None:
+        """A draft of up to ``length`` levels came to so many nodes."""
+        share = min(1.0, nodes / self.drafters[name].nodes[length])
+        self.fill[name] += 0.05 * (share - self.fill[name])
+
+    def learn_reading(self, name: Hashable, seconds: float, rows: int) -> None:
+        """A drafter has read ``rows`` tokens besides drafting."""
+        before, count = self._reading[name]
+        keep = min(1.0, _ROWS / (count + rows))
+        limit = 4 * rows * before / count or seconds  # one hiccup is no policy
+        seconds = min(max(seconds, 0.0), limit)
+        self._reading[name] = (keep * (before + seconds), keep * (count + rows))
+
+    def learn(
+        self,
+        batch: int,
+        nodes: int,
+        seconds: float,
+        drafting: float | None = None,
+        even: bool = True,
+        passes: Mapping[Hashable, float] | None = None,
+    ) -> None:
+        """A step is over: ``nodes`` were verified for ``batch`` sequences, ``even`` if alike.
+
+        ``passes``: who drafted, and the seconds of those passes as measured alone. ``drafting`` is
+        the part of the ``seconds`` that went into it; None if only the whole is known.
+        """
+        passes, each = passes or {}, nodes / batch
+        group, cell = group_of(batch), cell_of(each, even)
+        known = self.rest(batch, each, even)
+        alone = sum(passes.values())
+        expected = sum(self.drafting(n, batch, each, own, even) for n, own in passes.items())
+        self.predicted += known + expected
+        self.measured += seconds
+        self._since_plain = self._since_plain + 1 if passes else 0
+        self._whole = drafting is None and bool(passes)
+        if drafting is None:
+            # Where plain steps say what the rest takes, drafting answers for what is left. Else
+            # all may have become slower, and both are as wrong as the whole.
+            whole = seconds * expected / (known + expected)
+            drafting = max(seconds - known, 0.0) if self._since_plain < _LONG_AGO else whole
+        rest = seconds - drafting if passes else seconds
+        self._rest.observe(group, cell, rest / self.verify(batch, each))
+        self._learnt += 1
+        if self._learnt % _FRESH == 0:
+            self._tables.clear()
+        if len(passes) != 1:
+            return
+        (name,) = passes
+        if alone:
+            own = self._passes.setdefault(name, Correction(_PASSES))
+            own.observe(group, cell, drafting / alone)
+        else:
+            before = self._handling.get(name, 0.0)
+            self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)

@@ -1,0 +1,105 @@
+"""Measuring, outside decoding, what target steps and drafter passes cost on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.tree import chain_parents
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.target import CausalModel
+
+_BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
+_CONTEXT = 64  # cached tokens of the sequences that measurements run on
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device; only measurements need this."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    run: Callable[[int], None],
+    counts: Sequence[int],
+    device: torch.device,
+    rounds: int = 5,
+    budget: float = _BUDGET,
+) -> CostCurve:
+    """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts.
+
+    The minimum, because noise on a shared machine only ever adds; runs that take next to no time
+    are measured some rounds more. Made monotone: fewer tokens never cost more, so what more of
+    them have taken is a bound.
+    """
+    best = [float("inf")] * len(counts)
+    for count in counts:
+        run(count)  # warm-up: allocations, kernel selection
+    began = time.perf_counter()
+    done = 0
+    while done < rounds or (done < 4 * rounds and time.perf_counter() - began < budget):
+        done += 1
+        for index, count in enumerate(counts):
+            synchronise(device)
+            start = time.perf_counter()
+            run(count)
+            synchronise(device)
+            best[index] = min(best[index], time.perf_counter() - start)
+    bounds = accumulate(reversed(best), min)
+    return CostCurve(tuple(counts), tuple(bounds)[::-1])
+
+
+@torch.inference_mode()
+def measure_target(
+    target: CausalModel,
+    cache: PagedCache,
+    counts: Mapping[int, Sequence[int]],
+    features: Sequence[int] = (),
+    context: int = _CONTEXT,
+    rounds: Callable[[int], int] = lambda batch: 5,
+    begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
+) -> TargetCosts:
+    """Target forwards over chains after ``context`` tokens; the cache is as before afterwards.
+
+    ``counts``: tokens per sequence to measure, by numbers of sequences, the least first; those for
+    which the cache has no room are left out. ``rounds`` by numbers of sequences. ``begin`` is asked
+    before each of them for a context to measure it in; None ends the measuring.
+    """
+    context = max(1, min(context, target.max_positions // 2))
+    most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
+    wanted = {batch: [n for n in own if n <= most] or [1] for batch, own in counts.items()}
+    reach = context + max(own[-1] for own in wanted.values())
+    room = max(1, cache.num_blocks // -(-reach // cache.block_size))
+    sizes = [batch for batch in wanted if batch <= room] or [1]
+    ids = range(-max(sizes), 0)
+    tokens = torch.zeros(reach, dtype=torch.int64, device=target.device)
+
+    def run(batch: int, count: int) -> None:
+        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
+        feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:batch]]
+        target(cache.batch_of(feeds), cache, tuple(features)).logits.argmax(-1)
+
+    curves: dict[int, CostCurve] = {}
+    for seq_id in ids:
+        cache.admit(seq_id, [0])
+        cache.reserve(seq_id, reach)
+    try:
+        for size in sizes:
+            around = begin(size)
+            if around is None and curves:
+                break
+            with around or nullcontext():
+                own, times = wanted.get(size, [1]), rounds(size)
+                run_size = partial(run, size)
+                curves[size] = measure(run_size, own, target.device, times, 0.06 * times)
+    finally:
+        for seq_id in ids:
+            cache.free(seq_id)
+    return TargetCosts(tuple(curves), tuple(curves.values()))

@@ -1,0 +1,198 @@
+"""Every kind of drafter by its record: specs, what tune tries, what doctor says, what is drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import FrozenInstanceError, dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.core.batch import Slice
+from paceline.draft.base import Drafter, LookupDrafter
+from paceline.draft.ngram import NGram
+from paceline.draft.spec import DraftSpec, Loading, Prepared, TreeSpec
+from paceline.drafters import (
+    DRAFTERS,
+    RECORDS,
+    DraftModel,
+    Eagle3,
+    Hybrid,
+    Registry,
+    Suffix,
+    parse_draft,
+)
+from paceline.tools.doctor import Severity, examine
+from paceline.tools.tune.candidates import variants
+
+TARGET = "paceline/tiny"
+WEIGHTS = {"target": TARGET} | {
+    name: f"paceline/tiny-{name}" for name in ("draft", "medusa", "eagle", "eagle3")
+}
+EXAMPLES = [example for record in DRAFTERS.values() for example in record.examples]
+FIRST = [record.examples[0] for record in DRAFTERS.values()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(TARGET, dtype="float32", max_batch_size=200, seed=3)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_spec_is_written_as_it_was_read(example: str) -> None:
+    spec = parse_draft(example)
+    assert spec.kind == example.partition(":")[0] and type(spec) is DRAFTERS[spec.kind]
+    assert str(spec) == example and parse_draft(str(spec)) == spec
+    with pytest.raises(FrozenInstanceError):
+        spec.kind = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_tune_tries_in_its_place(example: str) -> None:
+    found = variants(example)
+    assert bool(found) == (example != "none")
+    assert len({one.label for one in found}) == len(found)
+    assert all(str(parse_draft(one.spec)) == one.spec for one in found)
+
+
+@pytest.mark.parametrize("example", FIRST)
+def test_doctor_has_no_complaint(example: str) -> None:
+    findings = examine(TARGET, example.format(**WEIGHTS))
+    about = [item for item in findings if item.about not in ("target", "machine")]
+    assert about and {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
+
+
+@pytest.mark.parametrize("example", FIRST)
+def test_unseeded_pairs_follow_the_targets_distribution(plain: LLM, example: str) -> None:
+    """First two tokens over many runs: plain and drafted counts come from one distribution.
+
+    A two-sample chi-square; the engine seeds are fixed. 27.9 is the 0.05 % point of 8 degrees.
+    """
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
+    counts = []
+    drafted = plain.beside(example.format(**WEIGHTS), draft_length=2, max_batch_size=200, seed=5)
+    for llm in (plain, drafted):
+        found = llm.generate("The quick brown fox", params)
+        counts.append(Counter(tuple(completion.token_ids) for completion in found))
+    ours, theirs = counts
+    pairs = ours.keys() | theirs.keys()
+    statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
+    assert len(pairs) <= 9 and statistic < 27.9
+
+
+def test_a_spec_in_python_is_the_same_as_its_text() -> None:
+    for spec, text in (
+        (NGram(min=2), "ngram:min=2"),
+        (Eagle3("path", nodes=16), "eagle3:path,nodes=16"),
+        (Eagle3("path", layers=(2, 16, 29)), "eagle3:path,layers=2x16x29"),
+        (DraftModel("org/name", branching=(2, 2)), "model:org/name,branching=2x2"),
+        (Suffix("seen.suffix", shared=True), "suffix:seen.suffix"),
+        (Suffix(shared=False), "suffix:global=off"),
+        (Hybrid(NGram(), Eagle3("a+b")), "hybrid:ngram+eagle3:a+b"),
+    ):
+        assert str(spec) == text and parse_draft(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ngram:size=4", "no option size; it knows: min, max, length"),
+        ("ngram:4", "'4' is not KEY=VALUE"),
+        ("eagle3", "'eagle3' needs a head: eagle3:PATH"),
+        ("medusa:", "'medusa' needs heads: medusa:PATH"),
+        ("tree:x,nodes=4,branching=2", "either branching or nodes"),
+        ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),
+        ("eagle:x,layers=two", "layers='two' is not like 2x16x29"),
+        ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
+    ],
+)
+def test_specs_that_make_no_sense(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_draft(text)
+
+
+def test_every_option_of_a_tree_is_checked_in_python_too() -> None:
+    for wrong in ({"nodes": -1}, {"width": 0}, {"branching": (2, 0)}):
+        with pytest.raises(ConfigError):
+            DraftModel("x", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="join drafters"):
+        Hybrid()
+
+
+# -- drafters of others ----------------------------------------------------------------------------
+
+
+class CountingDrafter(LookupDrafter):
+    """The next token is the last one plus one."""
+
+    name = "counting"
+
+    def guess(self, item: Slice) -> tuple[list[int], range]:
+        last, length = item.seq.tokens[-1], item.draft_length
+        return [(last + n) % 4096 for n in range(1, 1 + length)], range(-1, length - 1)
+
+
+@dataclass(frozen=True)
+class Counting(DraftSpec):
+    kind = "counting"
+    page = "https://example.org"
+    examples = ("counting",)
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return Prepared(lambda context: CountingDrafter(context.target.device))
+
+
+def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:
+    own = CountingDrafter()
+    assert isinstance(own, Drafter)
+    llm = plain.beside([own, NGram(min=2), "ngram", Counting()], draft_length=3)
+    assert llm.drafters == ("counting", "ngram", "ngram-2", "counting-2")
+    prompt, asked = "7 + 5 = 12, 7 + 6 =", {"max_tokens": 8, "ignore_eos": True}
+    wanted = plain.generate(prompt, SamplingParams(**asked))[0]  # type: ignore[arg-type]
+    for name in llm.drafters:
+        (found,) = llm.generate(prompt, SamplingParams(drafter=name, **asked))  # type: ignore[arg-type]
+        assert found.token_ids == wanted.token_ids
+        assert found.stats.drafted_tokens or name.startswith("ngram")
+    alone = plain.beside(own, draft_length="auto")
+    assert alone.drafters == ("counting",)
+    assert alone.generate(prompt, SamplingParams(**asked))[0].token_ids == wanted.token_ids  # type: ignore[arg-type]
+
+
+def test_what_is_no_drafter_is_told_what_it_lacks(plain: LLM) -> None:
+    wrong: Any = object()
+    with pytest.raises(ConfigError, match=r"lacks .*propose.*your_own\.md"):
+        plain.beside(wrong)
+
+
+def entry(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, "paceline.drafters")
+
+
+def test_kinds_of_other_packages_are_loaded_when_asked_for() -> None:
+    here = f"{__name__}:Counting"
+    found = Registry(RECORDS, [entry("counting", here), entry("ngram", here)])
+    assert "counting" in found and list(found)[-1] == "counting" and len(found) == 15
+    assert found["counting"].kind == "counting" and found["ngram"] is NGram
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("nowhere_at_all:Thing", "cannot be loaded"),
+        (f"{__name__}:WEIGHTS", "is no DraftSpec"),
+        (f"{__name__}:Counting", "calls itself 'counting'"),
+    ],
+)
+def test_broken_packages_are_told_in_one_line(value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        Registry(RECORDS, [entry("broken", value)])["broken"]
+    assert "\n" not in str(caught.value) and "'broken'" in str(caught.value)
+
+
+def test_trees_have_a_shape_for_tune() -> None:
+    for record in RECORDS:
+        if issubclass(record, TreeSpec) and record.holds != "nothing":
+            spec = parse_draft(f"{record.kind}:path,branching=3x1")
+            assert list(spec.variants()) == ["3x1"]

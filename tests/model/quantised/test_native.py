@@ -1,0 +1,106 @@
+"""The kernels of quantised weights against the readable truth, and against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.model.backends.native.compile import NativeUnavailableError
+from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
+from paceline.model.backends.native.packing import Form, Packed
+from paceline.model.quantised.rounding import Zero, nearest
+from paceline.model.quantised.weights import QuantisedLinear, quantised_product
+from paceline.model.target import CausalModel
+from paceline.tools.perplexity import perplexity
+
+try:
+    BEST = instructions()
+except NativeUnavailableError as error:
+    pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not choose(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    choose(BEST)
+
+
+def linear_of(bits: int, group: int, zero: Zero, rows: int = 70) -> QuantisedLinear:
+    generator = torch.Generator().manual_seed(bits + group)
+    weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
+    return QuantisedLinear(nearest(weight, bits, group, zero), torch.randn(rows))
+
+
+FORMS = [(8, 192, "none"), (8, 32, "none"), (4, 32, "none"), (4, 32, "whole"), (4, 64, "free")]
+
+
+@pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
+def test_products_are_those_of_the_readable_truth(
+    kernels: str, bits: int, group: int, zero: Zero
+) -> None:
+    linear = linear_of(bits, group, zero)
+    packed = Packed.of([linear], torch.float32)
+    x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
+    wanted = quantised_product(x, linear.quantised) + linear.bias
+    found = packed.product(x)
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
+def test_a_row_has_the_same_bits_alone_and_in_every_instruction_set(
+    kernels: str, bits: int, group: int, zero: Zero
+) -> None:
+    packed = Packed.of([linear_of(bits, group, zero)], torch.bfloat16)
+    x = torch.randn(40, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    every = packed.product(x)
+    for rows in (1, 2, 5, 7, 12, 33):
+        assert torch.equal(packed.product(x[:rows]), every[:rows])
+    choose(BEST)
+    assert torch.equal(packed.product(x), every)
+
+
+@pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_was_packed_is_had_back(bits: int, group: int, zero: Zero, gated: bool) -> None:
+    linears = [linear_of(bits, group, zero), linear_of(bits, group, zero)]
+    packed = Packed.of(linears, torch.float32, gated)
+    for index, linear in enumerate(linears):
+        place, first = (1 + index, 0) if gated else (0, 70 * index)
+        found = packed.quantised(place, first, 70)
+        assert torch.equal(found.codes, linear.quantised.codes)
+        assert torch.equal(found.scales, linear.quantised.scales)
+        if found.offsets is not None:
+            assert torch.equal(found.offsets, linear.quantised.offsets)
+
+
+def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
+    linear = linear_of(4, 32, "none")
+    assert Form.of([linear]).scale_kind == 1  # bf16
+    linear.quantised.scales.copy_(torch.rand(70, 6).half().float() * 0.01)
+    linear.quantised.scales.copy_(linear.quantised.scales.half().float())
+    assert Form.of([linear]).scale_kind == 2  # half
+    packed = Packed.of([linear], torch.float32)
+    assert torch.equal(packed.quantised(0, 0, 70).scales, linear.quantised.scales)
+    linear.quantised.scales[0, 0] = 1 / 3
+    assert Form.of([linear]).scale_kind == 0
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantised_model_runs_on_the_kernels(
+    plain_folder: Path, precision: str, dtype: str
+) -> None:
+    texts = [list(range(10, 150)), [7, 7, 9] * 20]
+    nats = []
+    for backend in ("native", "reference"):
+        model = CausalModel.load(
+            str(plain_folder), dtype, "cpu", quantize=precision, backend=backend
+        )
+        assert model.backend == backend
+        nats.append(perplexity(model, texts).nats)
+    assert nats[0] == pytest.approx(nats[1], rel=1e-5 if dtype == "float32" else 1e-3)

@@ -1,0 +1,88 @@
+"""Which draft lengths are best for a batch, from gains and prices alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.pace.acceptance import expected_tokens
+from paceline.pace.choice import HURT, choose
+from paceline.pace.cost import CostModel, Draft, Profile
+
+
+def prices(slope: float, draft: float) -> CostModel:
+    """A step costs 1 and ``slope`` for each further row; a level ``draft`` and a little a row."""
+    one = CostCurve((1, 101), (1.0, 1.0 + 100 * slope))
+    full = CostCurve((1, 101), (1.0 + 7 * slope, 1.0 + (8 * 101 - 1) * slope))
+    lengths = tuple(range(5))
+    profile = Profile(lengths, lengths, CostCurve((1, 8), (draft, 1.7 * draft)))
+    return CostModel(TargetCosts((1, 8), (one, full)), {"model": profile})
+
+
+def lengths(known: CostModel, rates: list[float], reading: float = 0.0) -> list[int]:
+    return [draft.length for draft in choose(known, len(rates), options(known, rates, reading))]
+
+
+def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[Draft]]:
+    """Of sequences with such acceptance, that must first read for so long for each token."""
+    gains = [expected_tokens([rate] * 4) for rate in rates]
+    none, batch = known.none(len(rates)), len(rates)
+    return [[none, *known.drafts("model", batch, (own, own), reading)] for own in gains]
+
+
+def mean_time(known: CostModel, drafts: Sequence[Draft]) -> float:
+    """Seconds of a token, the mean over the sequences; infinite if any is slowed down."""
+    seconds = known.step(len(drafts), drafts)
+    gains = [draft.gain for draft in drafts]
+    drafting = any(draft.length for draft in drafts)
+    if drafting and seconds > (1 + HURT) * known.rest(len(drafts)) * min(gains):
+        return math.inf
+    return seconds * sum(1 / gain for gain in gains) / len(gains)
+
+
+def test_no_other_lengths_are_much_better() -> None:
+    """Against all of 5^4 ways, for sequences of any acceptance."""
+    dice = random.Random(3)
+    worse = []
+    for _ in range(24):
+        known = prices(dice.uniform(0.0, 0.3), dice.uniform(0.02, 0.3))
+        everyone = options(known, [dice.uniform(0.0, 0.98) for _ in range(4)])
+        best = min(mean_time(known, drafts) for drafts in itertools.product(*everyone))
+        worse.append(mean_time(known, choose(known, 4, everyone)) / best)
+    assert max(worse) < 1.15 and statistics.mean(worse) < 1.03
+
+
+def test_alone_the_ratio_decides() -> None:
+    known = prices(slope=0.05, draft=0.1)
+    (own,) = options(known, [0.8])
+    (chosen,) = choose(known, 1, [own])
+    assert chosen.gain / known.step(1, [chosen]) == pytest.approx(
+        max(draft.gain / known.step(1, [draft]) for draft in own)
+    )
+
+
+def test_no_request_pays_for_anothers_speed() -> None:
+    """Drafting for one would be faster in sum, but slow down seven that gain nothing."""
+    known = prices(slope=0.0, draft=0.12)
+    assert lengths(known, [0.98, *[0.0] * 7]) == [0] * 8
+    assert lengths(known, [0.98] * 8) == [4] * 8
+
+
+def test_reading_is_written_off() -> None:
+    known = prices(slope=0.05, draft=0.1)
+    assert lengths(known, [0.8])[0] > 0
+    assert lengths(known, [0.8], reading=1.0) == [0]
+
+
+def test_reading_is_learnt() -> None:
+    known = prices(slope=0.05, draft=0.1)
+    for _ in range(10):
+        known.learn_reading("model", 0.5 * 1000, 1000)
+    known.learn_reading("model", 1e9, 10)  # a hiccup
+    assert known.reading("model") == pytest.approx(0.5, rel=0.2)
