@@ -30,7 +30,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import contestants as c
 import inflate
@@ -38,7 +37,7 @@ import real
 from paceline.tools.bench.outcome import Ask, Contestant
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
-from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, show
+from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, progress, show
 
 RULES = ("token", "block", "coupled")
 
@@ -172,13 +171,7 @@ def _shortened(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
 def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record) -> None:
     """Decode everything `--rounds` times, contestants taking turns; fills the record."""
     warm: set[tuple[int, int, float]] = set()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress() as bar:
         task = bar.add_task(pair, total=args.rounds * sum(len(j.contestants) for j in todo))
         for turn in range(args.rounds):
             for job in todo:

@@ -38,7 +38,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import inflate
 import real
@@ -59,7 +58,7 @@ from entrants import (
 from inflate_heads import inflate_heads
 from paceline.errors import PacelineError
 from prompts import ALL_SUITES, default_folder
-from report import machine
+from report import machine, progress
 from standings import (
     Standings,
     expectations,
@@ -202,13 +201,7 @@ class Bench:
         return entrant
 
     def run(self) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with progress() as bar:
             jobs = [*self.fixed(), *self.timed()]
             task = bar.add_task(self.model, total=sum(job.steps for job in jobs))
             for job in jobs:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +10,11 @@ from typing import Any
 import inflate
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts, SequenceState
+from paceline.core.sequence import DraftCounts
 from paceline.draft.spec import Loading
 from paceline.draft.swift import skippable, spread
 from paceline.drafters import DRAFTERS, prepare_one
+from paceline.engine.driver import Drive, column_sums, sequence
 from paceline.errors import ConfigError
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
@@ -129,8 +128,8 @@ class Run:
         self.tokens += tokens
         self.first += first
         self.steps += counts.target_steps
-        self.reached = _sums(self.reached, counts.reached_at)
-        self.accepted = _sums(self.accepted, counts.accepted_at)
+        self.reached = list(column_sums([self.reached, counts.reached_at]))
+        self.accepted = list(column_sums([self.accepted, counts.accepted_at]))
 
     def merge(self, other: Run) -> None:
         self.tokens += other.tokens
@@ -138,8 +137,8 @@ class Run:
         self.seconds += other.seconds
         self.requests += other.requests
         self.first += other.first
-        self.reached = _sums(self.reached, other.reached)
-        self.accepted = _sums(self.accepted, other.accepted)
+        self.reached = list(column_sums([self.reached, other.reached]))
+        self.accepted = list(column_sums([self.accepted, other.accepted]))
 
     @property
     def length(self) -> float | None:
@@ -162,10 +161,6 @@ class Run:
         return [a / r for a, r in zip(self.accepted, self.reached, strict=True) if r]
 
 
-def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]
-
-
 class Entrant:
     """An engine with one drafter, around a target that others use as well.
 
@@ -185,8 +180,6 @@ class Entrant:
         self.engine: Any = build_engine(
             target, prepared, options, seeded_generator(target.device, 0)
         )
-        self._synchronise = target.device.type == "cuda"
-        self._ids = itertools.count()
 
     def run(
         self,
@@ -198,32 +191,13 @@ class Entrant:
         """Decode prompts together, prefill included: to exactly ``max_tokens`` new tokens each, or
         to one of ``ends`` if that comes before."""
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=not ends)
-        seqs = [
-            SequenceState(next(self._ids), list(ids), len(ids), params, ends) for ids in prompts
-        ]
-        self._wait()
-        start = time.perf_counter()
-        try:
-            for seq in seqs:
-                self.engine.add(seq)
-            while self.engine.has_work:
-                self.engine.step()
-            self._wait()
-        finally:
-            for seq in seqs:
-                self.engine.abort(seq.seq_id)
-        result = Run(seconds=time.perf_counter() - start, requests=len(seqs))
-        for seq in seqs:
+        drive = Drive(self.engine, [sequence(ids, params, ends) for ids in prompts]).run()
+        result = Run(seconds=drive.seconds, requests=len(drive.seqs))
+        for seq in drive.seqs:
             whole = seq.generated == max_tokens or seq.tokens[-1] in ends
             assert whole, f"{self.name} wrote {seq.generated} tokens"
             result.add(seq.counts, seq.generated, seq.arrivals[0][1])
         return result
-
-    def _wait(self) -> None:
-        if self._synchronise:
-            import torch
-
-            torch.cuda.synchronize()
 
 
 def load_target(folder: str, dtype: str, device: str) -> Loading:

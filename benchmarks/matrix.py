@@ -45,9 +45,8 @@ from neighbours import Neighbours, wait_until_quiet
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.tools.bench.prompts import load_prompts
 from paceline.tools.report.terminal import print_report
-from prompts import default_folder
+from prompts import default_folder, mixed
 from report import machine
 from waves import Contestant, Run, together
 
@@ -195,19 +194,10 @@ class Bench:
 
     def _prompts(self) -> list[list[int]]:
         """One of each category in turn: rounds walk along them."""
-        by_category: dict[str, list[list[int]]] = defaultdict(list)
         limit = self.base.target.max_positions - self.args.tokens - 16
         if self.args.pair == real.NAME:
             return real.mixed(self.base, self.args.prompts_dir, self.args.suites, limit)
-        for prompt in load_prompts(self.args.prompts):
-            ids = prompt.encode(self.base)
-            if len(ids) <= limit:
-                by_category[prompt.category].append(ids)
-        if not by_category:
-            raise SystemExit(f"error: no prompt fits into {limit} tokens")
-        columns = list(by_category.values())
-        longest = max(map(len, columns))
-        return [column[n] for n in range(longest) for column in columns if n < len(column)]
+        return mixed(self.base, self.args.prompts, limit)
 
     # -- measuring --------------------------------------------------------------------------------
 

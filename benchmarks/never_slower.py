@@ -39,7 +39,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import inflate
 import matrix
@@ -47,10 +46,9 @@ import real
 from never_slower_report import as_record, as_report
 from paceline.errors import PacelineError
 from paceline.llm import LLM
-from paceline.tools.bench.prompts import load_prompts
 from paceline.tools.report.terminal import print_report
-from prompts import default_folder
-from report import machine
+from prompts import default_folder, mixed
+from report import machine, progress
 from waves import Contestant, Run
 
 PLAIN, AUTO = "plain", "auto"
@@ -185,23 +183,13 @@ class Bench:
 
     def _prompts(self) -> list[list[int]]:
         """One of each category in turn, as many as the largest wave needs."""
-        by_category: dict[str, list[list[int]]] = defaultdict(list)
         longest = max(self.amount.tokens, 3 * EARLY if "useless" in self.args.sections else 0)
         limit = self.plain.target.max_positions - longest - 16
         if self.args.pairs == real.NAME:
             every = real.mixed(self.plain, self.args.prompts_dir, self.args.suites, limit)
-            return [every[n % len(every)] for n in range(max(self.most, self.amount.prompts))]
-        for prompt in load_prompts(self.args.prompts):
-            ids = prompt.encode(self.plain)
-            if len(ids) <= limit:
-                by_category[prompt.category].append(ids)
-        if not by_category:
-            raise SystemExit(f"error: no prompt fits into {limit} tokens")
-        columns = list(by_category.values())
-        return [
-            columns[n % len(columns)][n // len(columns) % len(columns[n % len(columns)])]
-            for n in range(max(self.most, self.amount.prompts))
-        ]
+        else:
+            every = mixed(self.plain, self.args.prompts, limit)
+        return [every[n % len(every)] for n in range(max(self.most, self.amount.prompts))]
 
     # -- what is measured -------------------------------------------------------------------------
 
@@ -303,13 +291,7 @@ def main() -> None:
 
 
 def _run(bench: Bench) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress() as bar:
         task = bar.add_task("never slower", total=bench.steps)
         for title in bench.work():
             bar.update(task, advance=1, description=title)

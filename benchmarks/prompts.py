@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from paceline.tools.bench.prompts import load_prompts
+from paceline.tools.bench.runner import in_turn
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
 SUITES = ("stories", "arith", "chat", "stdlib")  # of the decoding benchmark
 ALL_SUITES = (*SUITES, "summ")
@@ -122,3 +128,13 @@ def load_suites(
         fitting = [ids for ids in encoded if len(ids) <= limit]
         suites[name] = [Prompt(name, ids) for ids in spread(fitting, per_suite)]
     return suites
+
+
+def mixed(llm: LLM, source: str | None, limit: int) -> list[list[int]]:
+    """The shipped prompts, or a file's, of at most ``limit`` tokens: one of each category in turn,
+    as long as there are any."""
+    found = [(prompt.category, prompt.encode(llm)) for prompt in load_prompts(source)]
+    fitting = [pair for pair in found if len(pair[1]) <= limit]
+    if not fitting:
+        raise SystemExit(f"error: no prompt fits into {limit} tokens")
+    return [ids for _, ids in in_turn(fitting, lambda pair: pair[0])]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from record import Record
@@ -40,6 +41,12 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def progress() -> Progress:
+    """A bar on stderr, gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
 
 
 def rounded(value: float | None, digits: int = 3) -> float | None:

@@ -45,6 +45,7 @@ from rich.progress import track
 
 import real
 from paceline import LLM, SamplingParams
+from paceline.engine.driver import Drive
 from paceline.tools.bench.figures import percentile
 from paceline.tools.report.document import Report, Table, Text
 from paceline.tools.report.markdown import as_table
@@ -156,17 +157,13 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
     params = SamplingParams(
         max_tokens=work.max_tokens, ignore_eos=not work.ends, drafter=drafter, temperature=0.0
     )
-    waiting = deque(work.prompts)
-    running = 0
     start = time.perf_counter()
-    while waiting or running:
-        while waiting and running < count:
-            llm.enqueue(llm.prepare(waiting.popleft(), params, streams=False))
-            running += 1
-        for found, _ in llm.step():
-            if found.completion is not None:
-                llm.release([found])
-                running -= 1
+    each = [llm.prepare(prompt, params, streams=False)[0] for prompt in work.prompts]
+    requests = {request.seq.seq_id: request for request in each}
+    with Drive(llm.engine, [request.seq for request in each], count) as drive:
+        for step in drive:
+            for commit in step.commits:
+                requests[commit.seq_id].absorb(commit)
     return time.perf_counter() - start
 
 

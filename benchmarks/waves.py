@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
+from paceline.engine.driver import Drive, sequence
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -71,62 +70,47 @@ class Wave:
     def __init__(
         self, contestant: Contestant, prompts: Sequence[list[int]], params: SamplingParams
     ) -> None:
-        self._engine = contestant.llm.engine
-        self.seqs = contestant.requests(prompts, params)
-        self._arrivals: dict[int, list[tuple[float, int]]] = {s.seq_id: [] for s in self.seqs}
-        self.seconds = self.cpu = 0.0
+        seqs = [sequence(ids, params, contestant.ends) for ids in prompts]
+        self.drive = Drive(contestant.llm.engine, seqs)
+        self.cpu = 0.0
         self.late: tuple[float, int] | None = None
-        self.steps: list[StepTrace] = []
-        self.drafting = 0
-        start, cpu = time.perf_counter(), time.process_time()
-        for seq in self.seqs:
-            self._engine.add(seq)
-        self._lap(start, cpu)
-
-    def _lap(self, start: float, cpu: float) -> None:
-        self.seconds += time.perf_counter() - start
-        self.cpu += time.process_time() - cpu
-
-    @property
-    def busy(self) -> bool:
-        return self._engine.has_work
 
     def advance(self, early: int = 0) -> None:
         """One step of the engine."""
-        start, cpu = time.perf_counter(), time.process_time()
-        commits = self._engine.step()
-        self._lap(start, cpu)
-        for commit in commits:
-            self.drafting += commit.drafted > 0
-            if commit.tokens:
-                self._arrivals[commit.seq_id].append((self.seconds, len(commit.tokens)))
-        nodes = sum(commit.drafted for commit in commits) / len(commits)
-        self.steps.append(StepTrace(self.seconds, len(commits), nodes))
-        if early and self.late is None and min(seq.generated for seq in self.seqs) >= early:
-            self.late = (self.seconds, sum(seq.generated for seq in self.seqs))
+        cpu = time.process_time()
+        self.drive.step()
+        self.cpu += time.process_time() - cpu
+        slowest = min(seq.generated for seq in self.drive.seqs)
+        if early and self.late is None and slowest >= early:
+            self.late = (self.drive.seconds, self.drive.tokens)
 
     def end(self, run: Run, marks: Sequence[int] = ()) -> None:
         """Drop what is left, and add all to ``run``."""
-        for seq in self.seqs:
-            self._engine.abort(seq.seq_id)
-        tokens = sum(seq.generated for seq in self.seqs)
+        drive = self.drive
+        drive.close()
         run.cpu += self.cpu
-        run.seconds += self.seconds
-        run.tokens += tokens
-        run.waves.append(tokens / self.seconds)
-        run.steps += self.steps
-        run.drafting += self.drafting
+        run.seconds += drive.seconds
+        run.tokens += drive.tokens
+        run.waves.append(drive.tokens / drive.seconds)
         if self.late is not None:
-            run.late_seconds += self.seconds - self.late[0]
-            run.late_tokens += tokens - self.late[1]
-        for seq in self.seqs:
+            run.late_seconds += drive.seconds - self.late[0]
+            run.late_tokens += drive.tokens - self.late[1]
+        arrivals: dict[int, list[tuple[float, int]]] = {seq.seq_id: [] for seq in drive.seqs}
+        for step in drive.steps:
+            nodes = sum(commit.drafted for commit in step.commits) / len(step.commits)
+            run.steps.append(StepTrace(step.ended, len(step.commits), nodes))
+            for commit in step.commits:
+                run.drafting += commit.drafted > 0
+                if commit.tokens:
+                    arrivals[commit.seq_id].append((step.ended, len(commit.tokens)))
+        for seq in drive.seqs:
             if marks:
-                arrivals = self._arrivals[seq.seq_id]
-                _add(run.parts, parts_of(arrivals, marks, seq.generated))
-            run.drafted += seq.counts.drafted
-            run.accepted += seq.counts.accepted
-            run.target_steps += seq.counts.target_steps
+                _add(run.parts, parts_of(arrivals[seq.seq_id], marks, seq.generated))
             run.texts.append(tuple(seq.tokens[seq.prompt_length :]))
+        counts = drive.counts
+        run.drafted += counts.drafted
+        run.accepted += counts.accepted
+        run.target_steps += counts.target_steps
 
 
 class Contestant:
@@ -138,13 +122,7 @@ class Contestant:
     def __init__(self, name: str, llm: LLM, ends: frozenset[int] = frozenset()) -> None:
         self.name = name
         self.llm = llm
-        self._ends = ends
-        self._ids = itertools.count()
-
-    def requests(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[SequenceState]:
-        return [
-            SequenceState(next(self._ids), list(p), len(p), params, self._ends) for p in prompts
-        ]
+        self.ends = ends
 
     def run(
         self,
@@ -165,7 +143,7 @@ class Contestant:
         for first in range(0, len(prompts), concurrency):
             wave = Wave(self, prompts[first : first + concurrency], params)
             try:
-                while wave.busy:
+                while wave.drive.busy:
                     wave.advance(early)
             finally:
                 wave.end(run)
@@ -191,10 +169,10 @@ def together(
         part = prompts[first : first + concurrency]
         waves = [Wave(one, part, params) for one in contestants]
         try:
-            while any(wave.busy for wave in waves):
+            while any(wave.drive.busy for wave in waves):
                 for wave in waves:
-                    until = wave.seconds + turn
-                    while wave.busy and wave.seconds < until:
+                    until = wave.drive.seconds + turn
+                    while wave.drive.busy and wave.drive.seconds < until:
                         wave.advance()
         finally:
             for wave, run in zip(waves, runs, strict=True):

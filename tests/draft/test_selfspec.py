@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
+from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import Feed
@@ -53,14 +52,6 @@ def requests(params: SamplingParams) -> list[SequenceState]:
     return [SequenceState(i, list(tokens), len(tokens), params) for i, tokens in enumerate(prompts)]
 
 
-def steps(engine: Engine, seqs: list[SequenceState]) -> Iterator[None]:
-    for seq in seqs:
-        engine.add(seq)
-    while engine.has_work:
-        engine.step()
-        yield
-
-
 def committed_rows(engine: Engine, seq: SequenceState) -> list[torch.Tensor]:
     cache = engine.cache
     slots = torch.tensor([cache._slot(seq.seq_id, index) for index in range(seq.cached)])
@@ -76,11 +67,11 @@ def test_the_cache_holds_the_targets_own_rows_only(
     plain = engine_of(model, "none", 0)
     expected = requests(params)
     rows: dict[int, list[torch.Tensor]] = {}
-    for _ in steps(plain, expected):
+    for _ in Drive(plain, expected):
         rows.update({seq.seq_id: committed_rows(plain, seq) for seq in plain.scheduler.running})
     engine, seqs = engine_of(model, spec), requests(params)
     compared = 0
-    for _ in steps(engine, seqs):
+    for _ in Drive(engine, seqs):
         engine.cache.check()
         for seq in engine.scheduler.running:
             for own, wanted in zip(committed_rows(engine, seq), rows[seq.seq_id], strict=True):
@@ -110,7 +101,7 @@ def test_no_view_writes_to_a_shared_or_committed_block(
 
     monkeypatch.setattr(LayerView, "__call__", watched)
     shared = False
-    for _ in steps(engine, requests(GREEDY)):
+    for _ in Drive(engine, requests(GREEDY)):
         shared = shared or max(pool._refs) > 1
     assert shared and written
 
@@ -136,7 +127,7 @@ def test_early_exit_drafts_what_the_first_layers_say(model: CausalModel) -> None
         return trees
 
     engine.drafter.propose = checked
-    for _ in steps(engine, requests(GREEDY)[:3]):
+    for _ in Drive(engine, requests(GREEDY)[:3]):
         pass
     assert seen > 100
 
@@ -149,7 +140,7 @@ def test_all_layers_are_always_right(model: CausalModel) -> None:
         assert isinstance(engine.drafter, SelfDrafter)
         engine.drafter.view = view
         seqs = requests(params)
-        for _ in steps(engine, seqs):
+        for _ in Drive(engine, seqs):
             pass
         for seq in seqs:
             assert seq.counts.accepted == seq.counts.drafted > 0
@@ -162,7 +153,7 @@ def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> 
     for memory in (None, 144 * per_token):
         engine = engine_of(model, spec, kv_cache_memory=memory, prefill_chunk=7)
         seqs = requests(SEEDED)
-        for _ in steps(engine, seqs):
+        for _ in Drive(engine, seqs):
             engine.cache.check()
         results.append([seq.tokens for seq in seqs])
         assert (engine.scheduler.preemptions > 0) == (memory is not None)
@@ -173,7 +164,7 @@ def test_nothing_is_drafted_behind_a_long_prompt_chunk(model: CausalModel) -> No
     engine = engine_of(model, "early_exit:layers=3")
     seq = requests(GREEDY)[0]
     drafted = []
-    for _ in steps(engine, [seq]):
+    for _ in Drive(engine, [seq]):
         drafted.append(seq.counts.drafted)
     assert drafted[:3] == [0, 3, 6]
 
@@ -216,7 +207,7 @@ def test_swift_scores_what_each_view_predicts(
         hear(scores)
 
     drafter._search.hear = listening  # type: ignore[method-assign, assignment]
-    for _ in steps(engine, seqs):
+    for _ in Drive(engine, seqs):
         assert drafter.view.layers == tuple(n for n in range(LAYERS) if n not in drafter.skipped)
     assert heard == [(layers, share) for _, layers, share in tried]
     ends = list(dict.fromkeys(end for end, _, _ in tried))

@@ -9,7 +9,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.drafters import DraftModel, Eagle3, NGram, parse_draft
+from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
 from paceline.pace.hybrid import HybridDrafter
 from simulated_time import REST, STEP, Chance, Guesser, Machine, always, calibrated

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from paceline.cli.bench import BenchOptions
     from paceline.llm import LLM
     from paceline.tools.bench.contestants import Starter
-    from paceline.tools.bench.conversations import Manner, SuiteRecord
     from paceline.tools.bench.methods import Method
+    from paceline.tools.bench.runner import HeatRecord, Sweep
     from paceline.tools.bench.suite_tables import SuiteResult
     from paceline.tools.bench.suites import Question, Suite
 
@@ -71,7 +71,9 @@ def run_suite(
     rule: str,
 ) -> None:
     """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
-    from paceline.tools.bench.conversations import SuiteRecord, answer_all, fitting
+    from paceline.budget import Budget
+    from paceline.tools.bench.conversations import answer_all, fitting
+    from paceline.tools.bench.runner import HeatRecord
     from paceline.tools.bench.suites import load_questions, suite_of
 
     assert chosen.suite is not None, "the caller looked"
@@ -94,15 +96,16 @@ def run_suite(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
         )
-    starter, record, complete = starter_of(llm, engine, rule), SuiteRecord(), False
+    starter, record, complete = starter_of(llm, engine, rule), HeatRecord(), False
     runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
     with partial_results() as interrupted, progress_bar("warming up", runs) as advance:
         contestants = []
         for method in methods:
             advance(0, f"loading {method.name}")
             contestants.append(starter.open(method, 1))
-        complete = answer_all(llm, contestants, kept, how, record, advance)
-    if not record.answered:
+        budget = Budget(_seconds(context))
+        complete = answer_all(llm, contestants, kept, how, record, advance, budget)
+    if not record.heats:
         interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
     settings = _settings(engine, source, options, how, kept, rule)
@@ -115,20 +118,17 @@ def run_suite(
         raise typer.Exit(1)
 
 
-def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Manner:
+def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Sweep:
     """As published where the command line leaves it open: 1024 tokens, one round."""
-    from paceline.tools.bench.conversations import Manner
+    from paceline.tools.bench.runner import Settings, Sweep
 
     seed = options.seed
     if seed is None and rule == "coupled":
         seed = 0  # this rule needs one
-    return Manner(
-        options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS,
-        options.temperatures(),
-        options.rounds if _given(context, "rounds") else 1,
-        seed=seed,
-        seconds=_seconds(context),
-    )
+    tokens = options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS
+    rounds = options.rounds if _given(context, "rounds") else 1
+    settings = Settings(tokens, ignore_eos=False, seed=seed)
+    return Sweep([1], options.temperatures(), rounds, settings)
 
 
 def _given(context: typer.Context, option: str) -> bool:
@@ -154,7 +154,7 @@ def _settings(
     engine: ModelOptions,
     source: str,
     options: BenchOptions,
-    how: Manner,
+    how: Sweep,
     questions: Sequence[Question],
     rule: str,
 ) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def _settings(
         "source": source,
         "tasks": list(dict.fromkeys(question.task for question in questions)),
         "questions": len(questions),
-        "max_tokens": how.max_tokens,
+        "max_tokens": how.settings.max_tokens,
         "rounds": how.rounds,
         "batch": 1,
         "concurrency": [1],
         "temperature": list(how.temperatures),
-        "ignore_eos": how.ignore_eos,
+        "ignore_eos": how.settings.ignore_eos,
         "bonus_token_counted": True,
-        "seed": how.seed,
+        "seed": how.settings.seed,
         "rule": rule,
         "lossy": engine.lossy,
     }
@@ -181,35 +181,28 @@ def _result(
     llm: LLM,
     methods: Sequence[Method],
     settings: dict[str, Any],
-    record: SuiteRecord,
+    record: HeatRecord,
     complete: bool,
 ) -> SuiteResult:
+    from paceline.tools.bench.conversations import asked_alike, dialogues
     from paceline.tools.bench.figures import idle
     from paceline.tools.bench.result import BenchResult, machine_of
-    from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord
     from paceline.tools.bench.suite_figures import task_figures
     from paceline.tools.bench.suite_tables import SuiteResult
     from paceline.tools.bench.texts import compare, judge_of
 
     ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
-    everything = HeatRecord(
-        [
-            Heat(BenchJob(done.question.task, 1, done.temperature, 0, ()), 0, {name: turn.outcome})
-            for done in record.answered
-            for name, dialogue in done.dialogues.items()
-            for turn in dialogue.turns
-        ]
-    )
     base = BenchResult(
         model=settings["model"],
         machine=machine_of(llm.target),
         settings=settings,
         methods=methods,
         rows=(),
-        texts=compare(record.texts(), judge_of(llm.target), ours),
-        idle=idle(everything, {method.name for method in methods if method.speculates}),
+        texts=compare(asked_alike(record), judge_of(llm.target), ours),
+        idle=idle(record, {method.name for method in methods if method.speculates}),
     )
-    return SuiteResult.of(suite, base, task_figures(suite, record), record, complete)
+    cut = sum(own.cut for heat in record.heats for own in dialogues(heat).values())
+    return SuiteResult(suite, base, task_figures(suite, record), cut, complete)
 
 
 def _show(result: SuiteResult, output: ReportOptions, allow_idle: bool) -> None:

@@ -16,6 +16,7 @@ from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
+from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
@@ -77,9 +78,9 @@ def engine_of(
     return build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0)), seen
 
 
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
+def finish(drive: Drive) -> None:
+    engine = drive.engine
+    for _ in drive:
         engine.cache.check()
         engine.drafter.cache.check()  # type: ignore[attr-defined]
     own = engine.drafter.cache  # type: ignore[attr-defined]
@@ -100,9 +101,7 @@ def test_chains_equal_the_dense_computation(version: int, batch: int) -> None:
     target = adapted(0)
     head = random_head(target, version)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=batch)
-    for index, prompt in enumerate(PROMPTS):
-        engine.add(request(index, prompt))
-    finish(engine)
+    finish(Drive(engine, [request(index, prompt) for index, prompt in enumerate(PROMPTS)]))
     assert len(seen) > 12
     for tokens, proposal, missing in seen:
         assert missing == 0
@@ -114,8 +113,7 @@ def test_static_and_best_first_trees_contain_the_chain() -> None:
     head = random_head(target, 3)
     for policy in (Policy(Shape.branching((2, 2, 1))), Policy(nodes=8, width=3)):
         engine, seen = engine_of(target, head, policy)
-        engine.add(request(0, PROMPTS[0]))
-        finish(engine)
+        finish(Drive(engine, [request(0, PROMPTS[0])]))
         for tokens, proposal, _ in seen:
             assert reference_chain(target, head, tokens)[0] == proposal[0]
 
@@ -125,20 +123,17 @@ def test_a_shared_prefix_is_found_again_or_left_out() -> None:
     head = random_head(target, 3)
     prompt = [(11 * i) % 90 for i in range(50)]
     engine, seen = engine_of(target, head, Policy())
-    engine.add(request(0, prompt))
-    finish(engine)
+    finish(Drive(engine, [request(0, prompt)]))
     seen.clear()
     # The same beginning: the target's blocks are shared, and so are the head's.
-    engine.add(request(1, [*prompt[:40], 9, 9, 9]))
-    finish(engine)
+    finish(Drive(engine, [request(1, [*prompt[:40], 9, 9, 9])]))
     assert seen and all(missing == 0 for _, _, missing in seen)
     for tokens, proposal, _ in seen:
         assert proposal == reference_chain(target, head, tokens)[: len(proposal)]
     # Another text differs in the first token after two shared blocks: one block of rows is
     # missing, as each row also holds the token after it.
     seen.clear()
-    engine.add(request(2, [*prompt[:32], 1, 2, 3, 4]))
-    finish(engine)
+    finish(Drive(engine, [request(2, [*prompt[:32], 1, 2, 3, 4])]))
     assert seen and all(0 <= missing <= 16 for _, _, missing in seen)
 
 
@@ -150,9 +145,7 @@ def test_preemption_starts_over() -> None:
         target, head, Policy(), max_batch_size=3, kv_cache_memory=tight, prefix_sharing=False
     )
     # Two prompts of three blocks fit, but not what both grow by.
-    for index in range(3):
-        engine.add(request(index, [index + 2] * 40, max_tokens=40))
-    finish(engine)
+    finish(Drive(engine, [request(n, [n + 2] * 40, max_tokens=40) for n in range(3)]))
     assert engine.scheduler.preemptions > 0
     for tokens, proposal, missing in seen:
         if missing == 0:
@@ -180,19 +173,20 @@ def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
     head = random_head(target, version)
     engine, _ = engine_of(target, head, Policy(), max_batch_size=8, draft_length=0)
     drafter: EagleDrafter = engine.drafter  # type: ignore[assignment]
-    engine.add(request(0, PROMPTS[1], max_tokens=40))
+    seqs = [request(0, PROMPTS[1], max_tokens=40)]
     for index in range(1, 8):
         asked = {"drafter": "none"} if index % 2 else {"draft_length": 0}
-        engine.add(request(index, [index] * 5, max_tokens=40, **asked))
+        seqs.append(request(index, [index] * 5, max_tokens=40, **asked))
+    drive = Drive(engine, seqs)
     for step in range(1, 30):
-        engine.step()
+        drive.step()
         rows = len(PROMPTS[1]) + step - 1
         assert storages(drafter) == drafter.held_bytes() == rows * row_bytes(target, head)
         assert set(drafter._states) == {0}
         assert len(drafter.cache._tables) <= 1
-    engine.abort(0)
+    drive.drop(0)
     assert storages(drafter) == drafter.held_bytes() == held_bytes(drafter) == 0
-    finish(engine)
+    finish(drive)
 
 
 def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,22 +195,21 @@ def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     target = adapted(0)
     head = random_head(target, 3)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)
-    engine.add(request(0, PROMPTS[0], max_tokens=60))
-    engine.add(request(1, PROMPTS[1], max_tokens=60))
+    drive = Drive(engine, [request(n, PROMPTS[n], max_tokens=60) for n in range(2)])
     most = 0
     for _ in range(30):
-        engine.step()
+        drive.step()
         most = max(most, engine.drafter.held_bytes())  # type: ignore[attr-defined]
     # Ten that wait and the step's own, which are dealt with when the next step begins.
     assert most >= 2 * 10 * row_bytes(target, head)
     assert engine.drafter.held_bytes() == 2 * 11 * row_bytes(target, head)  # type: ignore[attr-defined]
     engine.controller = FixedLength(LENGTH)
-    engine.step()
+    drive.step()
     # The second's prompt was read in one chunk that never was run: all but the last ten are gone.
     tokens, proposal, missing = seen[-1]
     assert missing == len(tokens) - 1 - 11 > 0
     assert len(proposal) == LENGTH
-    finish(engine)
+    finish(drive)
 
 
 def test_the_memory_of_kept_features_is_the_caches() -> None:

@@ -42,6 +42,12 @@ class Said(list[str]):
         self.append(line)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """So that nothing is said of it later."""
+    library()
+
+
 @pytest.fixture
 def said() -> Iterator[Said]:
     lines = Said()

@@ -15,7 +15,7 @@ from paceline.tools.bench.bought import BenchSpending, sureness_of
 from paceline.tools.bench.figures import rows
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
-from paceline.tools.bench.runner import HeatRecord, Settings, Sweep, jobs, spread, take_turns
+from paceline.tools.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
 from simulated_clock import Clock
 
 PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]
@@ -75,7 +75,7 @@ def test_a_later_run_goes_on_behind_the_last_heat() -> None:
 
 
 def test_categories_and_temperatures_take_turns() -> None:
-    assert spread("aabbbc", lambda letter: letter) == list("abcabb")
+    assert in_turn("aabbbc", lambda letter: letter) == list("abcabb")
     found = Sweep([1], [0.0, 1.0], 1, Settings(8)).jobs(PROMPTS, 1)
     assert [(j.temperature, j.category, j.index) for j in found[:4]] == [
         (0.0, "chat", 0),

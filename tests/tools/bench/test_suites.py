@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from made_outcomes import ask, outcome
+from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.tools.bench.conversations import (
-    Answered,
     Dialogue,
-    Manner,
-    SuiteRecord,
-    Turn,
     answer_all,
+    asked_alike,
     converse,
     fitting,
 )
+from paceline.tools.bench.figures import merged
 from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
 from paceline.tools.bench.suite_figures import OVERALL, accepted_tokens, task_figures
 from paceline.tools.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
 
@@ -151,47 +151,50 @@ def said(one: Ask) -> str:
 def test_an_answer_becomes_part_of_the_conversation() -> None:
     echo = Echo("yes")
     question = Question("q", "STEM", ("one", "two", "three"), (("system", "be"),))
-    how = Manner(10, [0.0], 1)
-    dialogue = converse(llm(), echo, question, lambda remaining: how.params(0.0, 0, remaining))
-    assert [said(turn.ask) for turn in dialogue.turns] == [
+    how = Settings(10, ignore_eos=False)
+    dialogue = converse(llm(), echo, question, lambda room: how.params(0.0, 0, room))
+    assert [said(one) for one in dialogue.asks] == [
         "be\n\none",
         "be\n\none\n\nyes\n\ntwo",
         "be\n\none\n\nyes\n\ntwo\n\nyes\n\nthree",
     ]
     assert (dialogue.tokens, dialogue.seconds, dialogue.rate) == (12, 12.0, 1.0)
-    assert not dialogue.turns[0].ask.params.ignore_eos and not dialogue.cut
+    assert not dialogue.asks[0].params.ignore_eos and not dialogue.cut
 
 
 def test_a_turn_without_room_ends_the_conversation() -> None:
     question = Question("q", "STEM", ("one", "two"))
-    how = Manner(10, [0.0], 1)
-    dialogue = converse(
-        llm(5), Echo("yes"), question, lambda remaining: how.params(0.0, 0, remaining)
-    )
-    assert [turn.ask.params.max_tokens for turn in dialogue.turns] == [2] and dialogue.cut
+    how = Settings(10)
+    dialogue = converse(llm(5), Echo("yes"), question, lambda room: how.params(0.0, 0, room))
+    assert [one.params.max_tokens for one in dialogue.asks] == [2] and dialogue.cut
     kept, left = fitting([question, Question("long", "STEM", ("onetwo",))], llm(5))
     assert [one.name for one in kept] == ["q"] and [one.name for one in left] == ["long"]
 
 
 def test_contestants_take_turns_and_go_on_from_their_own_answers() -> None:
     questions = [Question(str(n), "STEM", (f"{n}", "more")) for n in range(2)]
-    a, b, record = Echo("a"), Echo("b"), SuiteRecord()
+    a, b, record = Echo("a"), Echo("b"), HeatRecord()
     told: list[str] = []
-    how = Manner(4, [0.0], 2)
+    how = Sweep([1], [0.0], 2, Settings(4))
     assert answer_all(llm(), [a, b], questions, how, record, lambda n, what: told.append(what))
-    assert told == [f"STEM: {name}" for name in "abbabaab"] + ["done"]
-    assert len(record.answered) == 4 and [d.turn for d in record.answered] == [0, 0, 1, 1]
+    assert told == [
+        *(f"STEM: {n}" for n in "abba"),
+        "done",
+        *(f"STEM: {n}" for n in "baab"),
+        "done",
+    ]
+    assert [heat.turn for heat in record.heats] == [0, 0, 1, 1]
     assert [said(one) for one in b.asked[:2]] == ["0", "0\n\nb\n\nmore"]
     # The second turns differ, so only the first ones can be compared.
-    texts = record.texts()
+    texts = asked_alike(record)
     assert [said(heat.job.asks[0]) for heat in texts.heats] == ["0", "1", "0", "1"]
     assert texts.names() == ["a", "b"]
-    late = Manner(4, [0.0], 1, seconds=-1.0)
-    assert not answer_all(llm(), [a], questions, late, SuiteRecord(), lambda n, what: None)
+    late = Budget(-1.0)
+    assert not answer_all(llm(), [a], questions, how, HeatRecord(), lambda n, what: None, late)
 
 
 def test_sampled_requests_get_seeds_of_their_own() -> None:
-    how = Manner(100, [0.0, 1.0], 1, seed=5)
+    how = Settings(100, seed=5)
     assert how.params(0.0, 2, 50).seed is None
     params = how.params(1.0, 2, 50)
     assert (params.seed, params.max_tokens, params.temperature) == (7, 50, 1.0)
@@ -205,8 +208,8 @@ def dialogue(*turns: tuple[float, list[int]]) -> Dialogue:
     made = []
     for seconds, steps in turns:
         arrivals = tuple((float(n), count) for n, count in enumerate(steps, 1))
-        made.append(Turn(ask(1), outcome(seconds, arrivals)))
-    return Dialogue(tuple(made))
+        made.append(outcome(seconds, arrivals))
+    return Dialogue(**vars(merged(made)), asks=(ask(1),) * len(made))
 
 
 def test_mean_accepted_tokens_are_pooled_over_steps() -> None:
@@ -218,18 +221,16 @@ def test_mean_accepted_tokens_are_pooled_over_steps() -> None:
     assert accepted_tokens([dialogue((1.0, [1]))]) is None
 
 
-def answered(task: str, turn: int, plain: float, fast: float, steps: list[int]) -> Answered:
-    total = sum(steps)
-    question = Question(f"{task}{turn}", task, ("go",))
+def answered(task: str, turn: int, plain: float, fast: float, steps: list[int]) -> Heat:
     dialogues = {
-        "plain": dialogue((plain, [1] * total)),
+        "plain": dialogue((plain, [1] * sum(steps))),
         "ngram": dialogue((fast, steps)),
     }
-    return Answered(question, 0.0, turn, dialogues)
+    return Heat(BenchJob(task, 1, 0.0, 0, (ask(1),)), turn, dict(dialogues))
 
 
 def test_speedup_is_the_mean_speed_by_plain_decodings() -> None:
-    record = SuiteRecord(
+    record = HeatRecord(
         [
             answered("Translation", 0, 4.0, 2.0, [1, 3]),  # 1 and 2 tokens a second
             answered("Translation", 0, 2.0, 0.5, [1, 3]),  # 2 and 8
@@ -250,10 +251,10 @@ def test_speedup_is_the_mean_speed_by_plain_decodings() -> None:
 
 
 def test_rounds_are_averaged_and_one_task_needs_no_overall() -> None:
-    record = SuiteRecord(
+    record = HeatRecord(
         [answered("GSM8K", 0, 4.0, 2.0, [1, 3]), answered("GSM8K", 1, 4.0, 1.0, [1, 3])]
     )
     rows = task_figures(SUITES["gsm8k"], record)
     assert [(row.method, row.task) for row in rows] == [("plain", "GSM8K"), ("ngram", "GSM8K")]
     assert rows[1].speedup == 3.0 and rows[1].tokens_per_second == 3.0
-    assert task_figures(SUITES["gsm8k"], SuiteRecord()) == []
+    assert task_figures(SUITES["gsm8k"], HeatRecord()) == []

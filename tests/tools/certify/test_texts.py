@@ -8,8 +8,9 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.difference import Difference, first_difference
+from paceline.engine.driver import StandstillError
 from paceline.llm import LLM
-from paceline.tools.certify.decoding import DecodedOutput, StandstillError, Start, decode
+from paceline.tools.certify.decoding import DecodedOutput, Start, decode
 from paceline.tools.certify.texts import ComparedSetting, Task, check_texts
 
 Named = Sequence[tuple[str, Sequence[int]]]

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.tools.doctor import summary
 from paceline.tools.doctor.kinds import Severity
-from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, TrialCounts, run_trial
+from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, run_trial
 from paceline.tools.doctor.verdict import judge
 from tiny_models import TinyPair
 
@@ -22,10 +23,11 @@ def decoded(
     accepted: tuple[int, ...] = (),
     reached: tuple[int, ...] = (),
     **seconds: float,
-) -> TrialCounts:
+) -> StepSums:
     """``seconds`` of each phase in ONE step."""
     times = {phase: steps * seconds.get(phase, 0.0) for phase in PHASES}
-    return TrialCounts(steps + sum(accepted), steps, times, steps * drafted, reached, accepted)
+    tokens, nodes = steps + sum(accepted), steps * drafted
+    return StepSums(steps, steps, tokens, nodes, sum(accepted), reached, accepted, times)
 
 
 # 100 steps; half of the first tokens, and half of what follows each, is right.
@@ -79,8 +81,8 @@ def test_trees_have_no_textbook() -> None:
 
 def test_decoded_add_up() -> None:
     both = EXPLORED.long + EXPLORED.short
-    assert (both.steps, both.nodes) == (200, 1000)
-    assert both.accepted[:3] == (100, 50, 12)
+    assert (both.steps, both.drafted) == (200, 1000)
+    assert both.accepted_at[:3] == (100, 50, 12)
     assert both.each("draft") == pytest.approx(0.005)
     assert EXPLORED.plain.rate == pytest.approx(100 / 1.1)
 
@@ -150,7 +152,7 @@ def test_a_short_run(tiny_pair: TinyPair) -> None:
     assert found.tokens(2) >= 2
     assert found.plain.steps == found.plain.tokens
     assert found.long.steps < found.plain.steps
-    assert found.long.tokens == found.long.steps + sum(found.long.accepted)
+    assert found.long.tokens == found.long.steps + sum(found.long.accepted_at)
     assert heard == sorted(heard) and len(heard) >= 8
     assert all(math.isfinite(value) and value > 0 for value in (*found.predicted, result.measured))
     assert 1 <= found.best <= LONG

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from paceline.engine.driver import StepSums
 from paceline.tools.profiling.runs import RunProfile, figures_of, split
 from paceline.tools.profiling.steady import Stretch
 from paceline.tools.profiling.trace import Profiled, Share, shares
 from paceline.tools.profiling.work import Work
 
-STRETCH = Stretch(10, {}, 10, 0, 0, 0.0, 5.0)
+STRETCH = Stretch(StepSums(steps=10, tokens=10), 0.0)
 
 
 def profiled(share: Share, event_seconds: float = 0.0) -> Profiled:

@@ -33,7 +33,7 @@ def test_phases_are_entered_from_outside(llm: LLM) -> None:
         yield
 
     members = llm.engine.target, llm.engine.drafter, llm.engine.verifier
-    stretch = steady.run(llm, PROMPTS, 6, around)
+    stretch = steady.run(llm, PROMPTS, 6, around).sums
     assert stretch.steps == 6
     assert entered == {"step": 6, "target": 6, "verify": 6, "draft": 12}
     assert members == (llm.engine.target, llm.engine.drafter, llm.engine.verifier)
@@ -45,11 +45,8 @@ def test_phases_are_entered_from_outside(llm: LLM) -> None:
 
 def test_the_same_steps_each_time(llm: LLM) -> None:
     first, second = steady.run(llm, PROMPTS, 6), steady.run(llm, PROMPTS, 6)
-    assert (first.tokens, first.accepted, first.context) == (
-        second.tokens,
-        second.accepted,
-        second.context,
-    )
+    assert (first.sums.tokens, first.sums.accepted) == (second.sums.tokens, second.sums.accepted)
+    assert first.context == second.context
     assert first.context > 3 + steady.WARM_UP
 
 
@@ -64,7 +61,7 @@ def test_no_room_for_a_steady_state(llm: LLM) -> None:
 def test_fewer_steps_than_asked_where_room_ends(llm: LLM) -> None:
     plain = llm.beside(None, max_batch_size=1)
     prompt = [5] * (llm.target.max_positions - 40)
-    stretch = steady.run(plain, [prompt], 100)
+    stretch = steady.run(plain, [prompt], 100).sums
     assert stretch.steps == 40 - 1 - steady.WARM_UP  # one token comes of the prompt itself
     assert stretch.tokens == stretch.steps
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from paceline.errors import ConfigError
 from paceline.tools.report import plots
+from paceline.tools.report.columns import Column, record_of, table_across, table_of
 from paceline.tools.report.document import Figure, Report, Table, Text
 from paceline.tools.report.markdown import as_table
 from paceline.tools.report.terminal import print_report
@@ -78,3 +80,17 @@ def test_bad_names_are_refused() -> None:
 def test_table_with_title_and_note() -> None:
     text = as_table(Table(("a",), ((1.23456,),), title="T", note="N"))
     assert text == "**T**\n\n| a |\n|---:|\n| 1.23 |\n\n*N*"
+
+
+def test_a_column_is_described_once() -> None:
+    """With a key it is in JSON, with a heading in tables; what is not known is an empty cell."""
+    columns = (
+        Column("speed", "tok/s", "rate.median", "{:.0f}".format),
+        Column("share", "", "share", stored=str),
+        Column("", "at best", "best", "{:.1f}x".format),
+    )
+    item = SimpleNamespace(rate=SimpleNamespace(median=12.34), share=0.5, best=None)
+    assert record_of(item, columns) == {"speed": 12.34, "share": "0.5"}
+    assert table_of([item], columns) == Table(["tok/s", "at best"], [["12", None]])
+    across = table_across("", {"a": item}, columns[::2], "N")
+    assert across == Table(["", "a"], [["tok/s", "12"], ["at best", None]], note="N")

@@ -8,8 +8,9 @@ import pytest
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.tools.tune.advice import Advice, advise
-from paceline.tools.tune.plan import TuneOptions, TuningOutcome
+from paceline.tools.tune.plan import TuningOutcome
 from paceline.tools.tune.search import MeasuredMethod
+from paceline.tools.tune.spending import TuneOptions
 from tuning_methods import NOTHING, PLAIN, chain, target
 
 

@@ -17,9 +17,9 @@ from paceline.tools.tune.candidates import DrafterCandidate, variants
 from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist
 from paceline.tools.tune.measure import Sample
-from paceline.tools.tune.plan import TuneOptions, TuningOutcome, tune
+from paceline.tools.tune.plan import TuningOutcome, tune
 from paceline.tools.tune.present import decision, record_of, report_of
-from paceline.tools.tune.spending import affordable, fitting_sample
+from paceline.tools.tune.spending import TuneOptions, affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
 
@@ -142,12 +142,15 @@ def test_samples_shrink_for_everybody_alike() -> None:
 def test_rounds_shrink_until_two_of_them_fit() -> None:
     costs = target(1000)
     some = [Finalist(f"c{n}", NO_DRAFT if not n else "x", "f", n, 8, 1) for n in range(6)]
-    plenty = affordable(some, costs, 1, 48, 4, Budget(1e12, Clock()))
+    plenty = affordable(some, costs, TuneOptions(), Budget(1e12, Clock()))
     assert plenty == (some, 8)
-    assert affordable(some, costs, 1, 48, 4, Budget(None)) == (some, 8)
-    assert affordable(some, costs, 1, 48, 4, Budget(1e-9, Clock())) == (some[:3], 1)
+    assert affordable(some, costs, TuneOptions(), Budget(None)) == (some, 8)
+    assert affordable(some, costs, TuneOptions(), Budget(1e-9, Clock())) == (some[:3], 1)
     one = 48 * costs(1, 1) * 1.15
-    assert affordable(some, costs, 1, 48, 4, Budget(2 * 6 * 2 * one + 1e-6, Clock())) == (some, 2)
+    assert affordable(some, costs, TuneOptions(), Budget(2 * 6 * 2 * one + 1e-6, Clock())) == (
+        some,
+        2,
+    )
 
 
 def test_rounds_of_other_contestants_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import DataError
-from paceline.tools.tune.decode import Levels, MeasuredStep, Run
+from paceline.tools.tune.decode import MeasuredStep, Run
 from paceline.tools.tune.measure import _scaled, _typical, _typical_pair
 from tuning_methods import target
 
@@ -30,7 +30,7 @@ def test_typical_steps_leave_out_hiccups_and_half_full_batches() -> None:
 
 def test_one_run_stands_for_the_other() -> None:
     costs = target(10_000)
-    alone, together = Run(Levels(0), 1, [step()]), Run(Levels(0), 8)
+    alone, together = Run(1, [step()]), Run(8)
     first, second = _typical_pair([alone, together], costs)
     assert first == second
     with pytest.raises(DataError, match="too short to measure decoding on"):

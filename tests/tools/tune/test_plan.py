@@ -14,9 +14,8 @@ from paceline.tools.bench.prompts import BenchPrompt
 from paceline.tools.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
 from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist, Rounds, winner
-from paceline.tools.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tools.tune.decode import MeasuredStep, Run, decode
 from paceline.tools.tune.plan import (
-    TuneOptions,
     TuningOutcome,
     choose,
     copied_tokens,
@@ -24,6 +23,7 @@ from paceline.tools.tune.plan import (
     unrest_of,
 )
 from paceline.tools.tune.present import decision, profile_of, record_of, report_of
+from paceline.tools.tune.spending import TuneOptions
 from paceline.tuned import TunedProfile
 from tuning_methods import PLAIN, chain, target
 
@@ -121,7 +121,7 @@ def test_the_winner() -> None:
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
         steps = [MeasuredStep(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
-        return Run(Levels(0), steps=steps)
+        return Run(steps=steps)
 
     assert unrest_of(run([1.0] * 20)) == 1.0
     assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
@@ -188,11 +188,12 @@ def test_decoding_counts_what_completions_count(llm: LLM) -> None:
     assert {step.batch for step in run.steps} <= {1, 2}
     assert max(step.batch for step in run.steps) == 2
     levels = run.levels
-    assert 0 < levels.steps <= run.target_steps
-    assert levels.nodes == 3 * levels.steps  # only steps with room for the longest draft count
-    assert levels.accepted[0] >= levels.accepted[1] >= levels.accepted[2]
-    assert levels.reached[0] == levels.steps
-    assert levels.reached[1] == levels.accepted[0]
+    assert 0 < levels.sequences <= run.target_steps
+    # Only those with room for the longest draft count.
+    assert levels.drafted == 3 * levels.sequences
+    assert levels.accepted_at[0] >= levels.accepted_at[1] >= levels.accepted_at[2]
+    assert levels.reached[0] == levels.sequences
+    assert levels.reached[1] == levels.accepted_at[0]
     assert not llm.engine.has_work
 
 

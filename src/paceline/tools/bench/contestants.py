@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.core.sequence import SequenceState
+from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module
 from paceline.tools.bench.methods import Method
-from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun, column_sums
+from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
     from paceline.llm import LLM
 
 
@@ -34,93 +32,35 @@ class Paceline:
         self.llm = build()
         self._build = build if method.remembers else None
         self._clients = clients
-        self._ids = itertools.count()
 
     def refresh(self) -> None:
         if self._build is not None:
             self.llm = self._build()
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
-        """Raises CacheMemoryError if a request does not fit into the cache."""
-        engine = self.llm.engine
-        seqs = [self._request(ask) for ask in asks]
-        phases = _Phases(engine)
-        start = time.perf_counter()
-        try:
-            _closed_loop(engine, seqs, self._clients, phases)
-        finally:  # Ctrl-C leaves an engine that can go on
-            for seq in seqs:
-                engine.abort(seq.seq_id)
-        seconds, steps, slots = phases.close()
-        end = time.perf_counter()
-        counts = [seq.counts for seq in seqs]
+        """Raises PacelineError if a request fails or does not fit into the cache."""
+        drive = Drive(self.llm.engine, [self._request(ask) for ask in asks], self._clients).run()
+        decoding = StepSums.of(step for step in drive.steps if step.decodes)
+        counts = drive.counts
         return TimedRun(
-            answers=[_answer(seq) for seq in seqs],
-            seconds=end - start,
-            steps=sum(count.target_steps for count in counts),
-            drafted=sum(count.drafted for count in counts),
-            levels=sum(count.levels for count in counts),
-            accepted=sum(count.accepted for count in counts),
-            reached=column_sums([count.reached_at for count in counts]),
-            accepted_at=column_sums([count.accepted_at for count in counts]),
-            phases=seconds,
-            decoding_steps=steps,
-            decoding_slots=slots,
+            answers=[_answer(seq) for seq in drive.seqs],
+            seconds=drive.seconds,
+            steps=counts.target_steps,
+            drafted=counts.drafted,
+            levels=counts.levels,
+            accepted=counts.accepted,
+            reached=counts.reached_at,
+            accepted_at=counts.accepted_at,
+            phases=decoding.seconds,
+            decoding_steps=decoding.steps,
+            decoding_slots=decoding.sequences,
         )
 
     def _request(self, ask: Ask) -> SequenceState:
         stops = frozenset(ask.params.stop_token_ids)
         if not ask.params.ignore_eos:
             stops |= self.llm.end_tokens
-        return SequenceState(next(self._ids), list(ask.prompt), len(ask.prompt), ask.params, stops)
-
-
-def _closed_loop(
-    engine: Engine, seqs: Sequence[SequenceState], clients: int, phases: _Phases
-) -> None:
-    waiting, running = deque(seqs), 0
-    while waiting or running:
-        while waiting and running < clients:
-            engine.add(waiting.popleft())
-            running += 1
-        commits = engine.step()
-        decodes = all(commit.scheduled == 1 for commit in commits)
-        phases.after_step(len(commits) if decodes else 0)
-        running -= sum(commit.finish_reason is not None for commit in commits)
-
-
-class _Phases:
-    """Adds up the phases of those steps that only decode.
-
-    The clock accounts for a step when the next one begins, so this looks one step back, and on a
-    GPU waits for nothing but the first and the last.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._clock = engine.clock
-        self._before = self._clock.totals()
-        self._sums = dict.fromkeys(self._before, 0.0)
-        self._decoding = 0  # sequences of the step before last, if it was one that only decodes
-        self._steps = 0
-        self._slots = 0
-
-    def after_step(self, decoding: int) -> None:
-        """``decoding``: the sequences of the step if it only decoded, else 0."""
-        self._settle(dict(self._clock.seconds))
-        self._decoding = decoding
-
-    def close(self) -> tuple[dict[str, float], int, int]:
-        """Seconds by phase of the steps that only decode, how many, and their sequences."""
-        self._settle(self._clock.totals())
-        return self._sums, self._steps, self._slots
-
-    def _settle(self, now: dict[str, float]) -> None:
-        if self._decoding:
-            self._steps += 1
-            self._slots += self._decoding
-            for phase, seconds in now.items():
-                self._sums[phase] += seconds - self._before[phase]
-        self._before, self._decoding = now, 0
+        return sequence(ask.prompt, ask.params, stops)
 
 
 def _answer(seq: SequenceState) -> TimedAnswer:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.tools.bench.outcome import TimedAnswer, TimedRun, column_sums
+from paceline.engine.driver import column_sums
+from paceline.tools.bench.outcome import TimedAnswer, TimedRun
 from paceline.tools.bench.runner import Heat, HeatRecord
 
 OVERALL = "overall"
@@ -73,6 +74,16 @@ class Row:
     stall_p99: float | None
     drafts: DraftFigures
     phases: dict[str, float]
+
+    @property
+    def step(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.phases.values())
+
+    @property
+    def python(self) -> float | None:
+        """Share of a step that is scheduling, batching and bookkeeping."""
+        return self.phases["other"] / self.step if self.step else None
 
     def cost_per_million(self, price: float) -> float:
         """For a machine that costs ``price`` an hour."""

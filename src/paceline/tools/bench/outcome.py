@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Protocol
 
 from paceline.core.params import SamplingParams
@@ -57,11 +56,6 @@ class TimedRun:
     def rate(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds
-
-
-def column_sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Counts by position, added up over rows of different lengths."""
-    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
 class Contestant(Protocol):

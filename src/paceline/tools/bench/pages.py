@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
+from paceline.engine.clock import PHASES
 from paceline.tools.bench import cells
 from paceline.tools.bench.figures import OVERALL, Row
 from paceline.tools.bench.predictions import Predicted
 from paceline.tools.bench.result import BenchResult, labels
 from paceline.tools.bench.runner import EVERYTHING
 from paceline.tools.report import plots
+from paceline.tools.report.columns import Column, table_across, table_of
 from paceline.tools.report.document import Cell, Figure, Report, Table, Text
 
 _NOTE = (
@@ -17,127 +23,233 @@ _NOTE = (
     "first token. ITL: gap before a delivery, divided by the tokens delivered together; stall: the "
     "undivided gap. Tokens a step: mean accepted length, the target's own token included."
 )
+_ACCEPTANCE = (
+    "Conditional: of the drafts that had a token at this position, all before it accepted, the "
+    "share whose token was accepted; in brackets how many drafts that were, over all rounds."
+)
+_CONCURRENCY = (
+    "All prompts; every client sends its next request when one is answered. Speedup is over the "
+    "best plain decoding at the same concurrency."
+)
+_STEPS = (
+    "Mean over steps in which nobody reads a prompt. target: its forward; verify: distributions, "
+    "rule, transfer; other: scheduling, batching and bookkeeping in Python."
+)
+_PREDICTED = (
+    "Speedups over our own plain decoding. textbook: (1 - a^(g+1)) / ((1 - a)(g c + 1)); "
+    "predicted: acceptance by position, and forwards of target and drafter measured alone; "
+    "decoding: measured, without the steps that read prompts; measured: whole runs."
+)
+_TEXTS = (
+    "Texts beside plain decoding's. Near tie: where they part, the two tokens' scores are within "
+    "the rounding of the dtype. A different text of ours is a bug; transformers computes in "
+    "another order and may differ by more."
+)
+_KINDS = ("identical", "near tie", "different")
+
+# -- columns -----------------------------------------------------------------------------------
+
+_CLIENTS = Column("", "clients", "concurrency")
+_RATE = Column("", "tok/s", "tokens_per_second", cells.rate)
+_MEDIAN_RATE = Column("", "tok/s", "tokens_per_second.median", "{:.0f}".format)
+_SPEEDUP = Column("", "speedup", "speedup", cells.speedup)
+_LENGTH = Column("", "drafted a step", "drafts.length", cells.number)
+_ACCEPTED = Column("", "accepted", "drafts.acceptance_rate", cells.share)
+_TOKENS = Column("", "tokens a step", "drafts.mean_accepted_length", cells.number)
+_LATENCIES = (
+    Column("", "TTFT ms", "time_to_first_token", cells.milliseconds),
+    Column("", "ITL p50 ms", "inter_token_p50", cells.milliseconds),
+    Column("", "ITL p99 ms", "inter_token_p99", cells.milliseconds),
+)
+_STALL = Column("", "stall p99 ms", "stall_p99", cells.milliseconds)
+_TEMPERATURE = Column("", "temperature", "temperature", "{:g}".format)
+_PREDICTION = (
+    *(
+        Column("", name, f"prediction.{name}", cells.times)
+        for name in ("textbook", "predicted", "decoding", "measured")
+    ),
+    Column("", "pred./meas.", "prediction.predicted_by_measured", cells.number),
+    Column("", "step ms predicted", "prediction.step", cells.milliseconds),
+    Column("", "step ms measured", "prediction.measured_step", cells.milliseconds),
+)
+
+
+def _at_position(place: int) -> Column:
+    """What was accepted there, with the number of drafts that reached it."""
+
+    def shown(row: Row) -> str | None:
+        if place >= len(row.drafts.reached):
+            return None
+        return f"{row.drafts.acceptance[place]:.2f} ({row.drafts.reached[place]})"
+
+    return Column("", f"position {place + 1}", "", shown)
+
+
+def _phase(name: str) -> Column:
+    return Column("", f"{name} ms", "phases", lambda phases: cells.milliseconds(phases[name]))
+
+
+_PHASES = (
+    *map(_phase, PHASES),
+    Column("", "step ms", "step", cells.milliseconds),
+    Column("", "Python", "python", cells.share),
+)
+
+
+# -- sections ----------------------------------------------------------------------------------
+
+
+@dataclass
+class ResultPages:
+    """What the reports of all benchmarks have; the sections go into ``report``."""
+
+    result: BenchResult
+    report: Report
+    label: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = labels([method.name for method in self.result.methods])
+        self.method = Column("", "method", "method", self.label.__getitem__)
+
+    def begin(
+        self,
+        what: str,
+        amount: str,
+        rounds: int,
+        more: str = "",
+        unfinished: str | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Where and how it was measured, and what must not be missed."""
+        result, machine = self.result, self.result.machine
+        where = machine["processor"]
+        if machine["device"] == "cpu":
+            where += f", {machine['threads']} of {machine['cores']} threads"
+        line = (
+            f"{where}, {machine['dtype']}, torch {machine['torch']}; {what} from "
+            f"{result.settings['source']}; {amount}; the methods take turns, "
+            f"{rounds} {'round' if rounds == 1 else 'rounds'}{more}."
+        )
+        warnings = [line + "." for line in result.complaints()]
+        if unfinished is not None:
+            warnings.append(unfinished)
+        told = []
+        if result.left_out:
+            told.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
+        told += notes
+        if result.settings.get("lossy"):
+            told.append("Typical acceptance: sampled text is not the target's own.")
+        self.report.add(
+            "Run", Text(line), *(Text(words, warning=True) for words in warnings), *map(Text, told)
+        )
+
+    def by_method(
+        self,
+        figures: Sequence[Any],
+        places: Sequence[Any],
+        place: str,
+        value: str,
+        shown: Callable[[Any], Any] = lambda value: value,
+    ) -> dict[str, list[Any]]:
+        """The attribute ``value`` of every method's figures where ``place`` is each of ``places``;
+        None where there is none."""
+        key, what = attrgetter("method", place), attrgetter(value)
+        found = {key(one): shown(what(one)) for one in figures if what(one) is not None}
+        names = dict.fromkeys(one.method for one in figures)
+        return {self.label[name]: [found.get((name, at)) for at in places] for name in names}
+
+    def bars(self, title: str, name: str, places: Sequence[str], series: Any) -> Figure:
+        """Speedups, with a line at plain decoding's."""
+        return Figure(title, lambda: plots.bars(places, series, "speedup", baseline=1.0), name)
+
+    def texts(self, note: str) -> None:
+        counts = self.result.texts.counts
+        if counts:
+            found = {self.label[name]: Counter(own) for name, own in counts.items()}
+            rows: list[list[Cell]] = [[n, *(own[k] for k in _KINDS)] for n, own in found.items()]
+            self.report.add("Same text", Table(["method", *_KINDS], rows, note=note))
 
 
 def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
-    pages = _Pages(result)
-    report = Report(f"Benchmark of {result.model}")
-    report.add("Run", Text(pages.circumstances()), *pages.warnings())
-    pages.overall(report)
-    pages.categories(report)
-    pages.acceptance(report)
-    pages.concurrency(report)
-    pages.temperature(report)
-    pages.steps(report)
-    pages.predictions(report)
-    pages.texts(report)
-    return report
+    pages = _Pages(result, Report(f"Benchmark of {result.model}"))
+    interrupted = "Interrupted: these are the figures of what was complete."
+    pages.begin(
+        f"{result.settings['prompts']} prompts",
+        f"{result.settings['max_tokens']} tokens each",
+        max((row.rounds for row in result.rows), default=0),
+        unfinished=interrupted if result.interrupted else None,
+    )
+    for temperature in pages.temperatures:
+        pages.overall(temperature)
+    for temperature in pages.temperatures:
+        pages.categories(temperature)
+    pages.acceptance()
+    for temperature in pages.temperatures:
+        pages.concurrency(temperature)
+    pages.temperature()
+    pages.steps()
+    pages.predictions()
+    pages.texts(_TEXTS)
+    return pages.report
 
 
-class _Pages:
+class _Pages(ResultPages):
     """One method a section; all read the same rows."""
 
-    def __init__(self, result: BenchResult) -> None:
-        self.result = result
-        self.rows = result.rows
-        self.label = labels([method.name for method in result.methods])
-        self.base = min((row.concurrency for row in self.rows), default=1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rows = self.result.rows
+        self.counts = list(dict.fromkeys(row.concurrency for row in self.rows))
+        self.base = min(self.counts, default=1)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
 
-    # -- what is shown -------------------------------------------------------------------------
-
-    def circumstances(self) -> str:
-        machine, settings = self.result.machine, self.result.settings
-        where = machine["processor"]
-        if machine["device"] == "cpu":
-            where += f", {machine['threads']} of {machine['cores']} threads"
-        rounds = max((row.rounds for row in self.rows), default=0)
-        parts = [
-            f"{where}, {machine['dtype']}, torch {machine['torch']}",
-            f"{settings['prompts']} prompts from {settings['source']}",
-            f"{settings['max_tokens']} tokens each",
-            f"the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}",
-        ]
-        return "; ".join(parts) + "."
-
-    def warnings(self) -> list[Text]:
-        found = [Text(line + ".", warning=True) for line in self.result.complaints()]
-        if self.result.interrupted:
-            found.append(
-                Text("Interrupted: these are the figures of what was complete.", warning=True)
-            )
-        if self.result.left_out:
-            names = ", ".join(self.result.left_out)
-            found.append(Text(f"Left out, as too long for the model: {names}."))
-        if self.result.settings.get("lossy"):
-            found.append(Text("Typical acceptance: sampled text is not the target's own."))
-        return found
-
-    def overall(self, report: Report) -> None:
-        for temperature in self.temperatures:
-            rows = self._total(self.base, temperature)
-            if rows:
-                title = "Methods" + self._at(temperature)
-                columns, lines = self._speed_columns(rows, spread=True)
-                table = Table(["method", *columns], lines, note=_NOTE + self._price_note())
-                report.add(title, table, Text(self._baseline(rows)))
-
-    def categories(self, report: Report) -> None:
-        for temperature in self.temperatures:
-            rows = [
-                row
-                for row in self._at_base(temperature)
-                if row.category not in (OVERALL, EVERYTHING)
-            ]
-            names = list(dict.fromkeys(row.category for row in rows))
-            if not rows or (len(names) == 1 and len(self.temperatures) == 1 and not self._many()):
-                continue
-            columns, lines = self._speed_columns(rows)
-            body: list[list[Cell]] = []
-            for name in names:
-                body.append([name, *[None] * len(columns)])
-                body += [
-                    line for row, line in zip(rows, lines, strict=True) if row.category == name
-                ]
-            place = self._at(temperature)
-            report.add(
-                "By category" + place,
-                self._speedups(rows, names),
-                Figure(
-                    "Speedup over the best plain decoding, by category" + place,
-                    lambda rows=rows, names=names: self._bars(rows, names),  # type: ignore[misc]
-                    f"speedup{self._suffix(temperature)}",
-                ),
-                Table(["method", *columns], body),
+    def overall(self, temperature: float) -> None:
+        price = self.result.price
+        cost = "" if price is None else f" Cost: of a million tokens, at {price:g} a machine hour."
+        rows = self._total(self.base, temperature)
+        if rows:
+            best = self.label[rows[0].best_plain]
+            self.report.add(
+                "Methods" + self._at(temperature),
+                table_of(rows, self._speeds(_RATE), _NOTE + cost),
+                Text(f"Speedup is over the best plain decoding in the same rounds: {best}."),
             )
 
-    def acceptance(self, report: Report) -> None:
-        rows = (
-            [row for row in self._total(self.base, self.temperatures[0]) if row.drafts.reached]
-            if self.rows
-            else []
+    def categories(self, temperature: float) -> None:
+        many = any(row.category == OVERALL for row in self.rows)
+        every = self._rows(self.base, temperature)
+        rows = [row for row in every if row.category not in (OVERALL, EVERYTHING)]
+        names = list(dict.fromkeys(row.category for row in rows))
+        if not rows or (len(names) == 1 and len(self.temperatures) == 1 and not many):
+            return
+        columns = self._speeds(_MEDIAN_RATE)
+        body: list[Sequence[Cell]] = []
+        for name in names:
+            own = table_of([row for row in rows if row.category == name], columns)
+            body += [[name, *[None] * (len(columns) - 1)], *own.rows]
+        series = self.by_method(rows, names, "category", "speedup.median")
+        shown = self.by_method(rows, names, "category", "speedup.median", cells.times)
+        place = self._at(temperature)
+        title = "Speedup over the best plain decoding, by category" + place
+        self.report.add(
+            "By category" + place,
+            Table(["speedup", *shown], list(zip(names, *shown.values(), strict=True))),
+            self.bars(title, f"speedup{self._suffix(temperature)}", names, series),
+            Table([column.heading for column in columns], body),
         )
+
+    def acceptance(self) -> None:
+        first = self._total(self.base, self.temperatures[0]) if self.rows else []
+        rows = {self.label[row.method]: row for row in first if row.drafts.reached}
         if not rows:
             return
-        depth = max(len(row.drafts.reached) for row in rows)
-        body: list[list[Cell]] = [
-            ["drafted a step", *(cells.number(row.drafts.length) for row in rows)],
-            ["accepted", *(cells.share(row.drafts.acceptance_rate) for row in rows)],
-        ]
-        for place in range(depth):
-            body.append([f"position {place + 1}", *(cells.acceptance(row, place) for row in rows)])
-        columns = ["", *(self.label[row.method] for row in rows)]
-        note = (
-            "Conditional: of the drafts that had a token at this position, all before it accepted, "
-            "the share whose token was accepted; in brackets how many drafts that were, over all "
-            "rounds."
-        )
-        series = {self.label[row.method]: list(row.drafts.acceptance) for row in rows}
-        places = [float(n + 1) for n in range(depth)]
-        report.add(
+        depth = range(max(len(row.drafts.reached) for row in rows.values()))
+        series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
+        places = [float(n + 1) for n in depth]
+        self.report.add(
             "Acceptance by position",
-            Table(columns, body, note=note),
+            table_across("", rows, [_LENGTH, _ACCEPTED, *map(_at_position, depth)], _ACCEPTANCE),
             Figure(
                 "Acceptance by position in the draft, conditional",
                 lambda: plots.lines(places, series, "position", "accepted"),
@@ -145,63 +257,35 @@ class _Pages:
             ),
         )
 
-    def concurrency(self, report: Report) -> None:
-        counts = list(dict.fromkeys(row.concurrency for row in self.rows))
-        if len(counts) < 2:
+    def concurrency(self, temperature: float) -> None:
+        if len(self.counts) < 2:
             return
-        for temperature in self.temperatures:
-            rows = [row for count in counts for row in self._total(count, temperature)]
-            head = ["clients", "method", "tok/s", "speedup", "drafted a step", "tokens a step"]
-            head += ["TTFT ms", "ITL p50 ms", "ITL p99 ms"]
-            body: list[list[Cell]] = [
-                [
-                    row.concurrency,
-                    self.label[row.method],
-                    cells.rate(row.tokens_per_second),
-                    cells.speedup(row.speedup),
-                    cells.number(row.drafts.length),
-                    cells.number(row.drafts.mean_accepted_length),
-                    *cells.latencies(row)[:3],
-                ]
-                for row in rows
-            ]
-            note = (
-                "All prompts; every client sends its next request when one is answered. Speedup is "
-                "over the best plain decoding at the same concurrency."
-            )
-            if any(method.variant for method in self.result.methods):
-                note += " transformers answers one request at a time, so it runs at 1 only."
-            note += self._repetition(rows)
-            place = self._at(temperature)
-            report.add(
-                "Concurrency" + place,
-                Table(head, body, note=note),
-                Figure(
-                    "Throughput against concurrency" + place,
-                    lambda rows=rows: self._throughput(rows, counts),  # type: ignore[misc]
-                    f"concurrency{self._suffix(temperature)}",
-                ),
-            )
+        rows = [row for count in self.counts for row in self._total(count, temperature)]
+        note = _CONCURRENCY
+        if any(method.variant for method in self.result.methods):
+            note += " transformers answers one request at a time, so it runs at 1 only."
+        columns = (_CLIENTS, self.method, _RATE, _SPEEDUP, _LENGTH, _TOKENS, *_LATENCIES)
+        series = self.by_method(rows, self.counts, "concurrency", "tokens_per_second.median")
+        places, place = list(map(float, self.counts)), self._at(temperature)
+        self.report.add(
+            "Concurrency" + place,
+            table_of(rows, columns, note + self._repetition(rows)),
+            Figure(
+                "Throughput against concurrency" + place,
+                lambda: plots.lines(places, series, "requests in flight", "tokens/s", log_x=True),
+                f"concurrency{self._suffix(temperature)}",
+            ),
+        )
 
-    def temperature(self, report: Report) -> None:
+    def temperature(self) -> None:
         if len(self.temperatures) < 2:
             return
         rows = [row for t in self.temperatures for row in self._total(self.base, t)]
-        body: list[list[Cell]] = [
-            [
-                f"{row.temperature:g}",
-                self.label[row.method],
-                cells.rate(row.tokens_per_second),
-                cells.speedup(row.speedup),
-                cells.share(row.drafts.acceptance_rate),
-                cells.number(row.drafts.mean_accepted_length),
-            ]
-            for row in rows
-        ]
-        series = self._series(rows, lambda row: row.speedup.median)
-        report.add(
+        columns = (_TEMPERATURE, self.method, _RATE, _SPEEDUP, _ACCEPTED, _TOKENS)
+        series = self.by_method(rows, self.temperatures, "temperature", "speedup.median")
+        self.report.add(
             "Temperature",
-            Table(["temperature", "method", "tok/s", "speedup", "accepted", "tokens a step"], body),
+            table_of(rows, columns),
             Figure(
                 "Speedup against temperature",
                 lambda: plots.lines(self.temperatures, series, "temperature", "speedup"),
@@ -209,155 +293,71 @@ class _Pages:
             ),
         )
 
-    def steps(self, report: Report) -> None:
-        rows = [
-            row
-            for count in dict.fromkeys(row.concurrency for row in self.rows)
-            for row in self._total(count, self.temperatures[0])
-            if row.phases
-        ]
+    def steps(self) -> None:
+        every = [row for count in self.counts for row in self._total(count, self.temperatures[0])]
+        rows = [row for row in every if row.phases]
         if not rows:
             return
-        names = list(rows[0].phases)
-        many = len({row.concurrency for row in rows}) > 1
-        body: list[list[Cell]] = []
-        for row in rows:
-            whole = sum(row.phases.values())
-            times = [cells.milliseconds(row.phases[name]) for name in names]
-            other = cells.share(row.phases["other"] / whole if whole else None)
-            start: list[Cell] = [row.concurrency] if many else []
-            body.append([*start, self.label[row.method], *times, cells.milliseconds(whole), other])
-        head = [*(["clients"] if many else []), "method"]
-        head += [*(f"{name} ms" for name in names), "step ms", "Python"]
-        shown = [row for row in rows if row.concurrency == self.base]
-        parts = {name: [row.phases[name] * 1e3 for row in shown] for name in names}
-        note = (
-            "Mean over steps in which nobody reads a prompt. target: its forward; verify: "
-            "distributions, rule, transfer; other: scheduling, batching and bookkeeping in Python."
-        )
-        report.add(
+        own = [row for row in rows if row.concurrency == self.base]
+        parts = {name: [row.phases[name] * 1e3 for row in own] for name in PHASES}
+        methods = [self.label[row.method] for row in own]
+        self.report.add(
             "Time per step",
-            Table(head, body, note=note),
+            table_of(rows, [*_clients(rows), self.method, *_PHASES], _STEPS),
             Figure(
                 "Where a step's time goes",
-                lambda: plots.stacks(
-                    [self.label[row.method] for row in shown], parts, "ms per step"
-                ),
+                lambda: plots.stacks(methods, parts, "ms per step"),
                 "steps",
             ),
         )
 
-    def predictions(self, report: Report) -> None:
+    def predictions(self) -> None:
         found = self.result.predictions
-        if not found:
-            return
-        many = len({item.concurrency for item in found}) > 1
-        body: list[list[Cell]] = []
-        for item in found:
-            seen = item.prediction
-            speedups = (seen.textbook, seen.predicted, seen.decoding, seen.measured)
-            steps = (seen.step, seen.measured_step)
-            start: list[Cell] = [item.concurrency] if many else []
-            start += [self.label[item.method], *map(cells.times, speedups)]
-            start.append(f"{seen.predicted_by_measured:.2f}")
-            body.append([*start, *map(cells.milliseconds, steps)])
-        head = [*(["clients"] if many else []), "method", "textbook", "predicted", "decoding"]
-        head += ["measured", "pred./meas.", "step ms predicted", "step ms measured"]
-        note = (
-            "Speedups over our own plain decoding. textbook: (1 - a^(g+1)) / ((1 - a)(g c + 1)); "
-            "predicted: acceptance by position, and forwards of target and drafter measured alone; "
-            "decoding: measured, without the steps that read prompts; measured: whole runs."
-        )
-        why = self._differences([item for item in found if item.concurrency == self.base])
-        report.add("Predicted against measured speedup", Table(head, body, note=note), *why)
+        if found:
+            columns = [*_clients(found), self.method, *_PREDICTION]
+            tables = [table_of(found, columns, _PREDICTED)]
+            base = [item for item in found if item.concurrency == self.base]
+            tables += [self._differences(base)] if base else []
+            self.report.add("Predicted against measured speedup", *tables)
 
-    def _differences(self, found: Sequence[Predicted]) -> list[Table]:
+    def _differences(self, found: Sequence[Predicted]) -> Table:
         """From the predicted speedup to the measured one, reason by reason."""
-        if not found:
-            return []
-        seen = [item.prediction for item in found]
-        shares = [{reason.name: reason.speedup for reason in one.items} for one in seen]
-        body: list[list[Cell]] = [["predicted", *(cells.times(one.predicted) for one in seen)]]
-        body += [
-            [name, *(f"{own[name]:+.2f}" if name in own else None for own in shares)]
-            for name in dict.fromkeys(name for own in shares for name in own)
+        seen = {self.label[item.method]: item.prediction for item in found}
+        moved = {label: {i.name: f"{i.speedup:+.2f}" for i in s.items} for label, s in seen.items()}
+        reasons = dict.fromkeys(name for own in moved.values() for name in own)
+        rows: list[Sequence[Cell]] = [
+            ["predicted", *(cells.times(one.predicted) for one in seen.values())],
+            *([name, *(own.get(name) for own in moved.values())] for name in reasons),
+            ["measured", *(cells.times(one.measured) for one in seen.values())],
         ]
-        body.append(["measured", *(cells.times(one.measured) for one in seen)])
-        heads = [self.label[item.method] for item in found]
-        return [Table(["from predicted to measured speedup", *heads], body)]
+        return Table(["from predicted to measured speedup", *seen], rows)
 
-    def texts(self, report: Report) -> None:
-        counts = self.result.texts.counts
-        if not counts:
-            return
-        kinds = ("identical", "near tie", "different")
-        body: list[list[Cell]] = [
-            [self.label[name], *(found.get(kind, 0) for kind in kinds)]
-            for name, found in counts.items()
-        ]
-        note = (
-            "Texts beside plain decoding's. Near tie: where they part, the two tokens' scores are "
-            "within the rounding of the dtype. A different text of ours is a bug; transformers "
-            "computes in another order and may differ by more."
-        )
-        report.add("Same text", Table(["method", *kinds], body, note=note))
+    # -- rows and columns ----------------------------------------------------------------------
 
-    # -- rows and cells ------------------------------------------------------------------------
+    def _rows(self, concurrency: int, temperature: float) -> list[Row]:
+        cell = concurrency, temperature
+        return [row for row in self.rows if (row.concurrency, row.temperature) == cell]
 
     def _total(self, concurrency: int, temperature: float) -> list[Row]:
         """Rows over all categories."""
-        rows = [
-            row
-            for row in self.rows
-            if row.concurrency == concurrency and row.temperature == temperature
-        ]
+        rows = self._rows(concurrency, temperature)
         total = [row for row in rows if row.category in (OVERALL, EVERYTHING)]
         return total or rows  # one category is all there is
 
-    def _at_base(self, temperature: float) -> list[Row]:
-        return [
-            row
-            for row in self.rows
-            if row.concurrency == self.base and row.temperature == temperature
-        ]
-
-    def _many(self) -> bool:
-        return any(row.category == OVERALL for row in self.rows)
-
     def _at(self, temperature: float) -> str:
-        return (
-            f" at temperature {temperature:g}" if temperature or len(self.temperatures) > 1 else ""
-        )
+        told = temperature or len(self.temperatures) > 1
+        return f" at temperature {temperature:g}" if told else ""
 
     def _suffix(self, temperature: float) -> str:
         return f"-t{temperature:g}" if len(self.temperatures) > 1 else ""
 
-    def _baseline(self, rows: Sequence[Row]) -> str:
-        best = self.label[rows[0].best_plain]
-        return f"Speedup is over the best plain decoding in the same rounds: {best}."
-
-    def _price_note(self) -> str:
+    def _speeds(self, rate: Column) -> list[Column]:
+        columns = [self.method, rate, _SPEEDUP, *_LATENCIES, _STALL, _TOKENS]
         price = self.result.price
-        return "" if price is None else f" Cost: of a million tokens, at {price:g} a machine hour."
-
-    def _speed_columns(
-        self, rows: Sequence[Row], spread: bool = False
-    ) -> tuple[list[str], list[list[Cell]]]:
-        """``spread``: of tokens a second too; that of the speedup is always there."""
-        price = self.result.price
-        columns = ["tok/s", "speedup", "TTFT ms", "ITL p50 ms", "ITL p99 ms", "stall p99 ms"]
-        columns += ["tokens a step", *([] if price is None else ["cost"])]
-        lines: list[list[Cell]] = []
-        for row in rows:
-            speed = row.tokens_per_second
-            line: list[Cell] = [self.label[row.method]]
-            line.append(cells.rate(speed) if spread else f"{speed.median:.0f}")
-            line += [cells.speedup(row.speedup), *cells.latencies(row)]
-            line.append(cells.number(row.drafts.mean_accepted_length))
-            if price is not None:
-                line.append(f"{row.cost_per_million(price):.3g}")
-            lines.append(line)
-        return columns, lines
+        if price is not None:
+            cost = Column("", "cost", "", lambda row: f"{row.cost_per_million(price):.3g}")
+            columns.append(cost)
+        return columns
 
     def _repetition(self, rows: Sequence[Row]) -> str:
         """A drafter that remembers has an easy time with prompts that come again."""
@@ -368,32 +368,7 @@ class _Pages:
         names = ", ".join(self.label[name] for name in remembering)
         return f" Prompts are repeated to occupy all clients, which flatters {names}."
 
-    def _speedups(self, rows: Sequence[Row], names: Sequence[str]) -> Table:
-        methods = list(dict.fromkeys(row.method for row in rows))
-        found = {(row.category, row.method): row.speedup.median for row in rows}
-        body: list[list[Cell]] = [
-            [name, *(cells.times(found.get((name, method))) for method in methods)]
-            for name in names
-        ]
-        heads = [self.label[method] for method in methods]
-        return Table(["speedup", *heads], body)
 
-    def _bars(self, rows: Sequence[Row], names: Sequence[str]) -> str:
-        methods = list(dict.fromkeys(row.method for row in rows))
-        found = {(row.category, row.method): row.speedup.median for row in rows}
-        series = {self.label[m]: [found.get((name, m)) for name in names] for m in methods}
-        return plots.bars(names, series, "speedup", baseline=1.0)
-
-    def _throughput(self, rows: Sequence[Row], counts: Sequence[int]) -> str:
-        found = {(row.method, row.concurrency): row.tokens_per_second.median for row in rows}
-        methods = list(dict.fromkeys(row.method for row in rows))
-        series = {self.label[m]: [found.get((m, count)) for count in counts] for m in methods}
-        places = [float(count) for count in counts]
-        return plots.lines(places, series, "requests in flight", "tokens/s", log_x=True)
-
-    def _series(
-        self, rows: Sequence[Row], value: Callable[[Row], float]
-    ) -> dict[str, list[float | None]]:
-        found = {(row.method, row.temperature): value(row) for row in rows}
-        methods = list(dict.fromkeys(row.method for row in rows))
-        return {self.label[m]: [found.get((m, t)) for t in self.temperatures] for m in methods}
+def _clients(items: Sequence[Any]) -> list[Column]:
+    """A column for them, where there are several numbers of them."""
+    return [_CLIENTS] if len({item.concurrency for item in items}) > 1 else []

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
+from paceline.engine.driver import column_sums
 from paceline.pace.acceptance import expected_tokens
 from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.pace.measure import measure, measure_target
-from paceline.tools.bench.outcome import TimedRun, column_sums
+from paceline.tools.bench.outcome import TimedRun
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

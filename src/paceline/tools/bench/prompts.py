@@ -43,11 +43,19 @@ class BenchPrompt:
 
         Raises PromptError if the template refuses the conversation.
         """
-        messages = [*self.earlier, ("user", self.text)]
-        if self.chat and llm.tokenizer.chat_template is not None:
-            return llm.render_chat([{"role": role, "content": said} for role, said in messages])
-        text = "\n\n".join(said for _, said in messages)
-        return [int(token) for token in llm.tokenizer(text)["input_ids"]]
+        return render(llm, [*self.earlier, ("user", self.text)], self.chat)
+
+
+def render(llm: LLM, messages: Sequence[tuple[str, str]], chat: bool = True) -> list[int]:
+    """Token ids through the chat template; for a target without one, and of what is no ``chat``,
+    those of the texts, a blank line between.
+
+    Raises PromptError if the template refuses the conversation.
+    """
+    if chat and llm.tokenizer.chat_template is not None:
+        return llm.render_chat([{"role": role, "content": said} for role, said in messages])
+    text = "\n\n".join(said for _, said in messages)
+    return [int(token) for token in llm.tokenizer(text)["input_ids"]]
 
 
 def load_prompts(

@@ -74,6 +74,16 @@ class Settings:
     ignore_eos: bool = True
     seed: int | None = None
 
+    def params(self, temperature: float, number: int, room: int | None = None) -> SamplingParams:
+        """Of request ``number``; of at most ``room`` tokens."""
+        seed = None if self.seed is None else (self.seed + number) % 2**63
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=self.max_tokens if room is None else min(self.max_tokens, room),
+            ignore_eos=self.ignore_eos,
+            seed=seed if temperature > 0 else None,
+        )
+
 
 def jobs(
     prompts: Iterable[tuple[str, Sequence[int]]],
@@ -102,22 +112,12 @@ def jobs(
             temperature,
             number,
             tuple(
-                Ask(tuple(ids), _params(settings, temperature, number + place))
+                Ask(tuple(ids), settings.params(temperature, number + place))
                 for place, ids in enumerate(group)
             ),
         )
         for number, category, group in numbered
     ]
-
-
-def _params(settings: Settings, temperature: float, number: int) -> SamplingParams:
-    seed = None if settings.seed is None else (settings.seed + number) % 2**63
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=settings.max_tokens,
-        ignore_eos=settings.ignore_eos,
-        seed=seed if temperature > 0 else None,
-    )
 
 
 def warm_up(todo: Sequence[BenchJob], contestants: Sequence[Contestant]) -> None:
@@ -136,6 +136,10 @@ def _silent(steps: int, description: str) -> None:
     pass
 
 
+def _answer(contestant: Contestant, job: BenchJob) -> TimedRun:
+    return contestant.run(job.asks)
+
+
 def _nothing_more(concurrency: int, contestants: Sequence[Contestant]) -> None:
     pass
 
@@ -148,6 +152,7 @@ def take_turns(
     advance: OnHeat = _silent,
     budget: Budget | None = None,
     warmed: bool = False,
+    answer: Callable[[Contestant, BenchJob], TimedRun] = _answer,
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
@@ -176,7 +181,7 @@ def take_turns(
             with budget.piece(_kind(job), len(job.asks)):
                 for contestant in [*contestants[shift:], *contestants[:shift]]:
                     advance(min(done, 1), f"{job.category}: {contestant.name}")
-                    timed[contestant.name] = contestant.run(job.asks)
+                    timed[contestant.name] = answer(contestant, job)
                     done += 1
             record.heats.append(Heat(job, turn, {c.name: timed[c.name] for c in contestants}))
     advance(min(done, 1), "done")
@@ -192,7 +197,7 @@ def _sizes(left: Sequence[tuple[int, BenchJob]]) -> list[tuple[str, int]]:
     return [(k, sum(len(job.asks) for _, job in left if _kind(job) == k)) for k in kinds]
 
 
-def spread(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
+def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
     """One of each kind in turn, so that any beginning of the list has all kinds."""
     kinds: dict[object, list[Element]] = {}
     for item in items:
@@ -220,7 +225,7 @@ class Sweep:
             jobs(prompts, self.settings, concurrency, temperature, most_waves)
             for temperature in self.temperatures
         )
-        return spread(found, lambda job: (job.temperature, job.category))
+        return in_turn(found, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: Sequence[tuple[str, Sequence[int]]]) -> int:
         """How many heats a round has."""

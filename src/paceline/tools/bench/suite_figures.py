@@ -8,13 +8,15 @@ of EAGLE (tau and speedup) are defined alike. Over rounds, the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-from paceline.tools.bench.conversations import Answered, Dialogue, SuiteRecord
+from paceline.tools.bench.figures import complete
 from paceline.tools.bench.methods import PLAIN
+from paceline.tools.bench.outcome import TimedRun
+from paceline.tools.bench.runner import Heat, HeatRecord
 from paceline.tools.bench.suites import Suite
 
 OVERALL = "Overall"
@@ -38,56 +40,45 @@ class TaskFigures:
         return asdict(self)
 
 
-def task_figures(suite: Suite, record: SuiteRecord) -> list[TaskFigures]:
-    """For each temperature, each task that was measured and overall, each method."""
+def task_figures(suite: Suite, record: HeatRecord) -> list[TaskFigures]:
+    """For each temperature, each task that was measured and overall, each method. A round that
+    was cut short does not count."""
     found: list[TaskFigures] = []
     tasks = list(dict.fromkeys(suite.tasks.values()))
-    for temperature in dict.fromkeys(done.temperature for done in record.answered):
-        own = [done for done in record.answered if done.temperature == temperature]
-        slices = [(task, [done for done in own if done.question.task == task]) for task in tasks]
+    for temperature in dict.fromkeys(heat.job.temperature for heat in record.heats):
+        own = [heat for heat in record.heats if heat.job.temperature == temperature]
+        slices = [(task, [heat for heat in own if heat.job.category == task]) for task in tasks]
         if len(tasks) > 1:
             slices.append((OVERALL, own))
-        for task, answered in slices:
-            rounds = _whole_rounds(answered)
-            if rounds:
-                found += [_figures(n, task, temperature, rounds) for n in rounds[0][0].dialogues]
+        for task, heats in slices:
+            if heats:
+                rounds = complete(heats)
+                found += [_figures(n, task, temperature, rounds) for n in heats[0].outcomes]
     return found
 
 
-def _whole_rounds(answered: Iterable[Answered]) -> list[list[Answered]]:
-    """Those with as many questions as the fullest: one that was cut short does not count."""
-    by_turn: dict[int, list[Answered]] = {}
-    for done in answered:
-        by_turn.setdefault(done.turn, []).append(done)
-    full = max(map(len, by_turn.values()), default=0)
-    return [own for own in by_turn.values() if len(own) == full]
-
-
 def _figures(
-    name: str, task: str, temperature: float, rounds: Sequence[Sequence[Answered]]
+    name: str, task: str, temperature: float, rounds: Sequence[Sequence[Heat]]
 ) -> TaskFigures:
-    dialogues = [done.dialogues[name] for own in rounds for done in own]
-    speeds = [mean(done.dialogues[name].rate for done in own) for own in rounds]
-    plain = [mean(done.dialogues[PLAIN].rate for done in own) for own in rounds]
+    runs = [heat.outcomes[name] for own in rounds for heat in own]
+    speeds = [mean(heat.outcomes[name].rate for heat in own) for own in rounds]
+    plain = [mean(heat.outcomes[PLAIN].rate for heat in own) for own in rounds]
     return TaskFigures(
         method=name,
         task=task,
         temperature=temperature,
         questions=len(rounds[0]),
-        turns=sum(len(done.dialogues[name].turns) for done in rounds[0]),
-        tokens=sum(dialogue.tokens for dialogue in dialogues),
+        turns=sum(len(heat.outcomes[name].answers) for heat in rounds[0]),
+        tokens=sum(run.tokens for run in runs),
         tokens_per_second=mean(speeds),
         speedup=mean(own / base for own, base in zip(speeds, plain, strict=True)),
-        mean_accepted_tokens=accepted_tokens(dialogues),
+        mean_accepted_tokens=accepted_tokens(runs),
     )
 
 
-def accepted_tokens(dialogues: Iterable[Dialogue]) -> float | None:
+def accepted_tokens(runs: Sequence[TimedRun]) -> float | None:
     """Tokens a target step, without the steps that read a prompt: heads cannot draft before."""
-    tokens = steps = 0
-    for dialogue in dialogues:
-        for turn in dialogue.turns:
-            first = turn.outcome.answers[0].arrivals[0][1]
-            tokens += turn.outcome.tokens - first
-            steps += turn.outcome.steps - 1
+    answers = [answer for run in runs for answer in run.answers]
+    steps = sum(run.steps for run in runs) - len(answers)
+    tokens = sum(len(answer.tokens) - answer.arrivals[0][1] for answer in answers)
     return tokens / steps if steps else None

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.tools.certify.chisquare import holm
-from paceline.tools.certify.columns import DISTRIBUTION_COLUMNS, TEXT_COLUMNS, record_of
+from paceline.tools.certify.columns import DISTRIBUTION_COLUMNS, TEXT_COLUMNS
 from paceline.tools.certify.evidence import Problem, TextCheck
 from paceline.tools.certify.exact import ExactCheck
 from paceline.tools.certify.sampled import DistributionTest, Frequencies
+from paceline.tools.report.columns import record_of
 
 POWER = 0.9
 MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify

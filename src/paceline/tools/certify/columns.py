@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from paceline.difference import Difference
 from paceline.tools.certify.exact import ExactCheck
-from paceline.tools.report.document import Table
-
-
-class Column(NamedTuple):
-    """A figure of an item: its key in JSON, its heading in a table, and how it is shown there.
-
-    ``path``: the attributes that lead to it. Without a key or a heading it is left out there.
-    """
-
-    key: str
-    heading: str
-    path: str
-    shown: Callable[[Any], str | int] = lambda value: value
-    stored: Callable[[Any], Any] = lambda value: value
-
-    def value(self, item: Any) -> Any:
-        return attrgetter(self.path)(item) if self.path else item
-
-
-def record_of(item: Any, columns: Sequence[Column]) -> dict[str, Any]:
-    return {c.key: c.stored(c.value(item)) for c in columns if c.key}
-
-
-def table_of(
-    items: Sequence[Any], columns: Sequence[Column], note: str = "", title: str = ""
-) -> Table:
-    """The columns that have a heading; a path of none stands for the whole item."""
-    seen = [column for column in columns if column.heading]
-    rows = [[column.shown(column.value(item)) for column in seen] for item in items]
-    return Table([column.heading for column in seen], rows, title, note)
+from paceline.tools.report.columns import Column, record_of
 
 
 def _length(length: int) -> str:

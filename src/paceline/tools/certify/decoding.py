@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
+from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
-
-# Away from the ids of LLM's own requests.
-_FIRST_ID = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -35,10 +31,6 @@ class DecodedOutput:
     accepted: int
 
 
-class StandstillError(Exception):
-    """The engine has work but commits nothing: a bug in the drafter or the rule."""
-
-
 def decode(
     engine: Engine,
     starts: Sequence[Start],
@@ -54,25 +46,15 @@ def decode(
     Raises StandstillError, and whatever the engine raises.
     """
     each_params = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
-    ids = itertools.count(_FIRST_ID)
     seqs = [
-        SequenceState(
-            next(ids),
-            list(start.tokens),
-            len(start.prompt),
-            replace(own_params, draft_length=length),
-        )
-        for start, own_params in zip(starts, each_params, strict=True)
+        sequence(start.tokens, replace(own, draft_length=length), prompt_length=len(start.prompt))
+        for start, own in zip(starts, each_params, strict=True)
     ]
-    unfinished = {seq.seq_id: seq for seq in seqs}
-    try:
-        for seq in seqs:
-            engine.add(seq)
-        while unfinished:
-            _step(engine, unfinished, enough)
-    finally:
-        for seq_id in unfinished:
-            engine.abort(seq_id)
+    with Drive(engine, seqs) as drive:
+        for _ in drive:
+            for seq in list(drive.running.values()):
+                if enough is not None and sum(count for _, count in seq.arrivals) >= enough:
+                    drive.drop(seq.seq_id)
     ends = [None if enough is None else len(start.output) + enough for start in starts]
     return [
         DecodedOutput(
@@ -80,18 +62,3 @@ def decode(
         )
         for seq, end in zip(seqs, ends, strict=True)
     ]
-
-
-def _step(engine: Engine, unfinished: dict[int, SequenceState], enough: int | None) -> None:
-    commits = engine.step()
-    if not any(commit.tokens or commit.scheduled for commit in commits):
-        raise StandstillError("a step committed no token although sequences were waiting for one")
-    for commit in commits:
-        seq = unfinished.get(commit.seq_id)
-        if seq is None:
-            continue
-        if commit.finish_reason is not None:
-            del unfinished[commit.seq_id]
-        elif enough is not None and sum(count for _, count in seq.arrivals) >= enough:
-            engine.abort(commit.seq_id)
-            del unfinished[commit.seq_id]

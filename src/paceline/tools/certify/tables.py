@@ -11,10 +11,10 @@ from paceline.tools.certify.columns import (
     EXACT_COLUMNS,
     PARTING_COLUMNS,
     TEXT_COLUMNS,
-    table_of,
 )
 from paceline.tools.certify.evidence import TaskDivergence, TextCheck
 from paceline.tools.certify.sampled import Frequencies
+from paceline.tools.report.columns import table_of
 from paceline.tools.report.document import Block, Figure, Report, Table, Text
 from paceline.tools.report.plots import bands
 

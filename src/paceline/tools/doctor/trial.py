@@ -7,7 +7,6 @@ token i of a draft; these predict the speedup of every length, and the best one 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import statistics
 import time
@@ -18,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
-from paceline.engine.clock import PHASES
+from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
 
@@ -30,70 +28,33 @@ _DRAFTER, _REPEATED = "drafter", 100  # its name in the cost model; times to sho
 SECONDS = 10.0  # of measuring, by default
 LONG, _SHORT = 8, 2  # draft lengths of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
-_SEQUENCE = 1 << 40  # a number that no request of the LLM has
 _MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
 
 
 @dataclass(frozen=True)
-class TrialCounts:
-    """Steps that only decode: the one that reads the prompt is left out.
-
-    ``nodes`` drafted in all; ``reached[i]`` drafts had a token to try at position i, and of
-    ``accepted[i]`` it was right.
-    """
-
-    tokens: int
-    steps: int
-    seconds: dict[str, float]  # by phase
-    nodes: int = 0
-    reached: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-    def __add__(self, other: TrialCounts) -> TrialCounts:
-        return TrialCounts(
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-            {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
-            self.nodes + other.nodes,
-            _sums(self.reached, other.reached),
-            _sums(self.accepted, other.accepted),
-        )
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / sum(self.seconds.values())
-
-    def each(self, *phases: str) -> float:
-        """Seconds of these phases in a step."""
-        return sum(self.seconds[phase] for phase in phases) / self.steps
-
-
-@dataclass(frozen=True)
 class Exploration:
-    """Plain decoding, and that with drafts of ``LONG`` and of fewer tokens, on the same prompts.
+    """Plain decoding, and that with drafts of ``LONG`` and of fewer tokens, on the same prompts:
+    steps that only decode, the one that reads the prompt is left out.
 
     ``passes[g]`` and ``nodes[g]``: the drafter's forwards for a draft of g tokens, and its most
     nodes.
     """
 
-    plain: TrialCounts
-    long: TrialCounts
-    short: TrialCounts
+    plain: StepSums
+    long: StepSums
+    short: StepSums
     passes: tuple[int, ...]
     nodes: tuple[int, ...]
 
     @property
     def acceptance(self) -> float:
         """Of the drafted tokens that were tried, the share that was accepted."""
-        tried = sum(self.long.reached)
-        return sum(self.long.accepted) / tried if tried else 0.0
+        return self.long.acceptance
 
     @property
     def per_position(self) -> tuple[float, ...]:
         """Conditional: given that all tokens before were accepted."""
-        pairs = zip(self.long.accepted, self.long.reached, strict=True)
-        return tuple(won / tried for won, tried in pairs if tried)
+        return self.long.rates
 
     @property
     def cost_ratio(self) -> float | None:
@@ -103,7 +64,7 @@ class Exploration:
     @property
     def _pass(self) -> float:
         """Seconds of one pass of the drafter."""
-        made = self.long.nodes if self.chain else self.passes[-1] * self.long.steps
+        made = self.long.drafted if self.chain else self.passes[-1] * self.long.steps
         return self.long.seconds["draft"] / max(1, made)
 
     @cached_property
@@ -114,7 +75,7 @@ class Exploration:
     def _by_rows(self, *phases: str) -> CostCurve:
         points = {1: self.plain.each(*phases)}
         for decoded in (self.short, self.long):
-            rows = round(1 + decoded.nodes / decoded.steps)
+            rows = round(1 + decoded.drafted / decoded.steps)
             if rows > max(points):
                 points[rows] = max(decoded.each(*phases), max(points.values()))
         return CostCurve(tuple(points), tuple(points.values()))
@@ -128,18 +89,20 @@ class Exploration:
     def cost(self) -> CostModel:
         """What steps take and gain, from the phases of those that were run."""
         # Look-up drafters do not always find something: as many nodes as they did.
-        found = self.long.nodes / self.long.steps / max(1, self.nodes[-1])
+        found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
         nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
         profile = Profile(nodes, self.passes, CostCurve((1,), (self._pass,)))
         rest = self._by_rows("target", "verify", "other")
         cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: profile})
         rates: Sequence[float] = self.per_position  # shorter ones were cut by the request's end
         if not self.chain:
-            pairs = zip(self.long.accepted, (self.long.steps, *self.long.accepted), strict=False)
+            pairs = zip(
+                self.long.accepted_at, (self.long.steps, *self.long.accepted_at), strict=False
+            )
             rates = [after / before if before else 0.0 for after, before in pairs]
         cost.acceptance.everyone(_DRAFTER).know(rates)
         if profile.costless:
-            drafting, mean = self.long.each("draft"), round(self.long.nodes / self.long.steps)
+            drafting, mean = self.long.each("draft"), round(self.long.drafted / self.long.steps)
             for _ in range(_REPEATED):
                 seconds = drafting + cost.verify(1, mean)
                 cost.learn(1, mean, seconds, drafting, passes={_DRAFTER: 0.0})
@@ -224,7 +187,7 @@ def run_trial(
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
-    def turn(ids: list[int], tokens: int, *lengths: int) -> list[TrialCounts]:
+    def turn(ids: list[int], tokens: int, *lengths: int) -> list[StepSums]:
         found = []
         for length in lengths:
             found.append(decode(spec if length else plain, ids, tokens, length))
@@ -260,31 +223,9 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         yield ids
 
 
-def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> TrialCounts:
+def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> StepSums:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
-    engine = llm.engine
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
-    seq = SequenceState(_SEQUENCE, list(ids), len(ids), params)
-    engine.add(seq)
-    try:
-        while not seq.generated:
-            engine.step()
-        before, steps, first = engine.clock.totals(), engine.clock.steps, seq.generated
-        known = copy.deepcopy(seq.counts)  # that step drafts as well
-        while engine.has_work:
-            engine.step()
-    finally:
-        engine.abort(_SEQUENCE)
-    after, counts = engine.clock.totals(), seq.counts
-    return TrialCounts(
-        tokens=seq.generated - first,
-        steps=engine.clock.steps - steps,
-        seconds={phase: after[phase] - before[phase] for phase in PHASES},
-        nodes=counts.drafted - known.drafted,
-        reached=_sums(counts.reached_at, [-count for count in known.reached_at]),
-        accepted=_sums(counts.accepted_at, [-count for count in known.accepted_at]),
-    )
-
-
-def _sums(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in itertools.zip_longest(one, other, fillvalue=0))
+    drive = Drive(llm.engine, [sequence(ids, params)]).run()
+    read = next(place for place, step in enumerate(drive.steps) if step.commits[0].tokens)
+    return StepSums.of(drive.steps[read + 1 :])

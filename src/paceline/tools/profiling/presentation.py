@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from paceline.tools.profiling.machine import MachineSpeeds
 from paceline.tools.profiling.runs import ProfileResult, RunProfile
-from paceline.tools.profiling.verdict import label, rate, rows_of, size
+from paceline.tools.profiling.verdict import Figures, label, rate, rows_of, size
+from paceline.tools.report.columns import Column, table_across, table_of
 from paceline.tools.report.document import Cell, Figure, Report, Table, Text
 from paceline.tools.report.plots import stacks
 
 _TOP = 8  # operators in the table
+
+
+def _thousandths(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"
+
+
+def _seconds(place: int, figures: Sequence[Figures]) -> str:
+    return _thousandths(figures[place].seconds)
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:.2f}"
+
+
+_share = "{:.0%}".format
+# Of a phase as the run's record has it.
+_TIMES = (
+    Column("", "phase", "name"),
+    Column("", "ms", "seconds", _thousandths),
+    Column("", "share", "share", _share),
+    Column("", "kernels ms", "kernels", _thousandths),
+    Column("", "calls ms", "launches", _thousandths),
+    Column("", "Python ms", "python", _thousandths),
+    Column("", "ops", "calls", "{:.0f}".format),
+)
+_LIMITS = (
+    Column("", "phase", "name"),
+    Column("", "moves", "bytes", size),
+    Column("", "GB/s", "bytes_per_second", _giga),
+    Column("", "of copy", "of_copy_bandwidth", _share),
+    Column("", "of read", "of_read_bandwidth", _share),
+    Column("", "GFLOP/s", "flops_per_second", _giga),
+    Column("", "of peak", "of_peak_flops", _share),
+    Column("", "bound by", "label"),
+)
+_SIDE_BY_SIDE = (
+    Column("", "step, ms", "step_seconds", _thousandths),
+    Column("", "tokens a step", "tokens_per_step", "{:.2f}".format),
+    Column("", "tokens/s", "tokens_per_second", "{:.0f}".format),
+)
 
 
 def report_of(result: ProfileResult, setting: str) -> Report:
@@ -18,10 +62,15 @@ def report_of(result: ProfileResult, setting: str) -> Report:
     if machine is None:
         return report
     if result.runs:
-        report.add("Steps", _side_by_side(result.runs, setting), _phase_figure(result.runs))
+        names = [run.name for run in result.runs]
+        phases = {
+            figures.name: [1e3 * run.figures[place].seconds for run in result.runs]
+            for place, figures in enumerate(result.runs[0].figures)
+        }
+        picture = _picture("Time of a step by phase", "phases", names, phases)
+        report.add("Steps", _side_by_side(result.runs, setting), picture)
     for run in result.runs:
-        report.add(f"Limits: {run.name}", _time_table(run), _limit_table(run, machine))
-        report.sections[-1].blocks.append(_part_figure(run))
+        report.add(f"Limits: {run.name}", *_limits(run, machine))
     report.add("Machine", _machine_table(machine))
     for run in result.runs:
         report.add(f"Operators: {run.name}", _operator_table(run))
@@ -31,81 +80,57 @@ def report_of(result: ProfileResult, setting: str) -> Report:
     return report
 
 
+def _picture(title: str, name: str, bars: list[str], parts: dict[str, list[float]]) -> Figure:
+    return Figure(title, lambda: stacks(bars, parts, "ms a step"), name)
+
+
 def _side_by_side(runs: list[RunProfile], setting: str) -> Table:
-    rows: list[list[Cell]] = []
-    for place, figures in enumerate(runs[0].figures):
-        cells: list[Cell] = [f"{figures.name}, ms a step"]
-        rows.append(cells + [f"{1e3 * run.figures[place].seconds:.3f}" for run in runs])
-    rows.append(["step, ms", *(f"{1e3 * run.step_seconds:.3f}" for run in runs)])
-    rows.append(["tokens a step", *(f"{run.tokens_per_step:.2f}" for run in runs)])
-    rows.append(["tokens/s", *(f"{run.tokens_per_second:.0f}" for run in runs)])
-    return Table(
-        ["", *(run.name for run in runs)],
-        rows,
-        note=f"{setting} Medians of rounds in turn, without the profiler.",
-    )
-
-
-def _time_table(run: RunProfile) -> Table:
-    rows: list[list[Cell]] = [
-        [
-            f.name,
-            f"{1e3 * f.seconds:.3f}",
-            f"{f.seconds / run.step_seconds:.0%}",
-            f"{1e3 * f.kernels:.3f}",
-            f"{1e3 * f.launches:.3f}",
-            f"{1e3 * f.python:.3f}",
-            f"{f.calls:.0f}",
-        ]
-        for f in run.figures
+    phases = [
+        Column("", f"{f.name}, ms a step", "figures", partial(_seconds, n))
+        for n, f in enumerate(runs[0].figures)
     ]
-    return Table(
-        ["phase", "ms", "share", "kernels ms", "calls ms", "Python ms", "ops"],
-        rows,
-        title="Whose time it is, a step",
-        note="kernels: products and attention (on CUDA whatever the device runs). calls: what "
-        "calling those costs, and all other operators. Python: between operators. Shares from "
+    note = f"{setting} Medians of rounds in turn, without the profiler."
+    return table_across("", {run.name: run for run in runs}, [*phases, *_SIDE_BY_SIDE], note)
+
+
+def _limits(run: RunProfile, machine: MachineSpeeds) -> list[Table | Figure]:
+    record = run.record(machine)["phases"]
+    phases = [{**record[f.name], "name": f.name, "label": label(f, machine)} for f in run.figures]
+    times = (
+        "kernels: products and attention (on CUDA whatever the device runs). calls: what calling "
+        "those costs, and all other operators. Python: between operators. Shares from "
         f"{run.profiled_steps} steps under the profiler, which took {run.slowdown:.2f}x as long; "
-        "times without it.",
+        "times without it."
     )
-
-
-def _limit_table(run: RunProfile, machine: MachineSpeeds) -> Table:
-    rows: list[list[Cell]] = [
-        [
-            f.name,
-            size(f.bytes),
-            f"{f.bytes_per_second / 1e9:.2f}",
-            f"{f.bytes_per_second / machine.copy_bandwidth:.0%}",
-            f"{f.of_bandwidth():.0%}",
-            f"{f.flops_per_second / 1e9:.2f}",
-            f"{f.of_compute(machine):.0%}",
-            label(f, machine),
-        ]
-        for f in run.figures
+    moves = (
+        "moves: weights each time they are read, keys and values in the cache, other tensors from "
+        f"256 KiB. of read: of {rate(run.figures[0].bandwidth)}, measured over "
+        f"{size(run.working_set)}, what a step reads."
+    )
+    parts = {
+        "products and attention": [1e3 * f.kernels for f in run.figures],
+        "calls and small operators": [1e3 * f.launches for f in run.figures],
+        "Python": [1e3 * f.python for f in run.figures],
+    }
+    name = "parts-" + "".join(c if c.isalnum() else "-" for c in run.name)
+    bars = [figures.name for figures in run.figures]
+    return [
+        table_of(phases, _TIMES, times, "Whose time it is, a step"),
+        table_of(phases, _LIMITS, moves, "What it does, by what the machine can"),
+        _picture(f"Whose time it is: {run.name}", name, bars, parts),
     ]
-    working_set = size(run.working_set)
-    return Table(
-        ["phase", "moves", "GB/s", "of copy", "of read", "GFLOP/s", "of peak", "bound by"],
-        rows,
-        title="What it does, by what the machine can",
-        note="moves: weights each time they are read, keys and values in the cache, other tensors "
-        f"from 256 KiB. of read: of {rate(run.figures[0].bandwidth)}, measured over {working_set}, "
-        "what a step reads.",
-    )
 
 
 def _machine_table(machine: MachineSpeeds) -> Table:
-    products: list[list[Cell]] = [
-        [f"products of {rows_of(count)}, {machine.dtype}", f"{flops / 1e9:.3g} GFLOP/s"]
-        for count, flops in machine.products
-    ]
     cache = "unknown" if machine.cache_bytes is None else f"{machine.cache_bytes / 2**20:.0f} MiB"
-    rows: list[list[Cell]] = [
+    rows: list[Sequence[Cell]] = [
         ["copy bandwidth, bytes read and written", rate(machine.copy_bandwidth)],
         ["read bandwidth", rate(machine.read_bandwidth)],
         ["last-level cache", cache],
-        *products,
+        *(
+            [f"products of {rows_of(count)}, {machine.dtype}", f"{flops / 1e9:.3g} GFLOP/s"]
+            for count, flops in machine.products
+        ),
         ["call of the smallest product", f"{1e6 * machine.product_seconds:.2f} µs"],
         ["call of an operator that does next to nothing", f"{1e6 * machine.op_seconds:.2f} µs"],
     ]
@@ -119,45 +144,13 @@ def _machine_table(machine: MachineSpeeds) -> Table:
 
 
 def _operator_table(run: RunProfile) -> Table:
-    total = sum(operator.seconds for operator in run.operators)
-    steps = run.profiled_steps
-    rows: list[list[Cell]] = [
-        [
-            o.name,
-            f"{o.calls / steps:.0f}",
-            f"{1e6 * o.seconds / o.calls:.1f}",
-            f"{1e3 * o.seconds / steps:.3f}",
-            f"{o.seconds / total:.0%}" if total else "",
-        ]
-        for o in run.operators[:_TOP]
-    ]
-    return Table(
-        ["operator", "calls", "µs each", "ms", "share"],
-        rows,
-        note="Of a step under the profiler: own time, without what an operator calls in turn.",
+    total, steps = sum(operator.seconds for operator in run.operators), run.profiled_steps
+    columns = (
+        Column("", "operator", "name"),
+        Column("", "calls", "calls", lambda calls: f"{calls / steps:.0f}"),
+        Column("", "µs each", "", lambda o: f"{1e6 * o.seconds / o.calls:.1f}"),
+        Column("", "ms", "seconds", lambda seconds: f"{1e3 * seconds / steps:.3f}"),
+        Column("", "share", "seconds", lambda own: f"{own / total:.0%}" if total else ""),
     )
-
-
-def _phase_figure(runs: list[RunProfile]) -> Figure:
-    names = [figures.name for figures in runs[0].figures]
-    parts = {
-        name: [1e3 * run.figures[place].seconds for run in runs] for place, name in enumerate(names)
-    }
-    return Figure(
-        "Time of a step by phase",
-        lambda: stacks([run.name for run in runs], parts, "ms a step"),
-        "phases",
-    )
-
-
-def _part_figure(run: RunProfile) -> Figure:
-    parts = {
-        "products and attention": [1e3 * f.kernels for f in run.figures],
-        "calls and small operators": [1e3 * f.launches for f in run.figures],
-        "Python": [1e3 * f.python for f in run.figures],
-    }
-    return Figure(
-        f"Whose time it is: {run.name}",
-        lambda: stacks([f.name for f in run.figures], parts, "ms a step"),
-        "parts-" + "".join(c if c.isalnum() else "-" for c in run.name),
-    )
+    note = "Of a step under the profiler: own time, without what an operator calls in turn."
+    return table_of(run.operators[:_TOP], columns, note)

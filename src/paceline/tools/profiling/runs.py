@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.draft.base import NoDrafter
 from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.tools.profiling import steady, trace
 from paceline.tools.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
 from paceline.tools.profiling.verdict import MINOR, Figures, bound, conclude, explain, saturated
@@ -105,9 +106,7 @@ class RunProfile:
             "profiler_slowdown": self.slowdown,
             "profiled_steps": self.profiled_steps,
             "phases": phases,
-            "operators": [
-                {"name": o.name, "calls": o.calls, "seconds": o.seconds} for o in self.operators
-            ],
+            "operators": [asdict(operator) for operator in self.operators],
             "warnings": self.warnings(),
             "verdict": self.sentences(machine),
         }
@@ -157,7 +156,7 @@ def profile_all(
         advance(f"{name}: counting")
         counter = WorkCounter()
         counted = steady.run(llm, prompts, options.steps, counter.phase)
-        works.append((counter.phases, counted.steps))
+        works.append((counter.phases, counted.sums.steps))
     advance("measuring the machine")
     target = contestants[0][1].target
     rows = {max(1, round(w.rows)) for phases, _ in works for w in phases.values()}
@@ -203,23 +202,21 @@ def _assemble(
         )
         for phase in PHASES
     )
-    steps = sum(stretch.steps for stretch in stretches)
-    tokens = sum(stretch.tokens for stretch in stretches)
-    step_seconds = sum(seconds.values())
-    slow = sum(profiled.stretch.seconds.values()) / profiled.stretch.steps
+    timed = sum((stretch.sums for stretch in stretches), StepSums())
+    step_seconds, slow = sum(seconds.values()), profiled.stretch.sums.each(*PHASES)
     return RunProfile(
         name=name,
         figures=figures,
-        tokens_per_second=tokens / steps / step_seconds,
-        tokens_per_step=tokens / steps,
+        tokens_per_second=timed.tokens / timed.steps / step_seconds,
+        tokens_per_step=timed.tokens / timed.steps,
         context=stretches[0].context,
         working_set=working_set,
         drafts=not isinstance(llm.engine.drafter, NoDrafter),
-        drafted=sum(stretch.drafted for stretch in stretches),
-        accepted=sum(stretch.accepted for stretch in stretches),
+        drafted=timed.drafted,
+        accepted=timed.accepted,
         busy=max(profiled.stretch.busy, statistics.median(s.busy for s in stretches)),
         slowdown=slow / step_seconds,
-        profiled_steps=profiled.stretch.steps,
+        profiled_steps=profiled.stretch.sums.steps,
         operators=profiled.operators,
     )
 
@@ -268,7 +265,7 @@ def split(
     called = share.seconds - (share.events - share.calls / 2) * cost
     called = min(max(called, 0.0), wall)
     if device == "cuda":
-        kernels = min(seconds, share.device / profiled.stretch.steps)
+        kernels = min(seconds, share.device / profiled.stretch.sums.steps)
         launches = (seconds - kernels) * called / wall
         return kernels, launches, seconds - kernels - launches
     work = share.kernel_seconds - (share.kernel_events - share.kernel_calls / 2) * cost

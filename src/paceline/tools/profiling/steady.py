@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import SamplingParams
 from paceline.engine.clock import PHASES
+from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from paceline.core.batch import Commit
     from paceline.engine.engine import Engine
     from paceline.llm import LLM
 
@@ -27,23 +27,21 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some steady steps: seconds by phase, tokens and drafts, all of them sums."""
+    """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 where
+    it may wait."""
 
-    steps: int
-    seconds: dict[str, float]
-    tokens: int
-    drafted: int
-    accepted: int
-    busy: float  # share of the time in which this thread had no processor; 0 where it may wait
-    context: float  # cached tokens of an average sequence, halfway
+    sums: StepSums
+    busy: float
 
-    def step_seconds(self, phase: str) -> float:
-        return self.seconds[phase] / self.steps
+    @property
+    def context(self) -> float:
+        """Cached tokens of an average sequence, halfway."""
+        return self.sums.context / self.sums.sequences
 
 
 def medians(stretches: Sequence[Stretch]) -> dict[str, float]:
     """Seconds of a step by phase: the median over repeated stretches."""
-    return {p: statistics.median(s.step_seconds(p) for s in stretches) for p in PHASES}
+    return {p: statistics.median(s.sums.each(p) for s in stretches) for p in PHASES}
 
 
 def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
@@ -63,34 +61,29 @@ def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[i
 
 
 @contextmanager
-def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[None]:
+def decoding(llm: LLM, prompts: Sequence[list[int]], steps: int) -> Iterator[Drive]:
     """Inside, the prompts are read, the warm-up is over and all sequences decode.
 
-    The engine's own loop is then stepped by hand, so that nothing but steps lies between two of
-    them. Raises ConfigError if a sequence ends before the warm-up does.
+    Raises ConfigError if a sequence ends before the warm-up does.
     """
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     remaining = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, left), ignore_eos=True) for left in remaining]
-    events = llm.stream(list(prompts), params)
-    try:
-        next(events)
+    with Drive(llm.engine, map(sequence, prompts, params)) as drive:
         done = 0
-        while done < WARM_UP and llm.engine.has_work:
-            all_decode = _all_decode(llm.engine.step(), len(prompts))
+        while done < WARM_UP and drive.busy:
+            all_decode = _all_decode(drive.step(), len(prompts))
             if done and not all_decode:
                 break
             done += all_decode
         if done < WARM_UP:
             raise _too_few(done, min(remaining))
-        yield
-    finally:
-        events.close()  # type: ignore[attr-defined]
+        yield drive
 
 
-def _all_decode(commits: Sequence[Commit], sequences: int) -> bool:
-    going = [c for c in commits if c.tokens and c.finish_reason is None]
-    return len(commits) == len(going) == sequences
+def _all_decode(step: DrivenStep, sequences: int) -> bool:
+    ended = any(commit.finish_reason is not None for commit in step.commits)
+    return step.decodes and len(step.commits) == sequences and not ended
 
 
 def _too_few(steps: int, remaining: int) -> ConfigError:
@@ -107,41 +100,28 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
     ``around("step")`` is entered around every step, and ``around(phase)`` around its phases.
     Raises ConfigError if fewer than ``FEWEST`` fit.
     """
-    engine = llm.engine
-    seen: list[Commit] = []
-    done = 0
-    with decoding(llm, prompts, steps), inside(engine, around):
-        before, begin, running = engine.clock.totals(), time.perf_counter(), time.thread_time()
-        going = True
-        while going and done < steps:
-            with nullcontext() if around is None else around("step"):
-                commits = engine.step()
-            going = _all_decode(commits, len(prompts))
-            seen.extend(commits)
-            done += 1
-        after = engine.clock.totals()
-        wall, running = time.perf_counter() - begin, time.thread_time() - running
-    if done < FEWEST:
-        raise _too_few(WARM_UP + done, llm.max_model_len - max(map(len, prompts)))
-    return Stretch(
-        steps=done,
-        seconds={phase: after[phase] - before[phase] for phase in PHASES},
-        tokens=sum(len(c.tokens) for c in seen),
-        drafted=sum(c.drafted for c in seen),
-        accepted=sum(len(c.path) for c in seen),
-        busy=max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0,
-        context=statistics.fmean(c.position for c in seen),
-    )
+    with decoding(llm, prompts, steps) as drive, inside(llm.engine, around):
+        done, seconds, running = len(drive.steps), drive.seconds, time.thread_time()
+        while len(drive.steps) < done + steps and _all_decode(drive.step(), len(prompts)):
+            pass
+        running = time.thread_time() - running
+    own = drive.steps[done:]
+    if len(own) < FEWEST:
+        raise _too_few(WARM_UP + len(own), llm.max_model_len - max(map(len, prompts)))
+    wall = drive.seconds - seconds
+    busy = max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0
+    return Stretch(StepSums.of(own), busy)
 
 
 @contextmanager
 def inside(engine: Engine, around: Enter | None) -> Iterator[None]:
-    """Enter ``around(phase)`` in the engine's phases: from outside, its loop knows nothing."""
+    """Enter ``around`` in the engine's steps and phases: from outside, its loop knows nothing."""
     if around is None:
         yield
         return
     members = engine.target, engine.drafter, engine.verifier
     wrapped: Any = engine
+    wrapped.step = _Called(engine.step, "step", around)
     wrapped.target = _Called(engine.target, "target", around)
     wrapped.verifier = _Called(engine.verifier, "verify", around)
     wrapped.drafter = _Drafting(engine.drafter, around)
@@ -149,6 +129,7 @@ def inside(engine: Engine, around: Enter | None) -> Iterator[None]:
         yield
     finally:
         engine.target, engine.drafter, engine.verifier = members
+        del wrapped.step
 
 
 class _Called:

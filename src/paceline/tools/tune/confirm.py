@@ -87,6 +87,11 @@ class Confirmation:
         return median(self.ratios) if self.ratios else 0.0
 
     @property
+    def ran(self) -> bool:
+        """Whether it was what its name says: not plain decoding for want of drafts."""
+        return self.contestant.spec == PLAIN or self.drafted > 0 or not self.ratios
+
+    @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.target_steps if self.target_steps else 0.0
 

@@ -12,13 +12,14 @@ from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
+from paceline.engine.driver import StepSums
 from paceline.errors import DataError
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
 from paceline.pace.cost import Profile
 from paceline.pace.measure import measure, measure_target
 from paceline.tools.tune.candidates import DrafterCandidate
-from paceline.tools.tune.decode import Levels, MeasuredStep, Run, decode
+from paceline.tools.tune.decode import MeasuredStep, Run, decode
 from paceline.tools.tune.search import MeasuredMethod
 
 if TYPE_CHECKING:
@@ -107,11 +108,8 @@ def measure_method(
     # A draft must have room in the answers, or nothing is learnt of it.
     longest = max(1, min(profile.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest)
-    levels = Levels(longest)
-    for run in runs:
-        levels.add(run.levels)
-    fill = levels.nodes / max(1, levels.steps * profile.nodes[longest])
-    deepest = max(1, sum(count > 0 for count in levels.reached))  # others never drafted so far
+    levels = sum((run.levels for run in runs), StepSums())
+    fill = levels.drafted / max(1, levels.sequences * profile.nodes[longest])
     steps = [(longest, step) for step in _typical_pair(runs, target)]
     few = min(_SHORT, longest)
     if profile.passes[longest] > profile.passes[few]:
@@ -123,9 +121,9 @@ def measure_method(
         spec=candidate.spec,
         family=candidate.family,
         shape=candidate.shape,
-        survival=levels.survival()[:deepest],
-        acceptance=levels.acceptance()[:deepest],
-        reached=tuple(levels.reached[:deepest]),
+        survival=tuple(won / levels.sequences for won in levels.accepted_at),
+        acceptance=levels.rates,
+        reached=levels.reached,
         nodes=tuple(fill * most for most in profile.nodes[: longest + 1]),
         passes=profile.passes[: longest + 1],
         pass_seconds=rehearsed,

@@ -11,7 +11,7 @@ from paceline.core.costs import TargetCosts
 from paceline.errors import DataError, PacelineError
 from paceline.model.identity import count_parameters
 from paceline.tools.bench.prompts import BenchPrompt, fit
-from paceline.tools.bench.runner import spread
+from paceline.tools.bench.runner import in_turn
 from paceline.tools.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.tools.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
 from paceline.tools.tune.decode import Run, decode
@@ -33,6 +33,7 @@ from paceline.tools.tune.spending import (
     affordable,
     fitting_sample,
 )
+from paceline.tools.tune.spending import TuneOptions as TuneOptions
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -41,17 +42,6 @@ LARGEST_BATCH = 32  # to which break-even is sought
 CALM = 1.5  # unrest beyond which figures are worth little
 _DEFAULT_LENGTH = 8  # of the adaptive length
 _ALONE = 4  # prompts decoded one at a time
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """What the user tunes for. ``source`` names the prompts."""
-
-    concurrency: int = 1
-    temperature: float = 0.0
-    max_tokens: int = 48
-    rounds: int = 4
-    source: str = "shipped prompts"
 
 
 @dataclass
@@ -103,9 +93,6 @@ class TuningOutcome:
     def largest_batch(self) -> int:
         return max(LARGEST_BATCH, self.options.concurrency)
 
-    def method_of(self, spec: str) -> MeasuredMethod | None:
-        return next((method for method in self.methods if method.spec == spec), None)
-
 
 OnProgress = Callable[[str], None]
 
@@ -129,137 +116,162 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
-    budget, options, before = budget or Budget(), outcome.options, outcome.spent
-    encoded = _encoded(llm, prompts, outcome)
-    sample = _sample(encoded, options)
-    advance("loading drafters")
-    for spec in {c.spec.partition(",")[0]: c.spec for c in candidates if c.given}.values():
-        _beside(llm, spec, sample).close()  # what does not load is told before minutes pass
-    ordered = spread(candidates, lambda candidate: candidate.family)
-    try:
-        sample = _measure_target(llm, sample, len(ordered), outcome, advance, budget)
-        _measure_candidates(llm, ordered, sample, outcome, advance, budget)
-        _confirm(llm, encoded, sample, outcome, advance, budget)
-        if outcome.at_other is None and budget.fits("candidate"):
-            advance("measuring another temperature")
-            _other_temperature(llm, sample, outcome)
-    finally:
-        outcome.spent = before + budget.spent
-        outcome.bought = _bought(outcome, ordered, budget)
+    ordered = in_turn(candidates, lambda candidate: candidate.family)
+    _Tuning(llm, outcome, advance, budget or Budget(), ordered).run(prompts)
 
 
-def _encoded(llm: LLM, prompts: Sequence[BenchPrompt], outcome: TuningOutcome) -> list[list[int]]:
-    """The prompts that leave room for the answers."""
-    options = outcome.options
-    ids, left_out = fit(_mixed(prompts), llm, options.max_tokens)
-    if not ids:
-        raise DataError(
-            f"no prompt leaves room for {options.max_tokens} tokens in the {llm.max_model_len} "
-            f"that {llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+@dataclass
+class _Tuning:
+    """One run, in which everything has a share of the budget."""
+
+    llm: LLM
+    outcome: TuningOutcome
+    advance: OnProgress
+    budget: Budget
+    candidates: list[DrafterCandidate]
+
+    def run(self, prompts: Sequence[BenchPrompt]) -> None:
+        outcome, before = self.outcome, self.outcome.spent
+        self.prompts = self._encoded(prompts)
+        self.sample = _sample(self.prompts, outcome.options)
+        self.advance("loading drafters")
+        given = {c.spec.partition(",")[0]: c.spec for c in self.candidates if c.given}
+        for spec in given.values():
+            self._beside(spec).close()  # what does not load is told before minutes pass
+        try:
+            self._measure_target()
+            self._measure_candidates()
+            self._confirm()
+            if outcome.at_other is None and self.budget.fits("candidate"):
+                self.advance("measuring another temperature")
+                self._other_temperature()
+        finally:
+            outcome.spent = before + self.budget.spent
+            outcome.bought = self._bought()
+
+    def _encoded(self, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
+        """The prompts that leave room for the answers, one of each category in turn, so that any
+        part of them has all."""
+        llm, outcome = self.llm, self.outcome
+        most = outcome.options.max_tokens
+        ids, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
+        if not ids:
+            raise DataError(
+                f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
+                f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+            )
+        outcome.prompt_count = len(ids)
+        outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
+        outcome.left_out = list(dict.fromkeys(outcome.left_out))
+        return [tokens for _, tokens in ids]
+
+    def _measure_target(self) -> None:
+        """The target's costs and plain decoding, once."""
+        outcome = self.outcome
+        self.advance("measuring the target")
+        largest = self.llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
+        if outcome.target is None:
+            sizes = batch_sizes(outcome.options.concurrency, LARGEST_BATCH)
+            share = self.budget.part(TARGET_SHARE)
+            outcome.target = target_costs(largest, sizes, share, self.advance)
+        many = len(self.candidates)
+        self.sample = fitting_sample(self.sample, outcome.target, self.budget, many)
+        if outcome.plain is None:
+            self.advance("measuring plain decoding")
+            outcome.plain, runs = measure_plain(largest, outcome.target, self.sample)
+            outcome.unrest = unrest_of(runs[0])
+            outcome.copied = _copied_share(self.sample, runs)
+        largest.close()
+
+    def _measure_candidates(self) -> None:
+        """Each whole or not at all, until their share of the time is spent."""
+        outcome = self.outcome
+        known = {m.spec for m in outcome.methods} | {what for what, _ in outcome.left_out}
+        outcome.not_tried = []
+        share = self.budget.part(CANDIDATE_SHARE)
+        for candidate in self.candidates:
+            if candidate.spec in known or candidate.label in known:
+                continue
+            if not share.fits("candidate"):
+                outcome.not_tried.append(candidate.label)
+                continue
+            self.advance(f"measuring {candidate.label}")
+            with self.budget.piece("candidate"):
+                self._measure(candidate)
+
+    def _measure(self, candidate: DrafterCandidate) -> None:
+        outcome = self.outcome
+        assert outcome.target is not None and outcome.plain is not None
+        try:
+            own = self._beside(candidate.spec)
+        except PacelineError as error:
+            if candidate.given:
+                raise
+            outcome.left_out.append((candidate.label, str(error)))
+            return
+        method = measure_method(own, candidate, outcome.target, outcome.plain, self.sample)
+        own.close()
+        if any(method.reached):
+            outcome.methods.append(method)
+        else:
+            outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
+
+    def _beside(self, spec: str) -> LLM:
+        wide = self.sample.batches[1]
+        return self.llm.beside(
+            spec, max_batch_size=wide, draft_length=0, prefix_sharing=False, seed=0
         )
-    outcome.prompt_count = len(ids)
-    outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
-    outcome.left_out = list(dict.fromkeys(outcome.left_out))
-    return [tokens for _, tokens in ids]
 
-
-def _measure_target(
-    llm: LLM,
-    sample: Sample,
-    candidates: int,
-    outcome: TuningOutcome,
-    advance: OnProgress,
-    budget: Budget,
-) -> Sample:
-    """The target's costs and plain decoding, once; returns what drafters are measured on."""
-    options = outcome.options
-    advance("measuring the target")
-    largest = llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
-    if outcome.target is None:
-        sizes = batch_sizes(options.concurrency, LARGEST_BATCH)
-        share = budget.part(TARGET_SHARE)
-        outcome.target = target_costs(largest, sizes, share, advance)
-    sample = fitting_sample(sample, outcome.target, budget, candidates)
-    if outcome.plain is None:
-        advance("measuring plain decoding")
-        outcome.plain, runs = measure_plain(largest, outcome.target, sample)
-        outcome.unrest = unrest_of(runs[0])
-        outcome.copied = _copied_share(sample, runs)
-    largest.close()
-    return sample
-
-
-def _measure_candidates(
-    llm: LLM,
-    candidates: Sequence[DrafterCandidate],
-    sample: Sample,
-    outcome: TuningOutcome,
-    advance: OnProgress,
-    budget: Budget,
-) -> None:
-    """Each whole or not at all, until their share of the time is spent."""
-    known = {method.spec for method in outcome.methods} | {what for what, _ in outcome.left_out}
-    outcome.not_tried = []
-    share = budget.part(CANDIDATE_SHARE)
-    for candidate in candidates:
-        if candidate.spec in known or candidate.label in known:
-            continue
-        if not share.fits("candidate"):
-            outcome.not_tried.append(candidate.label)
-            continue
-        advance(f"measuring {candidate.label}")
-        with budget.piece("candidate"):
-            _measure(llm, candidate, sample, outcome)
-
-
-def _confirm(
-    llm: LLM,
-    prompts: list[list[int]],
-    sample: Sample,
-    outcome: TuningOutcome,
-    advance: OnProgress,
-    budget: Budget,
-) -> None:
-    """Rounds of the best settings; those of other contestants than before begin anew."""
-    assert outcome.target is not None
-    options, results = outcome.options, outcome.results
-    contestants, size = choose(outcome), outcome.size
-    if not results or [r.contestant for r in results] != contestants[: len(results)]:
-        results.clear()
-        outcome.rounds = options.rounds
-        contestants, size = affordable(
-            contestants,
-            outcome.target,
+    def _confirm(self) -> None:
+        """Rounds of the best settings; those of other contestants than before begin anew."""
+        outcome, options, results = self.outcome, self.outcome.options, self.outcome.results
+        assert outcome.target is not None
+        contestants = choose(outcome)
+        if not results or [r.contestant for r in results] != contestants[: len(results)]:
+            results.clear()
+            outcome.rounds = options.rounds
+            contestants, outcome.size = affordable(
+                contestants, outcome.target, options, self.budget
+            )
+        elif len(results[0].ratios) >= outcome.rounds:
+            outcome.rounds += options.rounds  # all that were wanted are there: as many again
+        contestants = [result.contestant for result in results] or contestants
+        rounds = Rounds.of(
+            self.prompts,
+            outcome.rounds,
+            self.sample.params(),
             options.concurrency,
-            options.max_tokens,
-            options.rounds,
-            budget,
+            outcome.size,
         )
-    elif len(results[0].ratios) >= outcome.rounds:
-        outcome.rounds += options.rounds  # all that were wanted are there: as many again
-    contestants = [result.contestant for result in results] or contestants
-    outcome.size = size
-    rounds = Rounds.of(prompts, outcome.rounds, sample.params(), options.concurrency, size)
-    confirm(llm, contestants, rounds, results, advance, budget)
-    done = len(results[0].ratios) if results else 0
-    enough = done >= min(LEAST_ROUNDS, outcome.rounds)
-    outcome.chosen = winner(results) if enough else None
+        confirm(self.llm, contestants, rounds, results, self.advance, self.budget)
+        enough = len(results[0].ratios) >= min(LEAST_ROUNDS, outcome.rounds)
+        outcome.chosen = winner(results) if enough else None
 
+    def _other_temperature(self) -> None:
+        """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
+        best = next(iter(self.outcome.settings), None)
+        if best is None:
+            return
+        other = 0.0 if self.outcome.options.temperature else 1.0
+        changed, longest = replace(self.sample, temperature=other), best.method.longest
+        own = self._beside(best.method.spec)
+        run = decode(own, changed.together, changed.batches[1], changed.params(longest), longest)
+        own.close()
+        if run.levels.reached:
+            self.outcome.at_other = (other, run.levels.acceptance)
 
-def _bought(
-    outcome: TuningOutcome, candidates: Sequence[DrafterCandidate], budget: Budget
-) -> TuneSpending:
-    done = len(outcome.results[0].ratios) if outcome.results else 0
-    return TuneSpending(
-        seconds=budget.seconds,
-        spent=outcome.spent,
-        candidates=len(candidates) - len(outcome.not_tried),
-        candidates_wanted=len(candidates),
-        rounds=done,
-        rounds_wanted=outcome.rounds or outcome.options.rounds,
-        prompts_a_round=outcome.size,
-        not_tried=tuple(outcome.not_tried),
-    )
+    def _bought(self) -> TuneSpending:
+        outcome = self.outcome
+        return TuneSpending(
+            seconds=self.budget.seconds,
+            spent=outcome.spent,
+            candidates=len(self.candidates) - len(outcome.not_tried),
+            candidates_wanted=len(self.candidates),
+            rounds=len(outcome.results[0].ratios) if outcome.results else 0,
+            rounds_wanted=outcome.rounds or outcome.options.rounds,
+            prompts_a_round=outcome.size,
+            not_tried=tuple(outcome.not_tried),
+        )
 
 
 def unrest_of(run: Run) -> float:
@@ -270,56 +282,12 @@ def unrest_of(run: Run) -> float:
     return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
 
 
-def _mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
-    """One of each category in turn, so that any part of them has all."""
-    return spread(prompts, lambda prompt: prompt.category)
-
-
 def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
     together = [prompts[place % len(prompts)] for place in range(2 * wide)]
     alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
     return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
-
-
-def _measure(llm: LLM, candidate: DrafterCandidate, sample: Sample, outcome: TuningOutcome) -> None:
-    assert outcome.target is not None and outcome.plain is not None
-    try:
-        own = _beside(llm, candidate.spec, sample)
-    except PacelineError as error:
-        if candidate.given:
-            raise
-        outcome.left_out.append((candidate.label, str(error)))
-        return
-    method = measure_method(own, candidate, outcome.target, outcome.plain, sample)
-    own.close()
-    if not any(method.reached):
-        outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
-        return
-    outcome.methods.append(method)
-
-
-def _beside(llm: LLM, spec: str, sample: Sample) -> LLM:
-    return llm.beside(
-        spec, max_batch_size=sample.batches[1], draft_length=0, prefix_sharing=False, seed=0
-    )
-
-
-def _other_temperature(llm: LLM, sample: Sample, outcome: TuningOutcome) -> None:
-    """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
-    best = next(iter(outcome.settings), None)
-    if best is None:
-        return
-    other = 0.0 if outcome.options.temperature else 1.0
-    changed = replace(sample, temperature=other)
-    own = _beside(llm, best.method.spec, sample)
-    longest = best.method.longest
-    run = decode(own, changed.together, changed.batches[1], changed.params(longest), longest)
-    own.close()
-    tried = sum(run.levels.reached)
-    if tried:
-        outcome.at_other = (other, sum(run.levels.accepted) / tried)
 
 
 def _copied_share(sample: Sample, runs: Sequence[Run]) -> float:
@@ -350,32 +318,23 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
     The hybrid is of the best drafter that looks text up and the best that runs a model, if both
     are predicted to gain anything.
     """
-    assert outcome.target is not None
-    options = outcome.options
-    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, options.concurrency)]
+    concurrency, plain_rate = outcome.options.concurrency, outcome.plain_rate
+    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, concurrency)]
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
     for setting in list(best.values())[:2]:
         contestants += _both_lengths(setting, outcome)
-    gaining = [s for s in best.values() if s.rate > outcome.plain_rate]
+    gaining = [s for s in best.values() if s.rate > plain_rate]
     lookup = next((s for s in gaining if s.method.lookup), None)
     model = next((s for s in gaining if not s.method.lookup), None)
     if lookup and model:
         both = hybrid_of(lookup.method, model.method)
-        better = max(lookup, model, key=lambda setting: setting.rate)
-        contestants.append(
-            Finalist(
-                both.label,
-                both.spec,
-                both.family,
-                "auto",
-                max(_DEFAULT_LENGTH, model.length),
-                options.concurrency,
-                better.rate / outcome.plain_rate,
-                (lookup.method, model.method),
-            )
-        )
+        longest = max(_DEFAULT_LENGTH, model.length)
+        predicted = max(lookup.rate, model.rate) / plain_rate
+        members = (lookup.method, model.method)
+        named = (both.label, both.spec, both.family)
+        contestants.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
     return contestants
 
 
@@ -385,16 +344,8 @@ def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Fin
     found = best_batch(method, outcome.target, outcome.options.concurrency)
     predicted = found.rate / outcome.plain_rate
     longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
+    named = (method.label, method.spec, method.family)
     return [
-        Finalist(
-            method.label,
-            method.spec,
-            method.family,
-            length,
-            longest,
-            found.batch,
-            predicted,
-            (method,),
-        )
+        Finalist(*named, length, longest, found.batch, predicted, (method,))
         for length in (found.length, "auto")
     ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.model.identity import ModelIdentity
-from paceline.tools.report.document import Figure, Report, Table, Text
+from paceline.tools.report import columns
+from paceline.tools.report.columns import Column, table_of
+from paceline.tools.report.document import Figure, Report, Text
 from paceline.tools.report.plots import lines
 from paceline.tools.tune.advice import advise
-from paceline.tools.tune.confirm import PLAIN, Confirmation
+from paceline.tools.tune.confirm import Confirmation
 from paceline.tools.tune.plan import CALM, TuningOutcome
-from paceline.tools.tune.search import batch_sizes, pass_ratio, speedups
+from paceline.tools.tune.search import PredictedSetting, batch_sizes, pass_ratio, speedups
 from paceline.tuned import (
     VERSION,
     DraftChoice,
@@ -27,6 +30,115 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 _SHOWN = 4  # methods in the plot
+_BUSY = (
+    "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
+    "figures; tune again when it is idle."
+)
+_PREDICTED = (
+    "Plain decoding: {0.plain_rate:.0f} tok/s predicted. len.: levels. acc.: share of tried "
+    "positions accepted. ms: a step; draft: its share. until: the largest batch that gains, sought "
+    "to {0.largest_batch}. {0.prompt_count} prompts at hand."
+)
+_CONFIRMATION = (
+    "All by plain decoding. predicted and decoding: without reading prompts. whole: with it, the "
+    "median of {} rounds in turns; it decides. pred./meas.: predicted by decoding. Length auto is "
+    "taken unless a fixed one beats it by 3 %."
+)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A setting of the search, beside what else is known of the target."""
+
+    outcome: TuningOutcome
+    setting: PredictedSetting
+
+    @property
+    def draft_share(self) -> float:
+        return self.setting.drafting / self.setting.seconds
+
+    @property
+    def ratio(self) -> float:
+        assert self.outcome.target is not None
+        return pass_ratio(self.setting.method, self.outcome.target)
+
+    @property
+    def gain(self) -> float:
+        return self.setting.rate / self.outcome.plain_rate
+
+    @property
+    def until(self) -> int:
+        return self.outcome.break_even_of(self.setting.method)
+
+
+def _sought(outcome: TuningOutcome) -> list[_Found]:
+    return [_Found(outcome, setting) for setting in outcome.settings]
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+
+
+def _milliseconds(setting: PredictedSetting) -> str:
+    return f"{setting.seconds * 1e3:.1f}"
+
+
+def _seconds(setting: PredictedSetting) -> dict[str, float]:
+    return {"draft": setting.drafting, "total": setting.seconds}
+
+
+_SEARCH = (
+    Column("method", "method", "setting.method.label"),
+    Column("spec", "", "setting.method.spec"),
+    Column("draft_length", "len.", "setting.length"),
+    Column("batch", "", "setting.batch"),
+    Column("acceptance", "", "setting.method.acceptance"),
+    Column("reached", "", "setting.method.reached"),
+    Column("", "acc.", "setting.method.mean_acceptance", "{:.2f}".format),
+    Column("tokens_per_step", "tok/step", "setting.tokens_per_step", "{:.2f}".format),
+    Column("step_seconds", "ms", "setting", _milliseconds, _seconds),
+    Column("", "draft", "draft_share", "{:.0%}".format),
+    Column("cost_ratio", "", "ratio"),
+    Column("predicted_tokens_per_second", "tok/s", "setting.rate", "{:.0f}".format),
+    Column("predicted_speedup", "speedup", "gain", "{:.2f}x".format),
+    Column("break_even_batch", "until", "until"),
+)
+_ADVICE = (
+    Column("", "rule of the field", "rule"),
+    Column("", "measured here", "measured"),
+    Column("", "so", "verdict"),
+    Column("", "rule", "holds", lambda holds: "agrees" if holds else "DISAGREES"),
+)
+
+
+def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
+    """Beside plain decoding's rate once the prompts are read."""
+    plain = outcome.results[0].decoding_rate if outcome.results else 0.0
+
+    def by_plain(rate: float) -> str:
+        return f"{rate / max(plain, 1e-9):.2f}x"
+
+    def ratio(result: Confirmation) -> float:
+        return result.predicted_by_measured(plain)
+
+    def ratio_shown(result: Confirmation) -> str | None:
+        return f"{ratio(result):.2f}" if plain else None
+
+    return (
+        Column("contestant", "contestant", "contestant.name"),
+        Column("spec", "", "contestant.spec"),
+        Column("draft_length", "", "contestant.length"),
+        Column("batch", "batch", "contestant.batch"),
+        Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
+        Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
+        Column("drafted", "", "drafted"),
+        Column("predicted_speedup", "predicted", "contestant.predicted", "{:.2f}x".format),
+        Column("decoding_tokens_per_second", "decoding", "decoding_rate", by_plain),
+        Column("speedup", "", "speedup"),
+        Column("", "whole", "", lambda r: f"{r.speedup:.2f}x" if r.ran else "never drafted"),
+        Column("predicted_by_measured", "pred./meas.", "", ratio_shown, ratio),
+        Column("ratios", "spread", "ratios", _spread),
+    )
 
 
 def decision(outcome: TuningOutcome) -> str:
@@ -56,126 +168,33 @@ def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
     options = outcome.options
     report = Report(f"Tuning {outcome.model}")
-    settings = outcome.settings
-    if settings:
-        report.add("Search", *_unrest(outcome), _search_table(outcome), *_left_out(outcome))
+    found = outcome.settings
+    if found:
+        busy = Text(_BUSY.format(outcome.unrest), warning=True)
+        note = _PREDICTED.format(outcome)
+        title = (
+            f"Predicted, each method at its best length, {options.concurrency} at once, "
+            f"temperature {options.temperature:g}"
+        )
+        left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
+        report.add(
+            "Search",
+            *([busy] if outcome.unrest > CALM else []),
+            table_of(_sought(outcome), _SEARCH, note, title),
+            *([Text(f"Left out: {left}")] if left else []),
+        )
     if outcome.results and outcome.results[0].ratios:
-        report.add("Confirmed by decoding", _confirmation_table(outcome))
+        rounds = max(len(result.ratios) for result in outcome.results)
+        table = table_of(outcome.results, _confirmed(outcome), _CONFIRMATION.format(rounds))
+        report.add("Confirmed by decoding", table)
     advice = advise(outcome)
     if advice:
-        marks = {True: "agrees", False: "DISAGREES", None: ""}
-        rows = [(a.rule, a.measured, a.verdict, marks[a.holds]) for a in advice]
-        table = Table(("rule of the field", "measured here", "so", "rule"), rows)
-        report.add("Why", table)
-    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *_bought(outcome))
-    if settings:
+        report.add("Why", table_of(advice, _ADVICE))
+    bought = [] if outcome.bought is None else [Text(outcome.bought.line)]
+    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *bought)
+    if found:
         report.add("Pictures", *_figures(outcome, options.concurrency))
     return report
-
-
-def _search_table(outcome: TuningOutcome) -> Table:
-    options = outcome.options
-    rows = []
-    for setting in outcome.settings:
-        method = setting.method
-        rows.append(
-            (
-                method.label,
-                setting.length,
-                f"{method.mean_acceptance:.2f}",
-                f"{setting.tokens_per_step:.2f}",
-                f"{setting.seconds * 1e3:.1f}",
-                f"{setting.drafting / setting.seconds:.0%}",
-                f"{setting.rate:.0f}",
-                f"{setting.rate / outcome.plain_rate:.2f}x",
-                outcome.break_even_of(method),
-            )
-        )
-    return Table(
-        (
-            "method",
-            "len.",
-            "acc.",
-            "tok/step",
-            "ms",
-            "draft",
-            "tok/s",
-            "speedup",
-            "until",
-        ),
-        rows,
-        title=f"Predicted, each method at its best length, {options.concurrency} at once, "
-        f"temperature {options.temperature:g}",
-        note=f"Plain decoding: {outcome.plain_rate:.0f} tok/s predicted. len.: levels. acc.: share "
-        "of tried positions accepted. ms: a step; draft: its share. until: the largest batch that "
-        f"gains, sought to {outcome.largest_batch}. {outcome.prompt_count} prompts at hand.",
-    )
-
-
-def _unrest(outcome: TuningOutcome) -> list[Text]:
-    if outcome.unrest <= CALM:
-        return []
-    said = (
-        f"The machine was busy: plain steps took up to {outcome.unrest:.1f} times the fastest. "
-        "Do not trust these figures; tune again when it is idle."
-    )
-    return [Text(said, warning=True)]
-
-
-def _bought(outcome: TuningOutcome) -> list[Text]:
-    return [] if outcome.bought is None else [Text(outcome.bought.line)]
-
-
-def _left_out(outcome: TuningOutcome) -> list[Text]:
-    if not outcome.left_out:
-        return []
-    return [Text("Left out: " + "; ".join(f"{what}: {why}" for what, why in outcome.left_out))]
-
-
-def _confirmation_table(outcome: TuningOutcome) -> Table:
-    rows = []
-    plain = outcome.results[0].decoding_rate
-    for result in outcome.results:
-        contestant = result.contestant
-        drafted = contestant.spec == PLAIN or result.drafted or not result.ratios
-        rows.append(
-            (
-                contestant.name,
-                contestant.batch,
-                f"{result.rate:.0f}",
-                f"{result.tokens_per_step:.2f}",
-                f"{contestant.predicted:.2f}x",
-                f"{result.decoding_rate / max(plain, 1e-9):.2f}x",
-                f"{result.speedup:.2f}x" if drafted else "never drafted",
-                f"{result.predicted_by_measured(plain):.2f}" if plain else "",
-                _spread(result),
-            )
-        )
-    rounds = max(len(result.ratios) for result in outcome.results)
-    return Table(
-        (
-            "contestant",
-            "batch",
-            "tok/s",
-            "tok/step",
-            "predicted",
-            "decoding",
-            "whole",
-            "pred./meas.",
-            "spread",
-        ),
-        rows,
-        note="All by plain decoding. predicted and decoding: without reading prompts. whole: with "
-        f"it, the median of {rounds} rounds in turns; it decides. pred./meas.: predicted by "
-        "decoding. Length auto is taken unless a "
-        "fixed one beats it by 3 %.",
-    )
-
-
-def _spread(result: Confirmation) -> str:
-    if not result.ratios:
-        return ""
-    return f"{min(result.ratios):.2f} to {max(result.ratios):.2f}"
 
 
 def _figures(outcome: TuningOutcome, concurrency: int) -> list[Figure]:
@@ -229,41 +248,9 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
             "tokens": target.curves[0].tokens,
             "seconds": [curve.seconds for curve in target.curves],
         },
-        "search": [
-            {
-                "method": setting.method.label,
-                "spec": setting.method.spec,
-                "draft_length": setting.length,
-                "batch": setting.batch,
-                "acceptance": setting.method.acceptance,
-                "reached": setting.method.reached,
-                "tokens_per_step": setting.tokens_per_step,
-                "step_seconds": {"draft": setting.drafting, "total": setting.seconds},
-                "cost_ratio": target and pass_ratio(setting.method, target),
-                "predicted_tokens_per_second": setting.rate,
-                "predicted_speedup": setting.rate / outcome.plain_rate,
-                "break_even_batch": outcome.break_even_of(setting.method),
-            }
-            for setting in outcome.settings
-        ],
+        "search": [columns.record_of(found, _SEARCH) for found in _sought(outcome)],
         "confirmation": [
-            {
-                "contestant": result.contestant.name,
-                "spec": result.contestant.spec,
-                "draft_length": result.contestant.length,
-                "batch": result.contestant.batch,
-                "tokens_per_second": result.rate,
-                "tokens_per_step": result.tokens_per_step,
-                "decoding_tokens_per_second": result.decoding_rate,
-                "drafted": result.drafted,
-                "predicted_speedup": result.contestant.predicted,
-                "predicted_by_measured": result.predicted_by_measured(
-                    outcome.results[0].decoding_rate
-                ),
-                "speedup": result.speedup,
-                "ratios": result.ratios,
-            }
-            for result in outcome.results
+            columns.record_of(result, _confirmed(outcome)) for result in outcome.results
         ],
         "advice": [asdict(item) for item in advise(outcome)],
         "budget": None if outcome.bought is None else asdict(outcome.bought),

@@ -70,7 +70,7 @@ def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     for length, step in method.steps * _REPEATED:
         passes: dict[Hashable, float] = {}
         if length:
-            passes = {method.spec: cost.passes(method.spec, [length] * step.batch)}
+            passes[method.spec] = cost.passes(method.spec, [length] * step.batch)
         cost.learn(step.batch, step.nodes, step.seconds, step.draft, passes=passes)
     return cost
 

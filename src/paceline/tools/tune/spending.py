@@ -20,6 +20,17 @@ LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
+class TuneOptions:
+    """What the user tunes for. ``source`` names the prompts."""
+
+    concurrency: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 48
+    rounds: int = 4
+    source: str = "shipped prompts"
+
+
+@dataclass(frozen=True)
 class TuneSpending:
     """What the time was spent on. ``not_tried``: drafters that were not measured, by label."""
 
@@ -74,23 +85,18 @@ def _seconds(sample: Sample, target: TargetCosts) -> float:
 
 
 def affordable(
-    contestants: Sequence[Finalist],
-    target: TargetCosts,
-    concurrency: int,
-    max_tokens: int,
-    rounds: int,
-    budget: Budget,
+    contestants: Sequence[Finalist], target: TargetCosts, options: TuneOptions, budget: Budget
 ) -> tuple[list[Finalist], int]:
     """Who is confirmed, and on how many prompts a round, so that two rounds fit at least."""
-    own = list(contestants)
+    own, concurrency = list(contestants), options.concurrency
     largest = max(_SIZES[0], concurrency)
     if budget.seconds is None:
         return own, largest
     sizes = [size for size in (largest, *_SIZES[1:]) if size >= concurrency]
     for many in dict.fromkeys((len(own), min(len(own), _FEW))):
         for size in sizes:
-            steps = -(-size // concurrency) * max_tokens
+            steps = -(-size // concurrency) * options.max_tokens
             round_ = many * steps * target(concurrency, 1) * _SLOWER
-            if round_ * min(LEAST_ROUNDS, rounds) <= budget.left:
+            if round_ * min(LEAST_ROUNDS, options.rounds) <= budget.left:
                 return own[:many], size
     return own[:_FEW], sizes[-1]

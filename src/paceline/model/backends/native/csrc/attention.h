@@ -113,12 +113,19 @@ struct Tile {
       }
   }
 
+  // Keys or values of one head lie far apart: the processor does not foresee them.
+  void fetch(const Number* from, const int32_t* at, long count) {
+    constexpr long line = 64 / sizeof(Number);
+    for (long j = 0; j < count; j++)
+      for (long i = 0; i < d; i += line) __builtin_prefetch(from + at[j] * stride + i);
+  }
+
   // Scores of the query heads of rows first .. last for 32 keys, which begin at `at` in the block.
   void score(long first, long last, long at) {
     float* to = scores + first * group * BLOCK + at;
     long count = (last - first) * group;
     for (long h = 0; h < count; h++) memset(to + h * BLOCK, 0, PANEL * sizeof(float));
-    panel_product(panel, q + first * group * width, width, count, width, to, BLOCK, nullptr);
+    panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
   }
 
   // What a row sees of the block that begins at `begin`, as offsets; nothing: from >= to.
@@ -133,6 +140,10 @@ struct Tile {
 
   void all_scores(long begin) {
     long shared = rows[0].shared - begin;  // the same for all rows of a sequence
+    long known = 0;
+    for (long r = 0; r < item.rows; r++) known = to_of(rows[r], begin) > known ? to_of(rows[r], begin) : known;
+    known = known < shared ? known : shared;
+    for (long j = 0; j < known; j++) slots[j] = slot_of(rows[0], begin + j);
     for (long at = 0; at < BLOCK; at += PANEL) {
       long first = item.rows, last = 0, end = 0;
       for (long r = 0; r < item.rows; r++) {
@@ -144,7 +155,9 @@ struct Tile {
       if (first >= last) continue;
       if (at < shared) {
         end = end < shared ? end : shared;
-        for (long j = at; j < at + PANEL && j < end; j++) slots[j] = slot_of(rows[0], begin + j);
+        fetch(values, slots + at, (end < at + PANEL ? end : at + PANEL) - at);
+        long next = at + PANEL;
+        if (next < known) fetch(keys, slots + next, known < next + PANEL ? known - next : PANEL);
         lay_out(slots + at, end - at);
         score(first, last, at);
       }

@@ -10,19 +10,20 @@
 #include "kernels.h"
 #include "threads.h"
 
-// Rows of floats. Columns behind a row's numbers are zeros and stay so: products read them.
+// Rows of floats. Columns behind a row's numbers are zeros, and stay so as long as the width is the
+// same: products read them.
 class Rows {
  public:
   void shape(long rows, long width) {
     ld = round_up(width, PANEL);
-    if (rows <= rows_) return;
+    if (rows * ld <= size_) return;
     size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
     data_.reset();
-    rows_ = 0;
+    size_ = 0;
     data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(static_cast<long>(bytes), 64))));
     if (!data_) throw std::bad_alloc();
     std::memset(data_.get(), 0, bytes);
-    rows_ = rows;
+    size_ = rows * ld;
   }
   float* at(long row) const { return data_.get() + row * ld; }
   long ld = 0;
@@ -32,7 +33,7 @@ class Rows {
     void operator()(float* p) const { std::free(p); }
   };
   std::unique_ptr<float, Free> data_;
-  long rows_ = 0;
+  long size_ = 0;
 };
 
 // Rows of activations in whole numbers.

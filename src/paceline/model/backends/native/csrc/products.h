@@ -79,19 +79,31 @@ inline void all_rows(const typename Kind::Number* w, const float* x, long ldx, l
   }
 }
 
+// Weights come from memory, and the processor's own foresight ends at every page.
+template <class Number>
+inline void fetch_ahead(const Number* stripe) {
+  constexpr long bytes = STRIPE * PANEL * sizeof(Number), ahead = 8192;
+  for (long line = 0; line < bytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(stripe) + ahead + line);
+}
+
 // c [rows, ldc] += x times the panel, whose inputs are `inputs`, a multiple of 32.
-inline void panel_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
-                          float*) {
+inline void panel_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc) {
+  for (long k = 0; k < inputs; k += STRIPE) all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
+}
+
+inline void weights_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
+                            float*) {
   for (long k = 0; k < inputs; k += STRIPE) {
-    __builtin_prefetch(panel + (k + 2 * STRIPE) * PANEL);
+    fetch_ahead(panel + k * PANEL);
     all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
   }
 }
 
-inline void panel_product(const uint16_t* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
-                          float* unpacked) {
+inline void weights_product(const uint16_t* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
+                            float* unpacked) {
   bool few = rows <= 2 * ROWS;
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL) {
+    fetch_ahead(panel);
     if (few) {
       all_rows<Bf16s>(panel, x + k, ldx, rows, c, ldc);
       continue;
@@ -151,9 +163,9 @@ void product(const Product& p, long part, long parts, float* scratch) {
       if (p.weight->bits)
         p.quantised->panel(*p.weight, panel, p.codes, first, rows, c);
       else if (p.dtype == PL_BFLOAT16)
-        panel_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+        weights_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
       else
-        panel_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+        weights_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
       for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
     }
   }

@@ -43,6 +43,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long rows, long inpu
     _tile_zero(3);
   }
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL, a += STRIPE) {
+    fetch_ahead(panel);
     _tile_loadd(6, panel, 4 * PANEL);
     _tile_loadd(7, panel + PANEL, 4 * PANEL);
     _tile_loadd(4, a, step);
@@ -63,7 +64,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long rows, long inpu
 }
 
 void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
-  if (p.dtype != PL_BFLOAT16 || p.rows < TILED_FROM) return product(p, part, parts, scratch);
+  if (p.weight->bits || p.dtype != PL_BFLOAT16 || p.rows < TILED_FROM) return product(p, part, parts, scratch);
   long outputs = p.ending == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;

@@ -1,0 +1,263 @@
+"""Driving an engine over requests: when each is sent, and what is recorded of every step.
+
+The one loop around ``Engine.step`` for whatever measures or compares decoding, with token ids in
+and out. ``LLM`` and the server have loops of their own: in theirs the requests of several callers
+share every step, and have texts, deadlines and cancelling besides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from paceline.core.batch import Commit
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts, SequenceState
+from paceline.engine.clock import PHASES
+from paceline.engine.engine import Engine
+from paceline.errors import PacelineError
+
+_IDS = itertools.count(1 << 40)  # away from those of LLM's own requests
+
+
+class StandstillError(Exception):
+    """The engine has work but commits nothing: a bug in the drafter or the rule."""
+
+
+def sequence(
+    tokens: Sequence[int],
+    params: SamplingParams,
+    stop_ids: frozenset[int] = frozenset(),
+    prompt_length: int | None = None,
+) -> SequenceState:
+    """A request with a number of its own. Tokens behind ``prompt_length`` are output already."""
+    length = len(tokens) if prompt_length is None else prompt_length
+    return SequenceState(next(_IDS), list(tokens), length, params, stop_ids)
+
+
+@dataclass
+class DrivenStep:
+    """One step. ``ended`` on the drive's clock; ``seconds`` by phase, known once the next step has
+    been taken or the drive has ended: asking before would make a GPU wait."""
+
+    commits: Sequence[Commit]
+    ended: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all sequences did nothing but decode: nobody read a prompt."""
+        return bool(self.commits) and all(c.tokens and c.scheduled == 1 for c in self.commits)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over some steps: of their sequences, of what these gained and drafted, and by phase.
+
+    ``reached[i]`` drafts had a token to try at position i, of which ``accepted_at[i]`` were
+    accepted. ``context``: cached tokens of the sequences when their step began.
+    """
+
+    steps: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    context: int = 0
+
+    @classmethod
+    def of(cls, steps: Iterable[DrivenStep]) -> StepSums:
+        own = list(steps)
+        commits = [commit for step in own for commit in step.commits]
+        deepest = max((commit.reached for commit in commits), default=0)
+        return cls(
+            steps=len(own),
+            sequences=len(commits),
+            tokens=sum(len(commit.tokens) for commit in commits),
+            drafted=sum(commit.drafted for commit in commits),
+            accepted=sum(len(commit.path) for commit in commits),
+            reached=tuple(sum(i < c.reached for c in commits) for i in range(deepest)),
+            accepted_at=tuple(sum(i < len(c.path) for c in commits) for i in range(deepest)),
+            seconds={phase: sum(step.seconds.get(phase, 0.0) for step in own) for phase in PHASES},
+            context=sum(commit.position for commit in commits),
+        )
+
+    def __add__(self, other: StepSums) -> StepSums:
+        return StepSums(
+            self.steps + other.steps,
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            column_sums([self.reached, other.reached]),
+            column_sums([self.accepted_at, other.accepted_at]),
+            {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
+            self.context + other.context,
+        )
+
+    @property
+    def whole(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.whole if self.whole else 0.0
+
+    def each(self, *phases: str) -> float:
+        """Seconds of these phases in a step."""
+        return sum(self.seconds[phase] for phase in phases) / self.steps
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Acceptance by position, given that all tokens before were accepted."""
+        pairs = zip(self.accepted_at, self.reached, strict=True)
+        return tuple(won / tried for won, tried in pairs)
+
+    @property
+    def acceptance(self) -> float:
+        """Of all positions that were tried, the share that was accepted."""
+        tried = sum(self.reached)
+        return sum(self.accepted_at) / tried if tried else 0.0
+
+
+def column_sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Counts by position, added up over rows of different lengths."""
+    return tuple(sum(column) for column in itertools.zip_longest(*rows, fillvalue=0))
+
+
+class Drive:
+    """An engine over ``seqs``: a closed loop, or one in which each has its time.
+
+    ``clients`` have a request under way each and send the next when it has ended; None sends all
+    at once. ``arrivals[i]``: seconds on the drive's clock before which request i is not sent. That
+    clock, ``seconds``, runs while the drive works or waits for an arrival, so that several may
+    take turns.
+
+    with Drive(engine, seqs, clients=4) as drive:
+        for step in drive:
+            ...
+
+    At the end of the block what is unfinished is dropped, also after Ctrl-C: the engine can go on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        seqs: Iterable[SequenceState],
+        clients: int | None = None,
+        arrivals: Sequence[float] = (),
+    ) -> None:
+        self.engine = engine
+        self.seqs = list(seqs)
+        self.clients = len(self.seqs) if clients is None else clients
+        self.running: dict[int, SequenceState] = {}
+        self.steps: list[DrivenStep] = []
+        self.seconds = 0.0
+        moments = itertools.chain(arrivals, itertools.repeat(0.0))
+        self._waiting = deque(zip(self.seqs, moments, strict=False))
+        self._known = engine.clock.totals()
+
+    def __enter__(self) -> Drive:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is None:
+            start = time.perf_counter()
+            self._account(self.engine.clock.totals())  # on a GPU this waits for the last step
+            self.seconds += time.perf_counter() - start
+
+    def __iter__(self) -> Iterator[DrivenStep]:
+        while self.busy:
+            yield self.step()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """New ones, of all requests."""
+        return sum(seq.generated for seq in self.seqs)
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Of all requests together."""
+        own = [seq.counts for seq in self.seqs]
+        return DraftCounts(
+            target_steps=sum(counts.target_steps for counts in own),
+            drafted=sum(counts.drafted for counts in own),
+            levels=sum(counts.levels for counts in own),
+            accepted=sum(counts.accepted for counts in own),
+            reached_at=list(column_sums(counts.reached_at for counts in own)),
+            accepted_at=list(column_sums(counts.accepted_at for counts in own)),
+        )
+
+    def run(self) -> Drive:
+        """All of it. Raises PacelineError if a request fails: what it took says nothing."""
+        with self:
+            for step in self:
+                failed = next((c.error for c in step.commits if c.error is not None), None)
+                if failed is not None:
+                    raise PacelineError(f"nothing can be measured, as a request failed: {failed}")
+        return self
+
+    def step(self) -> DrivenStep:
+        """Send what is due and take one step. Raises StandstillError, and what the engine does."""
+        start = time.perf_counter() - self.seconds
+        self._send(start)
+        commits = self.engine.step()
+        self.seconds = time.perf_counter() - start
+        self._account(dict(self.engine.clock.seconds))
+        if not any(c.tokens or c.scheduled or c.finish_reason for c in commits):
+            raise StandstillError(
+                "a step committed no token although sequences were waiting for one"
+            )
+        for commit in commits:
+            if commit.finish_reason is not None:
+                self.running.pop(commit.seq_id, None)
+        self.steps.append(DrivenStep(commits, self.seconds))
+        return self.steps[-1]
+
+    def close(self) -> None:
+        """Drop what is unfinished or was not sent."""
+        self._waiting.clear()
+        for seq_id in list(self.running):
+            self.drop(seq_id)
+
+    def drop(self, seq_id: int) -> None:
+        """End a request before its time."""
+        self.engine.abort(seq_id)
+        self.running.pop(seq_id, None)
+
+    def _send(self, start: float) -> None:
+        while self._waiting and len(self.running) < self.clients:
+            seq, due = self._waiting[0]
+            ahead = due - (time.perf_counter() - start)
+            if ahead > 0 and self.running:
+                return
+            if ahead > 0:
+                time.sleep(ahead)
+            self._waiting.popleft()
+            self.running[seq.seq_id] = seq
+            self.engine.add(seq)
+            if due:
+                seq.queued = start + due  # it came while a step was under way
+
+    def _account(self, known: dict[str, float]) -> None:
+        """The clock knows all steps but the last."""
+        if self.steps and not self.steps[-1].seconds:
+            before = self._known
+            self.steps[-1].seconds = {phase: known[phase] - before[phase] for phase in known}
+        self._known = known
