@@ -56,8 +56,8 @@ class Difference:
         return self.on_edge or self.gap <= 2 * max(self.step, self.spread)
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index at which two token lists part, or None if they are the same."""
+def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
+    """Index at which two token lists or texts part, or None if they are the same."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index

@@ -50,7 +50,8 @@ class LLM:
     ``drafters`` (its kind), see ``SamplingParams.drafter``; the first is the default.
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
     "native" runs forwards on kernels of our own, whose rows have the same bits whatever rides
-    along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU).
+    along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU),
+    ``draft_quantize`` those of draft models.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -83,6 +84,7 @@ class LLM:
         profile: str | Path | None = None,
         backend: str = "auto",
         quantize: str | None = None,
+        draft_quantize: str | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
@@ -115,6 +117,7 @@ class LLM:
         max_batch_size: int | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
+        draft_quantize: str | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
@@ -140,7 +143,8 @@ class LLM:
         self._dtype = options.dtype
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            prepared = prepare_all(draft, Loading(target, tokenizer, options.dtype))
+            loading = Loading(target, tokenizer, options.dtype, options.draft_quantize)
+            prepared = prepare_all(draft, loading)
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)

@@ -254,6 +254,12 @@ class EngineSettings(LoadSettings):
         high=64,
         shown="auto",
     )
+    draft_quantize: str | None = _model(
+        None,
+        "Round the weights of a draft model when loading, on a processor.",
+        choices=("int8", "int4"),
+        shown="no",
+    )
     max_draft_length: int | None = _model(
         None, "Bound of the length auto.", low=1, but=("LLM", "command", "server")
     )

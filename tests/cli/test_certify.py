@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from command_lines import assert_one_line
 from paceline.cli.main import app
 from paceline.tools.certify import Certifier, Problem
+from planted_server import PlantedServer, served
 from tiny_models import TinyPair
 
 
@@ -85,3 +87,22 @@ def test_bad_input(arguments: list[str], more: list[str], code: int, message: st
     assert result.exit_code == code
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_server_behind_a_url() -> None:
+    few = ["--requests", "60", "--max-tokens", "12", "--category", "chat", "--json"]
+    with served(PlantedServer("zeros")) as broken, served(PlantedServer(seed=8)) as other:
+        result = run(["certify", "--url", other, "--against", other, *few])
+        assert result.exit_code == 0, result.output
+        record = json.loads(result.stdout)
+        assert record["lossless"] and record["server"].startswith("planted at http://127")
+        result = run(["certify", "--url", broken, "--model", "planted", *few])
+        assert result.exit_code == 1
+        assert any("logprobs" in what for what in json.loads(result.stdout)["problems"])
+        result = run(["certify", "--url", other, "--requests", "2"])
+        assert result.exit_code == 3 and "NOT ENOUGH: " in result.stdout
+    result = run(["certify", "--url", "http://127.0.0.1:9"])
+    assert_one_line(result, "no server answers at http://127.0.0.1:9/v1/models")
+    result = run(["certify", "--url", other, "--draft", "ngram"])
+    assert_one_line(result, "--draft is for an engine of this machine")
+    assert run(["certify", "--against", other]).exit_code == 2

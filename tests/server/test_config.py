@@ -15,6 +15,7 @@ ALL = """
 [model]
 model = "folder"
 draft = ["ngram:min=2", "suffix"]
+draft_quantize = "int4"
 draft_length = 4
 rule = "block"
 profile = "tuned.toml"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.certify_server import ServerOptions, by_url
 from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
@@ -84,16 +85,21 @@ def _check(engine: ModelOptions) -> None:
         )
 
 
+@by_url
 @expand
 def certify(
+    context: typer.Context,
     engine: ModelOptions,
     prompts: PromptOptions,
     sampling: CertifiedSampling,
     options: EffortOptions,
     output: ReportOptions,
     time: BudgetOptions,
+    server: ServerOptions,
 ) -> None:
     """Test that speculative decoding says what the target alone would say; exit 0 only if so.
+
+    With --url it is a server that is tested, by its answers alone.
 
     Exits with 1 if something is wrong, with 3 if there was not enough time to certify anything.
     """

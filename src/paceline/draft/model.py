@@ -80,7 +80,12 @@ class DraftModel(TreeSpec):
         """The model, and how its vocabulary is used if it is another one."""
         target, tokenizer = loading.target, loading.tokenizer
         draft = CausalModel.load(
-            self.path, loading.dtype, str(target.device), check_values=True, backend=target.asked
+            self.path,
+            loading.dtype,
+            str(target.device),
+            check_values=True,
+            quantize=loading.quantize,
+            backend=target.asked,
         )
         folder = Path(resolve(self.path))
         own = tokenizer

@@ -42,11 +42,13 @@ _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 @dataclass(frozen=True)
 class Loading:
-    """What a drafter is prepared from: the target, its tokenizer, and the dtype asked for."""
+    """What a drafter is prepared from: the target, its tokenizer, and what draft models are
+    loaded in: ``dtype``, and ``quantize`` "int8", "int4" or None."""
 
     target: CausalModel
     tokenizer: PreTrainedTokenizerFast
     dtype: str
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)

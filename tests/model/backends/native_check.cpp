@@ -101,7 +101,10 @@ class Model {
     }
     floats.emplace_back(new std::vector<float>(padded));
     for (int64_t i = 0; i < outputs && place == PL_PLAIN; i++) (*floats.back())[i] = number();
-    return {packed.back()->data(), bias ? floats.back()->data() : nullptr, outputs, inputs};
+    pl_weight w{};
+    w.data = packed.back()->data(), w.outputs = outputs, w.inputs = inputs;
+    w.bias = bias ? floats.back()->data() : nullptr;
+    return w;
   }
 
   std::vector<std::unique_ptr<std::vector<float>>> floats;
@@ -163,27 +166,27 @@ void expect(bool same, const char* what) {
   exit(1);
 }
 
-std::vector<Bytes> run(Model& m) {
-  std::vector<int32_t> text(280);
+std::vector<Bytes> run(Model& m, int length) {
+  std::vector<int32_t> text(length + 10);
   for (int32_t& id : text) id = below(VOCAB);
   Cache cache(m.size);
   std::vector<Bytes> truth;
-  for (int at = 0; at < 280; at++) truth.push_back(row_of(m, forward(m, cache, {text[at]}, at, {}, 1), 0));
+  for (int at = 0; at < length + 10; at++) truth.push_back(row_of(m, forward(m, cache, {text[at]}, at, {}, 1), 0));
   for (int threads : {1, 3, 2}) {
     Cache other(m.size);
-    for (int at = 0, rows; at < 270; at += rows) {
-      rows = threads == 2 ? 270 : std::min(1 + below(90), 270 - at);
+    for (int at = 0, rows; at < length; at += rows) {
+      rows = threads == 2 ? length : std::min(1 + below(90), length - at);
       std::vector<int32_t> part(text.begin() + at, text.begin() + at + rows);
       Bytes out = forward(m, other, part, at, {}, threads);
       for (int r = 0; r < rows; r++) expect(row_of(m, out, r) == truth[at + r], "a chunk");
     }
     // A tree whose nodes 0, 2, 5, 8 continue the text; the others are strangers.
-    std::vector<int32_t> ids{text[270]}, parents{-1, -1, 0, 0, 1, 2, -1, 3, 5};
+    std::vector<int32_t> ids{text[length]}, parents{-1, -1, 0, 0, 1, 2, -1, 3, 5};
     for (int node = 0, depth = 0; node < 9; node++)
-      ids.push_back(node == 0 || node == 2 || node == 5 || node == 8 ? text[271 + depth++] : below(VOCAB));
-    Bytes out = forward(m, other, ids, 270, parents, threads);
+      ids.push_back(node == 0 || node == 2 || node == 5 || node == 8 ? text[length + 1 + depth++] : below(VOCAB));
+    Bytes out = forward(m, other, ids, length, parents, threads);
     int rows[] = {0, 1, 3, 6, 9};
-    for (int depth = 0; depth < 5; depth++) expect(row_of(m, out, rows[depth]) == truth[270 + depth], "a tree");
+    for (int depth = 0; depth < 5; depth++) expect(row_of(m, out, rows[depth]) == truth[length + depth], "a tree");
   }
   return truth;
 }
@@ -192,7 +195,7 @@ std::vector<Bytes> run(Model& m) {
 
 int main() {
   const Sizes all[] = {
-      {PL_FLOAT32, 40, 4, 2, 8, 56, 0, false},   {PL_BFLOAT16, 40, 4, 2, 8, 56, 0, false},
+      {PL_BFLOAT16, 40, 8, 2, 8, 56, 0, false},  {PL_FLOAT32, 40, 4, 2, 8, 56, 0, false},
       {PL_FLOAT32, 33, 3, 1, 24, 47, 50, true},  {PL_BFLOAT16, 70, 6, 1, 20, 47, 50, true},
       {PL_BFLOAT16, 64, 2, 2, 64, 96, 0, false}, {PL_BFLOAT16, 32, 1, 1, 16, 700, 0, false},
   };
@@ -203,7 +206,7 @@ int main() {
     for (const char* name : {"portable", "avx2", "avx512", "amx"}) {
       if (pl_choose(name)) continue;
       rng.seed(seed);
-      std::vector<Bytes> truth = run(m);
+      std::vector<Bytes> truth = run(m, &size == all ? 270 : 80);  // two blocks of keys, or one
       if (first.empty()) first = truth;
       expect(truth == first, "this instruction set");
     }

@@ -104,3 +104,25 @@ def test_a_quantised_model_runs_on_the_kernels(
         assert model.backend == backend
         nats.append(perplexity(model, texts).nats)
     assert nats[0] == pytest.approx(nats[1], rel=1e-5 if dtype == "float32" else 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_text_is_plain_decodings_with_every_kind_of_draft(
+    plain_folder: Path, precision: str
+) -> None:
+    """In bf16, greedy and seeded, chains and trees, with a draft model that is quantised itself."""
+    from paceline import LLM, SamplingParams
+
+    prompts = [[5, 9, 7, 5, 9, 7, 5, 9], list(range(20, 60)), [11] * 9]
+    plain = LLM(
+        str(plain_folder), dtype="bfloat16", device="cpu", backend="native", quantize=precision
+    )
+    drafts = ("ngram", f"model:{plain_folder}", f"tree:{plain_folder},branching=3x2", "recycling")
+    for params in (
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4),
+    ):
+        wanted = [found.token_ids for found in plain.generate(prompts, params)]
+        for draft in drafts:
+            llm = plain.beside(draft, draft_length=3, draft_quantize="int4")
+            assert [found.token_ids for found in llm.generate(prompts, params)] == wanted, draft

@@ -5,19 +5,25 @@
 //              slots from the sequence's block table            | the row's own path in its tree
 //
 // A block gives each row and head its largest score m, l = sum of exp(s - m) and a = sum of
-// exp(s - m) v; blocks are folded from left to right. Their borders are positions, so nothing
-// depends on where a chunk ends, which rows share the work or how blocks are spread over threads.
+// exp(s - m) v; blocks are folded from left to right. Both products of a block, queries by keys and
+// exponentials by values, are those of products.h: keys are the outputs of one and the inputs of the
+// other, 32 at a time. Borders are positions, so nothing depends on where a chunk ends, which rows
+// share the work or how blocks are spread over threads; and no row is multiplied with a value that it
+// does not see, not even by zero: another row's infinity is its own.
 #pragma once
 #include "kernels.h"
 #include "products.h"
 #include "vec.h"
+#if defined(PACELINE_AMX)
+#include "attention_amx.h"
+#endif
 
 namespace {
 
-// A result over some keys: d sums, then l, then m.
-inline void start(float* result, long d) {
-  memset(result, 0, static_cast<size_t>(d + 1) * sizeof(float));
-  result[d + 1] = -__builtin_inff();
+// A result over some keys: `width` sums, then l, then m.
+inline void start(float* result, long width) {
+  memset(result, 0, static_cast<size_t>(width + 1) * sizeof(float));
+  result[width + 1] = -__builtin_inff();
 }
 
 inline float exponential_of(float x) {
@@ -27,22 +33,20 @@ inline float exponential_of(float x) {
 }
 
 // left = left and right together, with right's keys behind left's.
-inline void merge(float* left, const float* right, long d) {
-  float most = left[d + 1] > right[d + 1] ? left[d + 1] : right[d + 1];
-  float keep = exponential_of(left[d + 1] - most), gain = exponential_of(right[d + 1] - most);
-  for (long i = 0; i < d; i += 16) {
-    V sums = load_first(left + i, d - i) * set1(keep);
-    store_first(left + i, d - i, fma(load_first(right + i, d - i), set1(gain), sums));
-  }
-  left[d] = __builtin_fmaf(right[d], gain, left[d] * keep);
-  left[d + 1] = most;
+inline void merge(float* left, const float* right, long width) {
+  float most = left[width + 1] > right[width + 1] ? left[width + 1] : right[width + 1];
+  float keep = exponential_of(left[width + 1] - most), gain = exponential_of(right[width + 1] - most);
+  for (long i = 0; i < width; i += 16)
+    store(left + i, fma(load(right + i), set1(gain), load(left + i) * set1(keep)));
+  left[width] = __builtin_fmaf(right[width], gain, left[width] * keep);
+  left[width + 1] = most;
 }
 
 inline void finish(const Attention& a, const float* result, long row, long head) {
-  long d = a.model->head_dim;
+  long d = a.model->head_dim, width = round_up(d, STRIPE);
   float* out = a.out + row * a.ldo + head * d;
   for (long i = 0; i < d; i += 16) {
-    V mean = load_first(result + i, d - i) / set1(result[d]);
+    V mean = load(result + i) / set1(result[width]);
     store_first(out + i, d - i, a.model->dtype == PL_BFLOAT16 ? as_bf16(mean) : mean);
   }
 }
@@ -53,13 +57,13 @@ inline long first_seen(const Attention& a, const Row& row) {
 }
 
 void fold(const Attention& a, const float* partial, long row, long step_rows) {
-  long d = a.model->head_dim, heads = a.model->heads;
+  long width = round_up(a.model->head_dim, STRIPE), heads = a.model->heads;
   float* result = a.scratch;
   const Row& own = a.row[row];
   for (long head = 0; head < heads; head++) {
-    start(result, d);
+    start(result, width);
     for (long block = first_seen(a, own) / BLOCK; block <= own.position / BLOCK; block++)
-      merge(result, partial + ((block * step_rows + row) * heads + head) * (d + 2), d);
+      merge(result, partial + ((block * step_rows + row) * heads + head) * (width + 2), width);
     finish(a, result, row, head);
   }
 }
@@ -74,6 +78,9 @@ struct Tile {
   long group, heads, d, width, stride, step;  // stride: from slot to slot; step: of a result
   float *q, *scores, *results, *states, *panel;
   int32_t *slots, *own_slots;
+#if defined(PACELINE_AMX)
+  TiledAttention tiled;
+#endif
 
   Tile(const Attention& a, const AttentionItem& item) : a(a), item(item), rows(a.row + item.first) {
     const pl_model& m = *a.model;
@@ -82,7 +89,7 @@ struct Tile {
     d = m.head_dim;
     width = round_up(d, STRIPE);
     stride = m.kv_heads * d;
-    step = round_up(d, 16) + 2;
+    step = width + 16;  // l and m behind the sums
     keys = static_cast<const Number*>(a.keys) + item.kv_head * d;
     values = static_cast<const Number*>(a.values) + item.kv_head * d;
     q = a.scratch;
@@ -92,6 +99,9 @@ struct Tile {
     panel = states + heads * step;
     slots = reinterpret_cast<int32_t*>(panel + width * PANEL);
     own_slots = slots + BLOCK;
+#if defined(PACELINE_AMX)
+    tiled.memory = reinterpret_cast<uint16_t*>(own_slots + BLOCK);
+#endif
   }
 
   int32_t slot_of(const Row& row, long position) const {
@@ -120,11 +130,15 @@ struct Tile {
       for (long i = 0; i < d; i += line) __builtin_prefetch(from + at[j] * stride + i);
   }
 
-  // Scores of the query heads of rows first .. last for 32 keys, which begin at `at` in the block.
-  void score(long first, long last, long at) {
+  // Scores of the query heads of rows first .. last for 32 keys at slots, which begin at `at` in the block.
+  void score(long first, long last, long at, const int32_t* from, long keys_there) {
     float* to = scores + first * group * BLOCK + at;
     long count = (last - first) * group;
     for (long h = 0; h < count; h++) memset(to + h * BLOCK, 0, PANEL * sizeof(float));
+#if defined(PACELINE_AMX)
+    if (count >= TILED_FROM && tiled.score(*this, first * group, count, from, keys_there, to)) return;
+#endif
+    lay_out(from, keys_there);
     panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
   }
 
@@ -158,16 +172,14 @@ struct Tile {
         fetch(values, slots + at, (end < at + PANEL ? end : at + PANEL) - at);
         long next = at + PANEL;
         if (next < known) fetch(keys, slots + next, known < next + PANEL ? known - next : PANEL);
-        lay_out(slots + at, end - at);
-        score(first, last, at);
+        score(first, last, at, slots + at, end - at);
       }
       for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
         long to = to_of(rows[r], begin);
         if (to <= shared || to <= at || at + PANEL <= shared) continue;
         long count = to - at < PANEL ? to - at : PANEL;
         for (long j = 0; j < count; j++) own_slots[j] = slot_of(rows[r], begin + at + j);
-        lay_out(own_slots, count);
-        score(r, r + 1, at);
+        score(r, r + 1, at, own_slots, count);
       }
     }
   }
@@ -186,96 +198,87 @@ struct Tile {
     V total = zero();
     for (long j = low; j < high; j += 16) {
       V e = exponential(load(s + j) - set1(most));
+      if (sizeof(Number) == 2) e = as_bf16(e);
       store(s + j, e);
       total = total + e;
     }
-    result[d] = sum(total);
-    result[d + 1] = most;
+    result[width] = sum(total);
+    result[width + 1] = most;
+    memset(s, 0, static_cast<size_t>(low) * sizeof(float));
+    memset(s + high, 0, static_cast<size_t>(BLOCK - high) * sizeof(float));
   }
 
-  // sums [R, 16 W] += weights times the values at slots from .. to, key after key.
-  template <int R, int W>
-  void add(const int32_t* at, long from, long to, const float* weight, float* sums, long i) {
-    V t[R][W];
-    for (int r = 0; r < R; r++)
-      for (int w = 0; w < W; w++) t[r][w] = load(sums + r * step + i + 16 * w);
-    for (long j = from; j < to; j++) {
-      const Number* value = values + at[j] * stride + i;
-      V x[W];
-      for (int w = 0; w < W; w++) x[w] = load(value + 16 * w);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        V p = set1(weight[r * BLOCK + j]);
-        for (int w = 0; w < W; w++) t[r][w] = fma(x[w], p, t[r][w]);
+  // Values of 32 keys as a panel of 32 inputs and the outputs from `i` on: those at slots
+  // low .. high; zeros for the others.
+  void lay_out_values(const int32_t* at, long low, long high, long i) {
+    for (long j = 0; j < STRIPE; j++)
+      for (long half = 0; half < PANEL; half += 16) {
+        bool there = low <= j && j < high && i + half < d;
+        V value = there ? load_first(values + at[j] * stride + i + half, d - i - half) : zero();
+        store(panel + j * PANEL + half, value);
       }
-    }
-    for (int r = 0; r < R; r++)
-      for (int w = 0; w < W; w++) store(sums + r * step + i + 16 * w, t[r][w]);
   }
 
-  void add_last(const int32_t* at, long from, long to, const float* weight, float* sums, long i) {
-    V t = load_first(sums + i, d - i);
-    for (long j = from; j < to; j++) t = fma(load_first(values + at[j] * stride + i, d - i), set1(weight[j]), t);
-    store_first(sums + i, d - i, t);
+  // The query heads of rows first .. last by 32 values, which begin at `at` in the block.
+  void add(long first, long last, long at, const int32_t* from, long low, long high) {
+    for (long i = 0; i < width; i += PANEL) {
+      lay_out_values(from, low, high, i);
+      all_rows<Floats>(panel, scores + first * group * BLOCK + at, BLOCK, (last - first) * group,
+                       results + first * group * step + i, step);
+    }
   }
 
-  template <int R>
-  void add_rows(const int32_t* at, long from, long to, long head) {
-    if (from >= to) return;
-    const float* weight = scores + head * BLOCK;
-    float* sums = results + head * step;
-    long i = 0;
-    for (; i + 16 * ATTEND_WIDE <= d; i += 16 * ATTEND_WIDE) add<R, ATTEND_WIDE>(at, from, to, weight, sums, i);
-    for (; i + 16 <= d; i += 16) add<R, 1>(at, from, to, weight, sums, i);
-    if (i < d)
-      for (long r = 0; r < R; r++) add_last(at, from, to, weight + r * BLOCK, sums + r * step, i);
+  // Stripes begin .. end of the block, which the rows first .. last see from end to end.
+  struct Run {
+    long first = 0, last = 0, begin = 0, end = 0;
+  };
+
+  void add(Run& run) {
+    bool done = run.begin == run.end;
+#if defined(PACELINE_AMX)
+    done = done || ((run.last - run.first) * group >= TILED_FROM && tiled.add(*this, run));
+#endif
+    for (long at = run.begin; at < run.end && !done; at += STRIPE)
+      add(run.first, run.last, at, slots + at, 0, STRIPE);
+    run.begin = run.end = 0;
   }
 
-  template <int R>
-  void add_tile(const int32_t* at, long from, long to, long head, long count) {
-    if (count == R) return add_rows<R>(at, from, to, head);
-    if constexpr (R > 1) add_tile<R - 1>(at, from, to, head, count);
-  }
-
-  // The same for `count` query heads, which may see different keys: what all of them see is summed
-  // together, what lies before and behind it one by one.
-  void add_common(long begin, long head, long count, long shared) {
-    long from = 0, to = BLOCK;
-    for (long h = head; h < head + count; h++) {
-      long f = from_of(rows[h / group], begin), t = to_of(rows[h / group], begin);
-      from = f > from ? f : from;
-      to = t < to ? t : to;
-    }
-    to = to < shared ? to : shared;
-    bool together = from < to;
-    for (long h = head; h < head + count; h++) {
-      long f = from_of(rows[h / group], begin), t = to_of(rows[h / group], begin);
-      t = t < shared ? t : shared;
-      add_rows<1>(slots, f, together ? from : t, h);
-    }
-    if (!together) return;
-    add_tile<ATTEND_ROWS>(slots, from, to, head, count);
-    for (long h = head; h < head + count; h++) {
-      long t = to_of(rows[h / group], begin);
-      add_rows<1>(slots, to, t < shared ? t : shared, h);
-    }
+  // What one row sees of a stripe.
+  void add_alone(long r, long begin, long at, const int32_t* from) {
+    long low = from_of(rows[r], begin) - at, high = to_of(rows[r], begin) - at;
+    if (low < STRIPE && high > 0) add(r, r + 1, at, from, low, high);
   }
 
   void all_values(long begin) {
-    long shared = rows[0].shared - begin;
-    for (long h = 0; h < heads; h++) memset(results + h * step, 0, static_cast<size_t>(d) * sizeof(float));
-    for (long h = 0; h < heads; h += ATTEND_ROWS) {
-      long count = heads - h < ATTEND_ROWS ? heads - h : ATTEND_ROWS;
-      add_common(begin, h, count, shared);
+    long shared = rows[0].shared - begin, before = 0;  // rows before those that have paths
+    while (before < item.rows && rows[before].position < rows[0].shared) before++;
+    for (long h = 0; h < heads; h++) memset(results + h * step, 0, static_cast<size_t>(width) * sizeof(float));
+    Run run;
+    for (long at = 0; at < BLOCK; at += STRIPE) {
+      long upto = at + STRIPE <= shared ? item.rows : before, first = item.rows, last = 0;
+      bool whole = true;
+      for (long r = 0; r < upto; r++) {
+        long from = from_of(rows[r], begin), to = to_of(rows[r], begin);
+        if (to <= at || from >= at + STRIPE) continue;
+        first = r < first ? r : first;
+        last = r + 1;
+      }
+      for (long r = first; r < last; r++)
+        whole = whole && from_of(rows[r], begin) <= at && to_of(rows[r], begin) >= at + STRIPE;
+      bool goes_on = whole && run.first == first && run.last == last && run.end == at;
+      if (!goes_on) add(run);
+      if (first < last && whole) {
+        if (!goes_on) run = {first, last, at, at};
+        run.end = at + STRIPE;
+      }
+      for (long r = first; r < last && !whole; r++) add_alone(r, begin, at, slots + at);
+      for (long r = before; r < item.rows && at + STRIPE > shared; r++) {
+        long to = to_of(rows[r], begin) - at;
+        for (long j = 0; j < STRIPE && j < to; j++) own_slots[j] = slot_of(rows[r], begin + at + j);
+        add_alone(r, begin, at, own_slots);
+      }
     }
-    for (long r = 0; r < item.rows; r++) {
-      long from = from_of(rows[r], begin), to = to_of(rows[r], begin);
-      from = from > shared ? from : shared;
-      if (from >= to) continue;
-      for (long j = from; j < to; j++) own_slots[j] = slot_of(rows[r], begin + j);
-      for (long h = 0; h < group; h += ATTEND_ROWS)
-        add_tile<ATTEND_ROWS>(own_slots, from, to, r * group + h, group - h < ATTEND_ROWS ? group - h : ATTEND_ROWS);
-    }
+    add(run);
   }
 
   void run() {
@@ -283,8 +286,11 @@ struct Tile {
       const float* from = a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * d;
       memcpy(q + h * width, from, static_cast<size_t>(d) * sizeof(float));
       memset(q + h * width + d, 0, static_cast<size_t>(width - d) * sizeof(float));
-      start(states + h * step, d);
+      start(states + h * step, width);
     }
+#if defined(PACELINE_AMX)
+    tiled.begin(*this);
+#endif
     for (long block = item.from; block < item.to; block++) {
       long begin = block * BLOCK;
       all_scores(begin);
@@ -303,9 +309,9 @@ struct Tile {
     long row = item.first + h / group, head = item.kv_head * group + h % group;
     if (from_of(rows[h / group], block * BLOCK) >= to_of(rows[h / group], block * BLOCK)) return;
     const float* result = results + h * step;
-    if (!item.partial) return merge(states + h * step, result, d);
-    float* to = item.partial + ((block * item.step_rows + row) * a.model->heads + head) * (d + 2);
-    memcpy(to, result, static_cast<size_t>(d + 2) * sizeof(float));
+    if (!item.partial) return merge(states + h * step, result, width);
+    float* to = item.partial + ((block * item.step_rows + row) * a.model->heads + head) * (width + 2);
+    memcpy(to, result, static_cast<size_t>(width + 2) * sizeof(float));
   }
 };
 

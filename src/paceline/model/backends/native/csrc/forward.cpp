@@ -76,7 +76,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, widest)));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
-  if (split) partial_.shape(blocks_ * b_.rows * m_.heads, m_.head_dim + 2);
+  if (split) partial_.shape(blocks_ * b_.rows * m_.heads, round_up(m_.head_dim, STRIPE) + 2);
   if (!split) blocks_ = 1;
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {

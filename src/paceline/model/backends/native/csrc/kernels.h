@@ -78,7 +78,7 @@ struct Attention {
 
 // Rows `first .. first + rows` and blocks `from .. to` of one KV head. Partial results of a row and
 // query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
-// each block's result goes to partial[(block * step rows + row) * heads + head][head_dim + 2].
+// each block's result goes to partial[(block * step rows + row) * heads + head][width + 2], width being head_dim up to 32.
 struct AttentionItem {
   long first, rows, kv_head, from, to;
   float* partial;
@@ -110,8 +110,9 @@ inline long product_scratch(long rows, long inputs) {
 constexpr long ATTEND_TILE = 96;
 inline long attention_scratch(const pl_model& m) {
   long group = m.heads / m.kv_heads, tile = ATTEND_TILE > group ? ATTEND_TILE : group;
-  long width = round_up(m.head_dim, STRIPE);
-  return tile * (width + BLOCK + 2 * (round_up(m.head_dim, 16) + 2)) + width * PANEL + 2 * BLOCK;
+  long width = round_up(m.head_dim, STRIPE), panel = PANEL * (width > STRIPE ? width : STRIPE);
+  long tiled = (tile * (width + BLOCK) + panel + PANEL * BLOCK) / 2;  // attention_amx.h
+  return tile * (width + BLOCK + 2 * (width + 16)) + panel + 2 * BLOCK + tiled;
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;

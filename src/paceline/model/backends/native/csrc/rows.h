@@ -60,7 +60,7 @@ void add_normalised(const pl_model& m, const pl_norm& norm, float* x, const floa
 }
 
 // One head in place: its norm, then the rotation by the row's cosines and sines.
-inline void turn(const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
+inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
   if (norm.weight) {
     V scale = set1(scale_of(head, width, norm.eps));
     for (long i = 0; i < width; i += 16)
@@ -73,17 +73,17 @@ inline void turn(const pl_norm& norm, const float* rope, float* head, long width
     V a = load_first(head + i, left), b = load_first(head + half + i, left);
     V cosine = load_first(rope + i, left), sine = load_first(rope + half + i, left);
     V first = fma(a, cosine, zero() - b * sine), second = fma(b, cosine, a * sine);
-    store_first(head + i, left, first * set1(scaling));
-    store_first(head + half + i, left, second * set1(scaling));
+    store_first(head + i, left, rounded(dtype, first * set1(scaling)));
+    store_first(head + half + i, left, rounded(dtype, second * set1(scaling)));
   }
 }
 
 // Queries stay in qkv, scaled; the key and the value go to their places in the cache.
 void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value) {
   long d = m.head_dim;
-  for (long h = 0; h < m.heads; h++) turn(layer.q_norm, rope, qkv + h * d, d, m.scaling);
+  for (long h = 0; h < m.heads; h++) turn(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
-  for (long h = 0; h < m.kv_heads; h++) turn(layer.k_norm, rope, k + h * d, d, 1.0f);
+  for (long h = 0; h < m.kv_heads; h++) turn(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
   give(m.dtype, k, m.kv_heads * d, key);
   give(m.dtype, k + m.kv_heads * d, m.kv_heads * d, value);
 }

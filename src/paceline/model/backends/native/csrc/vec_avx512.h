@@ -86,5 +86,3 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 6;         // rows of a product's register tile,
 constexpr int WIDE = 2;         // by this many vectors of outputs
-constexpr int ATTEND_ROWS = 6;  // query rows of the tile that sums values,
-constexpr int ATTEND_WIDE = 4;  // by this many vectors of a value

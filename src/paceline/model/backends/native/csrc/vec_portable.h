@@ -76,5 +76,3 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 2;
 constexpr int WIDE = 1;
-constexpr int ATTEND_ROWS = 1;
-constexpr int ATTEND_WIDE = 2;

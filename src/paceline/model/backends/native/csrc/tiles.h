@@ -1,0 +1,82 @@
+// Tile instructions: shapes, and the product of up to 32 rows by a panel. See products_amx.h.
+#pragma once
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "products.h"
+#include "vec.h"
+
+namespace {
+
+constexpr long TILE = 16;
+constexpr long TILED_FROM = 4;  // rows: fewer stream the weights as fast without
+
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, unused[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // Tiles 0 to 3: C; 4 and 5: A; 6 and 7: B.
+  TileShapes(long upper, long lower) {
+    for (int t = 0; t < 8; t++) bytes[t] = 64;
+    rows[0] = rows[1] = rows[4] = static_cast<uint8_t>(upper);
+    rows[2] = rows[3] = rows[5] = static_cast<uint8_t>(lower > 0 ? lower : 1);
+    rows[6] = rows[7] = TILE;
+  }
+};
+
+// What was stored is in memory: GCC's intrinsics do not say that tiles are loaded from there.
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// The shape that is configured in this thread; given back at the end.
+class Shaped {
+ public:
+  ~Shaped() {
+    if (rows_ >= 0) _tile_release();
+  }
+  void to(long rows) {
+    settle();
+    if (rows == rows_) return;
+    TileShapes shapes(rows < TILE ? rows : TILE, rows - TILE);
+    settle();
+    _tile_loadconfig(&shapes);
+    rows_ = rows;
+  }
+
+ private:
+  long rows_ = -1;
+};
+
+// c [rows, ldc] += a [rows, lda] times a bf16 panel of so many inputs, for up to 32 rows; `far`: the
+// panel comes from memory.
+template <bool far>
+inline void tiles(const uint16_t* panel, const uint16_t* a, long lda, long rows, long inputs, float* c, long ldc) {
+  bool both = rows > TILE;
+  _tile_loadd(0, c, 4 * ldc);
+  _tile_loadd(1, c + TILE, 4 * ldc);
+  if (both) {
+    _tile_loadd(2, c + TILE * ldc, 4 * ldc);
+    _tile_loadd(3, c + TILE * ldc + TILE, 4 * ldc);
+  }
+  for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL, a += STRIPE) {
+    if (far) fetch_ahead(panel);
+    _tile_loadd(6, panel, 4 * PANEL);
+    _tile_loadd(7, panel + PANEL, 4 * PANEL);
+    _tile_loadd(4, a, 2 * lda);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (both) {
+      _tile_loadd(5, a + TILE * lda, 2 * lda);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, 4 * ldc);
+  _tile_stored(1, c + TILE, 4 * ldc);
+  if (both) {
+    _tile_stored(2, c + TILE * ldc, 4 * ldc);
+    _tile_stored(3, c + TILE * ldc + TILE, 4 * ldc);
+  }
+}
+
+}  // namespace
