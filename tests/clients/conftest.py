@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 import real_model
 from served_process import Served, ServedProcess
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the other environment none of the servers is started, for one client that is there too."""
+    if find_spec("anthropic") is None:
+        reason = pytest.mark.skip(reason="the clients are not installed; run make test-clients")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(reason)
 
 
 def _serve(model: str, *arguments: str) -> Iterator[Served]:
