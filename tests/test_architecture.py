@@ -34,3 +34,8 @@ def test_the_page_names_who_may_use_foreign_libraries() -> None:
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     for library in FOREIGN.keys() - {"ray"}:
         assert f"`{library}` in" in page
+
+
+def test_what_the_page_links_to_exists() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8")):
+        assert (PAGE.parent / target).exists(), target

@@ -12,10 +12,10 @@ import pytest
 from paceline import DataError
 from paceline.train.answers import (
     FOLLOW_UPS,
-    Answer,
     AnswerJob,
     AnswerWriter,
     PromptSelection,
+    WrittenAnswer,
     jobs_of,
 )
 from paceline.train.data import Source, encode_stream
@@ -39,11 +39,11 @@ class Echo:
         self.queue.append((number, token_ids))
         self.seen.append(token_ids)
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[WrittenAnswer]:
         self.most = max(self.most, len(self.queue))
         number, _ = self.queue.popleft()
         words = TOKENIZER.encode(f"answer {number}", add_special_tokens=False)
-        return [Answer(number, [] if self.finish == "error" else [*words, END], self.finish)]
+        return [WrittenAnswer(number, [] if self.finish == "error" else [*words, END], self.finish)]
 
 
 def prompts(folder: Path, *records: Any) -> list[Source]:

@@ -19,7 +19,7 @@ from paceline.train.configs import AnswerConfig, PromptSelection
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
     from paceline.request.request import Request
-    from paceline.train.answers import Answer
+    from paceline.train.answers import WrittenAnswer
 
 
 class _Decoder:
@@ -34,15 +34,17 @@ class _Decoder:
         self._llm.enqueue(requests)
         self._open.extend(requests)
 
-    def step(self) -> list[Answer]:
-        from paceline.train.answers import Answer
+    def step(self) -> list[WrittenAnswer]:
+        from paceline.train.answers import WrittenAnswer
 
         self._llm.step()
         found = []
         for request in self._open:
             if request.completion is not None:
                 done = request.completion
-                found.append(Answer(request.number, list(done.token_ids), done.finish_reason))
+                found.append(
+                    WrittenAnswer(request.number, list(done.token_ids), done.finish_reason)
+                )
         if found:
             self._llm.release([r for r in self._open if r.completion is not None])
             self._open = [r for r in self._open if r.completion is None]

@@ -56,7 +56,7 @@ class AnswerJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WrittenAnswer:
     """What the target wrote for job ``number``: its tokens with the end token, and why it ended."""
 
     number: int
@@ -69,7 +69,7 @@ class Decoder(Protocol):
 
     def add(self, number: int, token_ids: list[int]) -> None: ...
 
-    def step(self) -> list[Answer]: ...
+    def step(self) -> list[WrittenAnswer]: ...
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class AnswerWriter:
         open_turns[turn.job.number] = turn
         self._decoder.add(turn.job.number, turn.token_ids)
 
-    def _note(self, turn: _Turn, answer: Answer) -> int:
+    def _note(self, turn: _Turn, answer: WrittenAnswer) -> int:
         """Write one record down; 0 if there is none."""
         if answer.finish == "error" or not answer.token_ids:
             self.failed += 1

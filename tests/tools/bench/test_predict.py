@@ -328,12 +328,16 @@ def test_a_machine_without_overheads_runs_as_predicted(
     made = predict_and_measure(plain, spec, prompts, 48, rounds=1)
     assert made is not None
     assert made.plain_step == pytest.approx(10.5)
-    assert made.step == pytest.approx(4 * 1.1 + 12.5)
+    # Over all steps: those that end a request draft less than four tokens.
+    assert made.step == pytest.approx(4 * 1.1 + 12.5, rel=0.01)
     found = {item.name: item for item in made.items}
-    # The steps that end a request draft less than four tokens, and take less for it.
-    for name in ("drafting dearer than its passes alone", "checking dearer than alone"):
+    # After a full draft the draft model has two tokens to read, 0.1 s each.
+    for name, most in (
+        ("drafting dearer than its passes alone", 0.1),
+        ("checking dearer than alone", 0.01),
+    ):
         seconds = found[name].seconds
-        assert seconds is not None and -0.15 < seconds <= 0.01, name
+        assert seconds is not None and -0.15 < seconds <= most, name
     assert found["bookkeeping of drafts"].seconds == 0
     assert found["rest"].speedup == pytest.approx(0)
     assert made.decoding == pytest.approx(made.predicted, rel=0.05)

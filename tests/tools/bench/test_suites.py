@@ -14,7 +14,7 @@ from made_outcomes import ask, outcome
 from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.tools.bench.conversations import (
-    Dialogue,
+    SuiteDialogue,
     answer_all,
     asked_alike,
     converse,
@@ -203,13 +203,13 @@ def test_sampled_requests_get_seeds_of_their_own() -> None:
 # -- figures -------------------------------------------------------------------------------------
 
 
-def dialogue(*turns: tuple[float, list[int]]) -> Dialogue:
+def dialogue(*turns: tuple[float, list[int]]) -> SuiteDialogue:
     """Turns of (seconds, tokens of each step); the first step reads the prompt."""
     made = []
     for seconds, steps in turns:
         arrivals = tuple((float(n), count) for n, count in enumerate(steps, 1))
         made.append(outcome(seconds, arrivals))
-    return Dialogue(**vars(merged(made)), asks=(ask(1),) * len(made))
+    return SuiteDialogue(**vars(merged(made)), asks=(ask(1),) * len(made))
 
 
 def test_mean_accepted_tokens_are_pooled_over_steps() -> None:

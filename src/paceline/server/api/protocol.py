@@ -270,7 +270,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class Prediction(Body):
+class PredictedOutput(Body):
     """What the answer will probably be: a draft."""
 
     type: Literal["content"] = "content"
@@ -288,7 +288,7 @@ class ChatRequest(Generation):
     parallel_tool_calls: bool | None = None
     functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
     function_call: Literal["none", "auto"] | NamedFunction | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
     # for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True

@@ -14,7 +14,7 @@ from paceline.server.errors import APIError
 from paceline.server.fields import Body
 from paceline.server.requestlog import note
 
-Item = dict[str, Any]
+OutputItem = dict[str, Any]
 MessageFields = dict[str, Any]  # those of a ChatMessage
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -136,7 +136,7 @@ def _response_format(format: TextFormat) -> dict[str, Any]:
 
 
 def messages_of(
-    given: str | list[Item], known: Callable[[str], Item | None]
+    given: str | list[OutputItem], known: Callable[[str], OutputItem | None]
 ) -> list[MessageFields]:
     """The messages that the items of an input are; ``known`` looks items up that are named only.
 
@@ -177,7 +177,7 @@ def _assistant(messages: list[MessageFields]) -> MessageFields:
     return messages[-1]
 
 
-def _read_message(item: Item, messages: list[MessageFields]) -> None:
+def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
     role, text = item["role"], text_of(item["content"])
     if role == "assistant":
         own = _assistant(messages)
@@ -187,7 +187,7 @@ def _read_message(item: Item, messages: list[MessageFields]) -> None:
     messages.append({"role": role, "content": text})
 
 
-def _read_call(item: Item, messages: list[MessageFields]) -> None:
+def _read_call(item: OutputItem, messages: list[MessageFields]) -> None:
     call = {
         "id": str(item.get("call_id") or item.get("id") or ""),
         "type": "function",
@@ -196,18 +196,18 @@ def _read_call(item: Item, messages: list[MessageFields]) -> None:
     _assistant(messages).setdefault("tool_calls", []).append(call)
 
 
-def _read_output(item: Item, messages: list[MessageFields]) -> None:
+def _read_output(item: OutputItem, messages: list[MessageFields]) -> None:
     content = text_of(item["output"])
     messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
 
 
-def _read_thoughts(item: Item, messages: list[MessageFields]) -> None:
+def _read_thoughts(item: OutputItem, messages: list[MessageFields]) -> None:
     thoughts = text_of(item.get("content")) or text_of(item.get("summary"))
     if thoughts:
         messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
 
 
-_READERS: Mapping[str, Callable[[Item, list[MessageFields]], None]] = {
+_READERS: Mapping[str, Callable[[OutputItem, list[MessageFields]], None]] = {
     "message": _read_message,
     "function_call": _read_call,
     "function_call_output": _read_output,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Dialogue(TimedRun):
+class SuiteDialogue(TimedRun):
     """A question as one run, an answer for each of the ``asks``; ``cut``: later turns had no room
     in the context."""
 
@@ -39,9 +39,9 @@ class Dialogue(TimedRun):
     cut: bool = False
 
 
-def dialogues(heat: Heat) -> dict[str, Dialogue]:
+def dialogues(heat: Heat) -> dict[str, SuiteDialogue]:
     """Of a heat in which questions were answered."""
-    return cast("dict[str, Dialogue]", heat.outcomes)
+    return cast("dict[str, SuiteDialogue]", heat.outcomes)
 
 
 def asked_alike(record: HeatRecord) -> HeatRecord:
@@ -72,7 +72,7 @@ def _first(llm: LLM, question: Question) -> list[int]:
 
 def converse(
     llm: LLM, contestant: Contestant, question: Question, params: Callable[[int], SamplingParams]
-) -> Dialogue:
+) -> SuiteDialogue:
     """Answer all turns. ``params`` gets how many tokens there is room for."""
     messages = list(question.earlier)
     asks: list[Ask] = []
@@ -89,7 +89,7 @@ def converse(
         text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
         messages.append(("assistant", str(text).strip()))
     cut = len(asks) < len(question.turns)
-    return Dialogue(**vars(merged(runs)), asks=tuple(asks), cut=cut)
+    return SuiteDialogue(**vars(merged(runs)), asks=tuple(asks), cut=cut)
 
 
 def answer_all(
@@ -106,7 +106,7 @@ def answer_all(
     False if the time was up before all was done.
     """
 
-    def answer(contestant: Contestant, job: BenchJob) -> Dialogue:
+    def answer(contestant: Contestant, job: BenchJob) -> SuiteDialogue:
         def params(room: int) -> SamplingParams:
             return how.settings.params(job.temperature, job.index, room)
 

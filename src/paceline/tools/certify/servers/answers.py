@@ -13,11 +13,11 @@ from urllib.request import Request, urlopen
 
 from paceline.errors import ConfigError
 
-Body = Mapping[str, Any]
+ServerBody = Mapping[str, Any]
 _MOST_SHOWN = 160  # characters of a server's error
 
 
-class RefusedError(Exception):
+class ServerRefusedError(Exception):
     """The server answered with an error of the request's (4xx): it may not know the feature."""
 
 
@@ -31,11 +31,11 @@ class Answering(Protocol):
     @property
     def name(self) -> str: ...
 
-    def answer(self, path: str, body: Body) -> dict[str, Any]:
-        """The whole answer. Raises RefusedError and FailedError."""
+    def answer(self, path: str, body: ServerBody) -> dict[str, Any]:
+        """The whole answer. Raises ServerRefusedError and FailedError."""
         ...
 
-    def stream(self, path: str, body: Body) -> list[dict[str, Any]]:
+    def stream(self, path: str, body: ServerBody) -> list[dict[str, Any]]:
         """The chunks of a stream, which must end in [DONE]. Raises as ``answer`` does."""
         ...
 
@@ -72,7 +72,7 @@ class AnsweringServer:
         asking = cls(base, model or "", key, timeout)
         try:
             listed = asking._read(asking._open("models", None)).get("data") or []
-        except (RefusedError, FailedError) as error:
+        except (ServerRefusedError, FailedError) as error:
             raise ConfigError(f"no server answers at {base}/v1/models: {error}") from None
         ours = [item for item in listed if isinstance(item, dict) and model in (None, item["id"])]
         if model is None and not ours:
@@ -83,10 +83,10 @@ class AnsweringServer:
         off = cls(base, own.model, key, timeout, (("speculation", {"method": "off"}),))
         return own, off
 
-    def answer(self, path: str, body: Body) -> dict[str, Any]:
+    def answer(self, path: str, body: ServerBody) -> dict[str, Any]:
         return self._read(self._open(path, body))
 
-    def stream(self, path: str, body: Body) -> list[dict[str, Any]]:
+    def stream(self, path: str, body: ServerBody) -> list[dict[str, Any]]:
         chunks, ended = [], False
         with _failing():
             for line in self._open(path, {**body, "stream": True}):
@@ -101,7 +101,7 @@ class AnsweringServer:
             raise FailedError("a stream ended without [DONE]")
         return chunks
 
-    def _open(self, path: str, body: Body | None) -> HTTPResponse:
+    def _open(self, path: str, body: ServerBody | None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -127,7 +127,7 @@ def _failing() -> Iterator[None]:
         yield
     except HTTPError as error:
         said = " ".join(error.read().decode("utf-8", errors="replace").split())[:_MOST_SHOWN]
-        kind = RefusedError if 400 <= error.code < 500 else FailedError
+        kind = ServerRefusedError if 400 <= error.code < 500 else FailedError
         raise kind(f"{error.code} {said}") from None
     except (OSError, HTTPException, ValueError) as error:
         raise FailedError(f"{type(error).__name__}: {error}") from None

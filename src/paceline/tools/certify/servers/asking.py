@@ -12,8 +12,8 @@ from paceline.difference import first_difference
 from paceline.tools.certify.chisquare import ChiSquare
 from paceline.tools.certify.servers.answers import (
     Answering,
-    RefusedError,
     Said,
+    ServerRefusedError,
     choices_of,
     tokens_of,
 )
@@ -64,7 +64,7 @@ class Asking:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **more}
         try:
             answer = self.whole(server, "completions", {**body, "logprobs": TOP})
-        except RefusedError:
+        except ServerRefusedError:
             answer = self.whole(server, "completions", body)
         found = choices_of(answer)
         if server is self.server:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from paceline.difference import first_difference
 from paceline.tools.certify.chisquare import ChiSquare, goodness, homogeneity, tail
-from paceline.tools.certify.servers.answers import RefusedError, Said, tokens_of
+from paceline.tools.certify.servers.answers import Said, ServerRefusedError, tokens_of
 from paceline.tools.certify.servers.asking import TIE, TOP, CheckPart, gap, parting
 
 _RESCORED = 3  # places of each text
@@ -117,7 +117,7 @@ class SamplePart(CheckPart):
             while len(found) < _SAMPLES:
                 try:
                     choices, _ = asking.completions(server, prompt, **body, n=self.together)
-                except RefusedError:
+                except ServerRefusedError:
                     if self.together == 1:
                         raise
                     self.together = 1

@@ -13,8 +13,7 @@ from typing import Any
 from paceline.budget import Budget
 from paceline.errors import ConfigError, PromptError
 from paceline.tools.certify.chisquare import holm
-from paceline.tools.certify.columns import Column, table_of
-from paceline.tools.certify.servers.answers import Answering, FailedError, RefusedError
+from paceline.tools.certify.servers.answers import Answering, FailedError, ServerRefusedError
 from paceline.tools.certify.servers.asking import Asking, CheckPart, PartResult, RequestsSpentError
 from paceline.tools.certify.servers.parts import (
     GreedyPart,
@@ -24,6 +23,7 @@ from paceline.tools.certify.servers.parts import (
     StreamPart,
 )
 from paceline.tools.certify.servers.structure import StructurePart
+from paceline.tools.report.columns import Column, table_of
 from paceline.tools.report.document import Block, Report, Text
 
 PARTS: tuple[type[CheckPart], ...] = (
@@ -208,7 +208,7 @@ class ServerCertifier:
         sent, start = self._asking.sent, time.monotonic()
         try:
             part.look(name, prompt)
-        except RefusedError as error:
+        except ServerRefusedError as error:
             self._failures[part.name] += 1
             part.note(f"the server refuses: {error}")
         except FailedError as error:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.tools.certify.servers.answers import RefusedError
+from paceline.tools.certify.servers.answers import ServerRefusedError
 from paceline.tools.certify.servers.asking import CheckPart
 
 _KINDS = {"name": str, "count": int}
@@ -52,7 +52,7 @@ class StructurePart(CheckPart):
             answer = asking.whole(asking.server, path, body)
             asking.count()
             chunks = asking.server.stream(path, body)
-        except RefusedError as error:
+        except ServerRefusedError as error:
             self.note(f"{form} was not looked at: the server says {error}")
             return
         whole = [(choice["message"], choice.get("finish_reason")) for choice in answer["choices"]]
