@@ -13,7 +13,6 @@ from typing import Any
 from paceline.budget import Budget
 from paceline.errors import ConfigError, PromptError
 from paceline.tools.certify.chisquare import holm
-from paceline.tools.certify.columns import Column, table_of
 from paceline.tools.certify.servers.answers import Answering, FailedError, RefusedError
 from paceline.tools.certify.servers.asking import Asking, CheckPart, PartResult, RequestsSpentError
 from paceline.tools.certify.servers.parts import (
@@ -24,6 +23,7 @@ from paceline.tools.certify.servers.parts import (
     StreamPart,
 )
 from paceline.tools.certify.servers.structure import StructurePart
+from paceline.tools.report.columns import Column, table_of
 from paceline.tools.report.document import Block, Report, Text
 
 PARTS: tuple[type[CheckPart], ...] = (
