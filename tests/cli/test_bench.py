@@ -104,7 +104,7 @@ def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyP
     for options, expected in (
         (ModelOptions(profile="p"), (3, "block")),
         (ModelOptions(profile="p", draft="suffix"), ("auto", "block")),
-        (ModelOptions(profile="p", draft_length="2", rule="token"), (2, "token")),
+        (ModelOptions(profile="p", draft_length=2, rule="token"), (2, "token")),
         (ModelOptions(), ("auto", "auto")),
     ):
         assert _length_and_rule(options) == expected

@@ -68,8 +68,11 @@ def test_defaults_are_those_of_the_api() -> None:
 
 def test_every_sampling_parameter_has_an_option() -> None:
     options = {item.name for item in fields(SamplingOptions)}
-    # A call has one --draft for all its prompts, and one --draft-length.
-    assert options == {item.name for item in fields(SamplingParams)} - {"drafter", "draft_length"}
+    # A call has one --draft for all its prompts, and one --draft-length; the others are what
+    # clients of a server ask for.
+    asked = {"include_stop", "skip_end_tokens", "prompt_logprobs", "prediction", "priority"}
+    others = {"drafter", "draft_length"} | asked
+    assert options == {item.name for item in fields(SamplingParams)} - others
 
 
 def test_grammars(tmp_path: Path) -> None:
