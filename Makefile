@@ -80,25 +80,29 @@ check: $(VENV)/.installed-dev  ## format, lint and types
 
 # The kernels in a program of their own: a leak or a race of Python's or torch's is not theirs.
 KERNELS := src/paceline/model/backends/native/csrc
-SANITIZE := -std=c++17 -g -O2 -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
+SANITIZE := -std=c++17 -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
 	-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
 CXX ?= g++
 
-AVX2 := -mavx2 -mfma -DPACELINE_AVX2
-AVX512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -DPACELINE_AVX512
-AMX := $(AVX512) -mamx-tile -mamx-bf16 -DPACELINE_AMX
+CHECKED := $(addprefix build/native/,portable.o avx2.o avx512.o amx.o \
+	quantised_portable.o quantised_avx2.o quantised_vnni.o)
 
-native-check:  ## the native kernels under the address and undefined-behaviour sanitizers
-	mkdir -p build/native
-	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/portable.o
-	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/avx2.o $(AVX2)
-	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/avx512.o $(AVX512)
-	$(CXX) $(SANITIZE) -c $(KERNELS)/kernels.cpp -o build/native/amx.o $(AMX)
-	$(CXX) $(SANITIZE) -c $(KERNELS)/quantised.cpp -o build/native/quantised_portable.o
-	$(CXX) $(SANITIZE) -c $(KERNELS)/quantised.cpp -o build/native/quantised_avx2.o $(AVX2) -mf16c
-	$(CXX) $(SANITIZE) -c $(KERNELS)/quantised.cpp -o build/native/quantised_vnni.o $(AVX512) -mavx512vnni -mf16c
-	$(CXX) $(SANITIZE) $(KERNELS)/api.cpp $(KERNELS)/forward.cpp $(KERNELS)/amx_trial.cpp \
-		tests/model/backends/native_check.cpp build/native/*.o -o build/native/check
+build/native/avx2.o build/native/quantised_avx2.o: INSTRUCTIONS := -mavx2 -mfma -mf16c -DPACELINE_AVX2
+build/native/avx512.o build/native/amx.o build/native/quantised_vnni.o: INSTRUCTIONS := -mavx512f -mavx512bw \
+	-mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -DPACELINE_AVX512
+build/native/amx.o: INSTRUCTIONS += -mamx-tile -mamx-bf16 -DPACELINE_AMX
+
+build/native/quantised_%.o: $(wildcard $(KERNELS)/*)
+	@mkdir -p $(@D)
+	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/quantised.cpp -o $@
+
+build/native/%.o: $(wildcard $(KERNELS)/*)
+	@mkdir -p $(@D)
+	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/kernels.cpp -o $@
+
+native-check: $(CHECKED)  ## the native kernels under the address and undefined-behaviour sanitizers
+	$(CXX) $(SANITIZE) $(addprefix $(KERNELS)/,api.cpp forward.cpp amx_trial.cpp) \
+		tests/model/backends/native_check.cpp $(CHECKED) -o build/native/check
 	OMP_NUM_THREADS=3 build/native/check
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
