@@ -101,7 +101,7 @@ def test_a_difference_is_shown(
 
 # -- the real model ----------------------------------------------------------------------------
 
-QUICK = ["demo", "--dtype", "float32", "--max-tokens", "8", "--rounds", "1"]
+QUICK = ["demo", "--dtype", "float32", "--max-tokens", "24", "--rounds", "1"]
 
 
 def test_the_real_model_is_asked_real_questions_twice(
