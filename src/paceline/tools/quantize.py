@@ -79,8 +79,8 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
     folder that cannot be written.
     """
     with stage(f"loading {name}"):
-        tokenizer = load_tokenizer(name)
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
+        tokenizer = load_tokenizer(name)
     if is_quantised(hf) or quantization_of(hf.config) is not None:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, options)
