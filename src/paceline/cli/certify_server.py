@@ -18,6 +18,8 @@ from paceline.settings import under
 
 _server = under("A server by its answers")
 _TEXTS = 8
+_REQUESTS = 400
+_LONGEST = 32  # tokens of an answer: what is wrong shows at once, and requests are many
 # Options that a server's certification has in common with an engine's.
 _SHARED = {"model", "max_tokens", "alpha", "seed", "seconds"}
 Options = TypeVar("Options")
@@ -38,7 +40,7 @@ class ServerOptions:
         "URL of another server of the same model, without speculation.",
         shown="the same one with speculation off, where it can",
     )
-    requests: int = _server(400, "Requests sent at most.")
+    requests: int = _server(_REQUESTS, f"Requests sent at most, of {_LONGEST} tokens at most.")
 
 
 def by_url(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,8 +50,9 @@ def by_url(command: Callable[..., None]) -> Callable[..., None]:
     def chosen(**values: Any) -> None:
         if values["url"] is not None:
             _certify_server(values)
-        elif values["against"] is not None:
-            raise typer.BadParameter("--against goes with --url")
+        elif values["against"] is not None or values["requests"] != _REQUESTS:
+            name = "--against" if values["against"] is not None else "--requests"
+            raise typer.BadParameter(f"{name} goes with --url")
         else:
             command(**values)
 
@@ -65,7 +68,7 @@ def _certify_server(values: dict[str, Any]) -> None:
     _refuse_others(values["context"], own | _SHARED)
     budget = Budget(values["seconds"] or None)
     output.check()
-    sizes = server.requests, min(values["max_tokens"], 32), values["alpha"], values["seed"]
+    sizes = server.requests, min(values["max_tokens"], _LONGEST), values["alpha"], values["seed"]
     effort = ServerEffort(*sizes)
     found = prompts.load(1)
     few = [found[n * len(found) // _TEXTS] for n in range(_TEXTS)] if found[_TEXTS:] else found
