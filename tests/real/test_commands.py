@@ -120,7 +120,7 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),
         *("--prompts", prompts, "--max-tokens", "6", "--rounds", "1"),
     )
-    assert {entry["spec"] for entry in found["confirmation"]} >= {"ngram:min=1"}
+    assert "ngram" in {entry["spec"] for entry in found["confirmation"]}  # min=1 is the default
     assert TunedProfile.read(out).model.vocab_size == 49_152
 
 
