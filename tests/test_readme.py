@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,8 +50,8 @@ def pair_or_stand_in(text: str, pair: TinyPair) -> str:
     return text
 
 
-# What needs a running server or a tuned profile is run by the tests of server and tune.
-_ELSEWHERE = ("openai", "paceline.toml")
+# What needs a running server, a tuned profile or a file made before is run by tests of its own.
+_ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8")
 
 
 def stands_alone(text: str) -> bool:
@@ -57,8 +59,12 @@ def stands_alone(text: str) -> bool:
 
 
 @pytest.mark.parametrize("code", [c for c in blocks("python") if stands_alone(c)])
-def test_python_examples_run(code: str, tiny_pair: TinyPair) -> None:
-    exec(compile(pair_or_stand_in(code, tiny_pair), "example", "exec"), {"__name__": "example"})
+def test_python_examples_run(
+    code: str, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("example")  # where dataclasses look up what annotations mean
+    monkeypatch.setitem(sys.modules, "example", module)
+    exec(compile(pair_or_stand_in(code, tiny_pair), "example", "exec"), vars(module))
 
 
 def test_the_readme_example_is_short() -> None:
@@ -92,7 +98,7 @@ def test_commands_parse(command: str) -> None:
 
 
 # These take minutes, serve for ever or talk to somebody; they have tests of their own.
-_LONG = {"pull", "train", "serve", "bench", "tune", "certify", "profile", "doctor"}
+_LONG = {"pull", "train", "serve", "bench", "tune", "certify", "profile", "doctor", "quantize"}
 
 
 def is_cheap(command: str) -> bool:
