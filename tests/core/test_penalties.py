@@ -1,5 +1,6 @@
 """Penalties at the tokens that occurred are penalties over the whole vocabulary, bit for bit."""
 
+import threading
 from dataclasses import replace
 
 import torch
@@ -81,13 +82,24 @@ def test_tokens_taken_back_are_not_counted():
 
 
 def test_nothing_is_kept_of_a_sequence_that_has_gone():
-    before = len(penalties._kept)
+    before = len(penalties._kept.by_id)
     penalties.forget(0)
     seq = SequenceState(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
     penalised(torch.zeros(1, VOCAB), [seq], [0], None)
-    assert 0 in penalties._kept
+    assert 0 in penalties._kept.by_id
     penalties.forget(0)
-    assert 0 not in penalties._kept and len(penalties._kept) <= before
+    assert 0 not in penalties._kept.by_id and len(penalties._kept.by_id) <= before
     for number in range(2 * penalties._KEPT):  # those that nobody takes leave of
         penalised(torch.zeros(1, VOCAB), [replace(seq, seq_id=number)], [0], None)
-    assert len(penalties._kept) == penalties._KEPT
+    assert len(penalties._kept.by_id) == penalties._KEPT
+
+
+def test_threads_count_by_themselves() -> None:
+    """Engines of two threads may give their sequences the same numbers."""
+    found: list[int] = []
+    penalties._kept.by_id[7] = penalties.Occurrences()
+    thread = threading.Thread(target=lambda: found.append(len(penalties._kept.by_id)))
+    thread.start()
+    thread.join()
+    penalties.forget(7)
+    assert found == [0]

@@ -6,6 +6,7 @@ occur keeps its score, so only the others are gathered, changed and put back.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -58,21 +59,31 @@ class Occurrences:
 
 
 _KEPT = 256  # sequences; the one longest not asked for is counted anew if it comes back
-_kept: OrderedDict[int, Occurrences] = OrderedDict()
+
+
+class _Kept(threading.local):
+    """By sequence. Of each thread its own: engines of two threads may number alike."""
+
+    def __init__(self) -> None:
+        self.by_id: OrderedDict[int, Occurrences] = OrderedDict()
+
+
+_kept = _Kept()
 
 
 def forget(seq_id: int) -> None:
     """Drop what was counted of a sequence: it has ended."""
-    _kept.pop(seq_id, None)
+    _kept.by_id.pop(seq_id, None)
 
 
 def _occurrences(seq: SequenceView) -> Occurrences:
-    found = _kept.get(seq.seq_id)
+    kept = _kept.by_id
+    found = kept.get(seq.seq_id)
     if found is None or not found.continues(seq):
-        found = _kept[seq.seq_id] = Occurrences()
-        if len(_kept) > _KEPT:
-            _kept.popitem(last=False)
-    _kept.move_to_end(seq.seq_id)
+        found = kept[seq.seq_id] = Occurrences()
+        if len(kept) > _KEPT:
+            kept.popitem(last=False)
+    kept.move_to_end(seq.seq_id)
     found.update(seq)
     return found
 

@@ -94,7 +94,9 @@ class CausalModel:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         model.asked = backend
-        if not quick or (backend == "native" and adopt(model)):
+        # Quantised weights are slow on the reference backend, whose arithmetic is there to be read.
+        native = backend == "native" or (backend == "auto" and is_quantised(module))
+        if not quick or (native and adopt(model)):
             return model
         return quicken(model)
 

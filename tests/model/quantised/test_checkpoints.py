@@ -54,7 +54,7 @@ def test_what_was_written_is_read_again(
     assert report.kind == ("GPTQ" if calibrated else "nearest")
     assert report.found.layers == 14
     assert abs(report.loss) < (0.01 if precision == "int8" else 0.15)
-    model = CausalModel.load(str(out), dtype="float32", device="cpu")
+    model = CausalModel.load(str(out), dtype="float32", device="cpu", backend="reference")
     kept = layers(model.hf)
     assert len(kept) == 14
     assert {m.quantised.bits for m in kept.values()} == {8 if precision == "int8" else 4}
@@ -96,7 +96,7 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
     out = tmp_path / "four"
     quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", head="int8")))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = LLM(str(out), dtype="float32", device="cpu")
+    plain = LLM(str(out), dtype="float32", device="cpu", backend="reference")
     ids = [5, 9, 7, 5, 9, 7, 5, 9]
     (wanted,) = plain.generate([ids], params)
     drafted = plain.beside("ngram")
@@ -113,7 +113,9 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_model_is_quantised_when_it_is_loaded(plain_folder: Path, precision: str) -> None:
-    model = CausalModel.load(str(plain_folder), device="cpu", quantize=precision)
+    model = CausalModel.load(
+        str(plain_folder), device="cpu", quantize=precision, backend="reference"
+    )
     kept = layers(model.hf)
     assert len(kept) == 15
     assert kept["lm_head"].quantised.bits == 8
@@ -181,7 +183,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 
 def test_gptq_checkpoints_keep_their_codes(plain_folder: Path, tmp_path: Path) -> None:
     folder = rewritten(plain_folder, tmp_path / "gptq", GPTQ, as_gptq)
-    model = CausalModel.load(str(folder), dtype="float32", device="cpu")
+    model = CausalModel.load(str(folder), dtype="float32", device="cpu", backend="reference")
     plain = load_file(plain_folder / "model.safetensors")[f"{LAYER}.weight"]
     kept = layers(model.hf)
     assert len(kept) == 14
@@ -193,7 +195,7 @@ def test_awq_checkpoints_keep_their_codes_and_zero_points(
     plain_folder: Path, tmp_path: Path
 ) -> None:
     folder = rewritten(plain_folder, tmp_path / "awq", AWQ, as_awq)
-    model = CausalModel.load(str(folder), dtype="float32", device="cpu")
+    model = CausalModel.load(str(folder), dtype="float32", device="cpu", backend="reference")
     plain = load_file(plain_folder / "model.safetensors")[f"{LAYER}.weight"]
     kept = layers(model.hf)[LAYER]
     assert kept.quantised.offsets is not None

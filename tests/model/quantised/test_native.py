@@ -126,3 +126,8 @@ def test_text_is_plain_decodings_with_every_kind_of_draft(
         for draft in drafts:
             llm = plain.beside(draft, draft_length=3, draft_quantize="int4")
             assert [found.token_ids for found in llm.generate(prompts, params)] == wanted, draft
+
+
+def test_quantised_weights_run_on_the_kernels_unless_told_otherwise(plain_folder: Path) -> None:
+    assert CausalModel.load(str(plain_folder), device="cpu", quantize="int4").backend == "native"
+    assert CausalModel.load(str(plain_folder), device="cpu").backend == "reference"
