@@ -81,6 +81,7 @@ class Facts(WireRecord):
     drafters: tuple[str, ...]
     dtype: str
     device: str
+    backend: str
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -90,6 +91,7 @@ class Facts(WireRecord):
             tuple(llm.drafters),
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),
+            llm.target.backend_reason,
             tuple(llm.notes),
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.model.backends.base import NATIVE
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.library import (
     DTYPES,
@@ -70,7 +71,7 @@ class NativeModel:
     ``skipped``: layers that are left out; the others keep their numbers, so their cache as well.
     """
 
-    name = "native"
+    name = NATIVE
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""

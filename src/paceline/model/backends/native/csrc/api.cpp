@@ -7,10 +7,10 @@
 
 namespace {
 
-// The best first. Tiles come after what always works: they are used where they are asked for.
+// The best first.
 const Kernels* const every[] = {
 #if defined(__x86_64__)
-    &kernels_avx512, &kernels_avx2, &kernels_amx,
+    &kernels_amx, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_portable};
 
