@@ -35,7 +35,7 @@ _LIMIT = 300  # seconds for one compilation
 
 # What is compiled: object, source, options.
 _COMMON = (
-    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "amx_trial")),
+    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "medusa", "amx_trial")),
     ("portable", "kernels.cpp", ()),
     ("quantised_portable", "quantised.cpp", ()),
 )

@@ -52,6 +52,18 @@ class CModel(Structure):
         ("layer", POINTER(CLayer)),
         ("final_norm", CNorm),
         ("head", CWeight),
+        ("fuse", CWeight),
+        ("hidden_norm", CNorm),
+        ("residual_normed", c_int64),
+    )
+
+
+class CMedusa(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "width", "vocab", "heads", "blocks", "shared")),
+        ("logit_cap", c_float),
+        ("block", POINTER(CWeight)),
+        ("head", POINTER(CWeight)),
     )
 
 
@@ -68,7 +80,9 @@ class CBatch(Structure):
         *((name, c_int64) for name in ("block_size", "threads")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
         *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
-        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope")),
+        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope", "hidden")),
+        ("fused", c_int64),
+        ("outputs", c_void_p),
     )
 
 
@@ -90,6 +104,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_open": (c_void_p, (POINTER(CModel),)),
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
+    "pl_medusa_logits": (
+        c_int,
+        (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    ),
 }
 
 

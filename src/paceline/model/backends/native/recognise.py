@@ -24,7 +24,7 @@ from paceline.model.paged.masks import Pattern
 from paceline.model.quantised.weights import QuantisedLinear
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 
@@ -109,7 +109,7 @@ def _described(
     ]
     rope_kinds = tuple(dict.fromkeys(of_layer))
     rope = base.rotary_emb.rope_type
-    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
+    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
     scale = getattr(base.embed_tokens, "embed_scale", None)
     return DecoderShape(

@@ -242,4 +242,14 @@ int pl_forward(void* opened, const pl_batch* batch) {
     return 1;
   }
 }
+
+int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {
+  try {
+    const Kernels& k = kernels();
+    medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
 }

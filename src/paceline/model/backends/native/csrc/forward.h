@@ -62,6 +62,7 @@ class Forward {
  private:
   void lay_out();
   void work(int thread, int threads);
+  void begin(int thread, int threads);
   void layer(long index, int thread, int threads);
   void attention(long index, int thread, int threads);
   void keep_features(long layer, int thread, int threads);
@@ -81,9 +82,13 @@ class Forward {
   pl_batch b_;
   Team team_;
   Codes codes_;
-  Rows x_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
+  Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
   std::vector<Row> row_;
   std::vector<int32_t> own_;
   std::vector<AttentionItem> items_;
   long blocks_ = 1;  // of keys, each an item; 1: items take all of them
 };
+
+// Of the first `count` Medusa heads, for x [rows, width]: see paceline_native.h.
+void medusa_logits(const Kernels& kernels, const Quantised& quantised, const pl_medusa& heads, const void* x, long rows,
+                   long count, void* logits, long threads);

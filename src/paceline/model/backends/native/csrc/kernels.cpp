@@ -21,4 +21,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, place, give, take};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, place, give, take};

@@ -94,6 +94,8 @@ struct Kernels {
   // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
   void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
   void (*add_normalised)(const pl_model&, const pl_norm&, float* x, const float* y);
+  // x += silu(y), and rounded to `next`
+  void (*add_silu)(int64_t dtype, float* x, const float* y, float* next, long width);
   void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);

@@ -43,7 +43,12 @@ inline float scale_of(const float* x, long width, float eps) {
   return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
 }
 
+// Without a norm it is rounded only.
 void normalise(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
+  if (!norm.weight) {
+    for (long i = 0; i < width; i += 16) store_first(y + i, width - i, rounded(m.dtype, load_first(x + i, width - i)));
+    return;
+  }
   V scale = set1(scale_of(x, width, norm.eps));
   for (long i = 0; i < width; i += 16) {
     V a = load_first(x + i, width - i) * scale * load_first(norm.weight + i, width - i);
@@ -56,6 +61,14 @@ void add_normalised(const pl_model& m, const pl_norm& norm, float* x, const floa
   for (long i = 0; i < m.hidden; i += 16) {
     V a = load_first(y + i, m.hidden - i) * scale * load_first(norm.weight + i, m.hidden - i);
     store_first(x + i, m.hidden - i, load_first(x + i, m.hidden - i) + a);
+  }
+}
+
+void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) {
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i) + activated(load_first(y + i, width - i), SILU);
+    store_first(x + i, width - i, a);
+    store_first(next + i, width - i, rounded(dtype, a));
   }
 }
 
