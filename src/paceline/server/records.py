@@ -82,6 +82,7 @@ class Facts(WireRecord):
     dtype: str
     device: str
     notes: tuple[str, ...] = ()
+    max_batch_size: int = 1
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -91,6 +92,7 @@ class Facts(WireRecord):
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),
             tuple(llm.notes),
+            llm.engine.scheduler.config.max_batch_size,
         )
 
 
