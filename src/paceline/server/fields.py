@@ -27,6 +27,10 @@ NOTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_retention": _ANY,
     "prompt_cache_options": _ANY,
     "user": _ANY,
+    # where a conversation goes: for routers in front, which read it and pass it on
+    "session_id": _ANY,
+    "session_params": _ANY,
+    "user_id": _ANY,
     "include_obfuscation": _ANY,
     "cache_control": _ANY,
     "cache_salt": _ANY,
