@@ -128,7 +128,8 @@ class CausalModel:
             for layer in features:
                 self._check_feature(layer)
             return self.native(batch, cache, features)
-        step = AttentionStep.of(batch, cache, self.patterns, self.together)
+        step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
+        batch = step.batch
         if self.lean is not None:
             for layer in features:
                 self._check_feature(layer)

@@ -17,7 +17,7 @@ from paceline.draft.heads.medusa import drafting
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.heads.native import NativeEagle, NativeMedusa
 from paceline.model.backends.native.adopt import adopt
-from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
+from paceline.model.backends.native.library import SAME_BITS, choose, instructions
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
@@ -216,7 +216,7 @@ def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
         torch.set_num_threads(threads)
         same(run(step, texts, kind, chunk), wanted)
     torch.set_num_threads(1)
-    for _ in filter(choose, INSTRUCTIONS):
+    for _ in filter(choose, SAME_BITS):
         same(run(step, texts, kind, 64), wanted)
 
 
@@ -260,7 +260,7 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
     for count in (1, 3):
         torch.testing.assert_close(quick(features, count), torch.stack(wanted[:count], 1), **limits)
     rows = torch.cat([quick(row[None], 3) for row in features])
-    for name in filter(choose, INSTRUCTIONS):
+    for name in filter(choose, SAME_BITS):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             assert torch.equal(quick(features, 3), rows), name

@@ -107,7 +107,6 @@ class _Draft:
 
     base: int
     outputs: torch.Tensor | None = None
-    first: int = -1  # computed index of the first of these rows; -1 is the committed one
 
 
 @dataclass(frozen=True)
@@ -304,10 +303,8 @@ class EagleDrafter(LevelDrafter):
             own = self._drafts[seq_id]
             assert own.outputs is not None
             feed = level_feed(tree, self._base(tree.item))
-            above = [parent - own.first for parent in tree.expanded_parents[feed.first_new :]]
-            same = above == list(range(len(own.outputs)))
-            inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
-            own.first = feed.first_new
+            above, outputs = tree.above, own.outputs
+            inputs.append(outputs if above is None else outputs.index_select(0, above))
             feeds.append(feed)
             ids.append(seq_id)
             counts.append(len(tree.fresh))

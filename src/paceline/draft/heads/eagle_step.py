@@ -48,8 +48,8 @@ class ReferenceEagle:
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See EagleStep."""
-        head = self.head
-        attend = partial(paged_attention, step=AttentionStep.of(batch, cache, (FULL,)))
+        head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
+        attend, batch = partial(paged_attention, step=step), step.batch
         inputs = hidden if fused else head.fuse(hidden)
         outputs: torch.Tensor = head(self._embed(batch.input_ids), inputs, batch.positions, attend)
         if batch.logit_rows is not None:

@@ -26,6 +26,7 @@ from paceline.model.backends.native.library import (
 )
 from paceline.model.backends.native.model import NativeModel, Opened, Packing, Ropes
 from paceline.model.backends.native.packing import pack_children
+from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.paged.cache import PagedCache
 
 
@@ -53,6 +54,7 @@ class NativeEagle:
                 dtype=DTYPES[self._dtype],
                 hidden=config.hidden_size,
                 vocab=lm_head.outputs,
+                words=config.vocab_size,
                 layers=1,
                 heads=config.heads,
                 kv_heads=config.kv_heads,
@@ -70,7 +72,7 @@ class NativeEagle:
                 residual_normed=config.norm_before_residual,
             )
         )
-        self._vocabulary = lm_head.outputs
+        self._lm_head = lm_head
         self._ropes = Ropes(head.rotary, (None,))
         self._caches = CachePointers(1)
 
@@ -81,12 +83,16 @@ class NativeEagle:
         rows = batch.input_ids.shape[0]
         wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
         outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
-        logits = torch.empty(wanted, self._vocabulary, dtype=self._dtype)
+        logits = torch.empty(wanted, self._lm_head.outputs, dtype=self._dtype)
         arrays = BatchArrays(batch, cache, self._caches.of(cache))
         arrays.give(logits, {}, frozenset(), 1)
         arrays.go_on_from(hidden.contiguous(), fused, outputs)
         arrays.turn(self._ropes.reach(arrays.longest))
-        check(library().pl_forward(self._opened.handle, arrays.struct))
+        with traced("eagle"):
+            check(library().pl_forward(self._opened.handle, arrays.struct))
+        config = self.head.config
+        width = config.heads * config.head_dim
+        tell(lambda: self._packing.work(batch, cache, wanted, self._lm_head, width, 1))
         return outputs, logits
 
 
@@ -98,14 +104,13 @@ class NativeMedusa:
         config = self._config = heads.config
         self._token_map = heads.token_map
         self._dtype = target.dtype
-        packing = self._packing = Packing()
-        blocks = [
-            packing.weight(pack_children(block, ("linear",), self._dtype))
+        blocks = self._blocks = [
+            pack_children(block, ("linear",), self._dtype)
             for head in heads
             for block in list(head.children())[: config.layers]
         ]
         last = str(config.layers)
-        layers = (
+        layers = self._layers = (
             [target.lm_head]
             if config.shared_head
             else [pack_children(head, (last,), self._dtype) for head in heads]
@@ -119,21 +124,21 @@ class NativeMedusa:
             blocks=config.layers,
             shared=config.shared_head,
             logit_cap=target.decoder.logit_cap if config.shared_head else 0.0,
-            block=(CWeight * len(blocks))(*blocks),
-            head=(CWeight * len(layers))(*(packing.weight(layer) for layer in layers)),
+            block=(CWeight * len(blocks))(*(block.struct() for block in blocks)),
+            head=(CWeight * len(layers))(*(layer.struct() for layer in layers)),
         )
 
     def __call__(self, features: torch.Tensor, count: int) -> torch.Tensor:
         rows = features.contiguous()
         logits = torch.empty(len(rows), count, self._vocabulary, dtype=self._dtype)
-        check(
-            library().pl_medusa_logits(
-                self._struct,
-                rows.data_ptr(),
-                len(rows),
-                count,
-                logits.data_ptr(),
-                torch.get_num_threads(),
-            )
-        )
+        sizes = len(rows), count
+        places = rows.data_ptr(), *sizes, logits.data_ptr(), torch.get_num_threads()
+        with traced("medusa"):
+            check(library().pl_medusa_logits(self._struct, *places))
+        tell(lambda: self._work(*sizes))
         return spread(logits, self._token_map, self._config)
+
+    def _work(self, rows: int, count: int) -> NativeWork:
+        blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
+        each = rows * count if self._config.shared_head else rows
+        return NativeWork((*(b.read(rows) for b in blocks), *(h.read(each) for h in layers)))

@@ -17,7 +17,8 @@ SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1
-INSTRUCTIONS = ("amx", "avx512", "avx2", "portable")
+INSTRUCTIONS = ("amx", "dpbf16", "avx512", "avx2", "portable")
+SAME_BITS = ("amx", "avx512", "avx2", "portable")
 
 
 class CWeight(Structure):
@@ -40,13 +41,16 @@ class CLayer(Structure):
         *((name, CNorm) for name in ("attention_after", "mlp_after", "q_norm", "k_norm")),
         ("window", c_int64),
         ("rope", c_int64),
+        *((name, c_int64) for name in ("experts", "chosen")),
+        ("router", CWeight),
+        *((name, POINTER(CWeight)) for name in ("expert_gate_up", "expert_down")),
     )
 
 
 class CModel(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "layers", "heads")),
-        *((name, c_int64) for name in ("kv_heads", "head_dim", "ffn", "activation")),
+        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "words", "layers")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "ffn", "activation")),
         *((name, c_float) for name in ("embedding_scale", "scaling", "attention_cap", "logit_cap")),
         ("embedding", c_void_p),
         ("layer", POINTER(CLayer)),
@@ -145,6 +149,8 @@ def choose(name: str) -> bool:
 
 
 def check(status: int) -> None:
-    """Raises MemoryError."""
+    """Raises MemoryError and IndexError."""
+    if status == 2:
+        raise IndexError("a token id or a position is out of range")
     if status:
         raise MemoryError("no memory for a forward of this size")

@@ -20,8 +20,15 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
-from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
+from paceline.model.backends.native.packing import (
+    Packed,
+    PackedExperts,
+    PackedLinear,
+    linear_of,
+    pack_children,
+)
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
+from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -70,19 +77,40 @@ class Packing:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
+        self._matrices: list[tuple[Packed, float]] = []  # and the part of the rows that they see
 
-    def weight(self, packed: Packed) -> CWeight:
-        self._held.append(packed)
+    def weight(self, packed: Packed, part: float = 1.0) -> CWeight:
+        self._matrices.append((packed, part))
         return packed.struct()
 
-    def matrices(self, layer: Any, dtype: torch.dtype) -> dict[str, CWeight]:
+    def matrices(self, layer: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Those of a decoder layer, packed; its modules keep no others."""
         attention, mlp = layer.self_attn, layer.mlp
-        return {
+        found = {
             "qkv": self.weight(pack_children(attention, PROJECTIONS, dtype)),
             "out": self.weight(pack_children(attention, ("o_proj",), dtype)),
+        }
+        if hasattr(mlp, "experts"):
+            return found | self._experts(mlp, dtype)
+        return found | {
             "gate_up": self.weight(pack_children(mlp, GATED, dtype, gated=True)),
             "down": self.weight(pack_children(mlp, ("down_proj",), dtype)),
+        }
+
+    def _experts(self, mlp: Any, dtype: torch.dtype) -> dict[str, Any]:
+        packed = mlp.experts = PackedExperts(mlp.experts, dtype)
+        count = len(packed.down)
+        gate_up, down = (
+            (CWeight * count)(*(self.weight(one, mlp.gate.top_k / count) for one in every))
+            for every in (packed.gate_up, packed.down)
+        )
+        self.keep(gate_up, down)
+        return {
+            "experts": count,
+            "chosen": mlp.gate.top_k,
+            "router": self.weight(Packed.of([linear_of(mlp.gate.weight)], dtype)),
+            "expert_gate_up": gate_up,
+            "expert_down": down,
         }
 
     def norm(self, norm: RMSNorm | torch.nn.RMSNorm | None) -> CNorm:
@@ -94,6 +122,18 @@ class Packing:
 
     def keep(self, *what: Any) -> None:
         self._held += what
+
+    def work(
+        self, batch: Batch, cache: KeyValueStore, wanted: int, head: Packed, width: int, layers: int
+    ) -> NativeWork:
+        """Of a forward with ``wanted`` rows of logits and queries of ``width`` numbers. Of experts,
+        as if the rows were shared out evenly."""
+        rows = batch.input_ids.shape[0]
+        reads = [
+            matrix.read(wanted if matrix is head else round(rows * part))
+            for matrix, part in self._matrices
+        ]
+        return NativeWork.of_forward(tuple(reads), batch, cache, layers, width)
 
 
 class NativeModel:
@@ -122,6 +162,7 @@ class NativeModel:
                 dtype=DTYPES[self.dtype],
                 hidden=self.hidden_size,
                 vocab=self.lm_head.outputs,
+                words=self.vocab_size,
                 layers=self.num_layers,
                 heads=decoder.heads,
                 kv_heads=decoder.kv_heads,
@@ -175,7 +216,10 @@ class NativeModel:
         arrays = BatchArrays(batch, cache, self._caches.of(cache))
         arrays.give(logits, kept, self.skipped, self.num_layers)
         arrays.turn(self._ropes.reach(arrays.longest))
-        check(library().pl_forward(self._opened.handle, arrays.struct))
+        with traced("forward"):
+            check(library().pl_forward(self._opened.handle, arrays.struct))
+        width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
+        tell(lambda: self._packing.work(batch, cache, wanted, self.lm_head, width, layers))
         return ModelOutput(logits, {layer: kept[layer] for layer in features})
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,5 +231,5 @@ def unpack_modules(hf: Any) -> None:
     """Give a model whose weights were packed its plain ones back."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear):
+            if isinstance(child, PackedLinear | PackedExperts):
                 setattr(parent, name, child.plain())

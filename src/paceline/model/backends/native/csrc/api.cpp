@@ -1,16 +1,17 @@
 // The C interface: choosing kernels, packing, and the two things that are computed.
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "amx_trial.h"
 #include "forward.h"
 
 namespace {
 
-// The best first.
+// The best first. (Other than the others, kernels_dpbf16 has bits of its own.)
 const Kernels* const every[] = {
 #if defined(__x86_64__)
-    &kernels_amx, &kernels_avx512, &kernels_avx2,
+    &kernels_amx, &kernels_dpbf16, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_portable};
 
@@ -24,21 +25,31 @@ bool usable(const Kernels* k) {
     static const bool works = &kernels_amx && usable(&kernels_avx512) && amx_works(kernels_amx, kernels_avx512);
     return works;
   }
+  if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
   if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return k == &kernels_portable;
 }
 
+// Intel's processors are no faster by VDPBF16PS than by fused multiply-adds; AMD's are.
+bool preferred(const Kernels* k) {
+#if defined(__x86_64__)
+  return k != &kernels_dpbf16 || __builtin_cpu_is("amd");
+#else
+  return k;
+#endif
+}
+
 const Kernels* best() {
   for (const Kernels* k : every)
-    if (usable(k)) return k;
+    if (usable(k) && preferred(k)) return k;
   return &kernels_portable;
 }
 
 // The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's.
 const Quantised& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
-  bool wide = k == &kernels_avx512 || k == &kernels_amx;
+  bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
   if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
   if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
 #endif
@@ -238,6 +249,8 @@ int pl_forward(void* opened, const pl_batch* batch) {
     const Kernels& k = kernels();
     static_cast<Forward*>(opened)->run(k, quantised_of(&k), *batch);
     return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
   } catch (const std::bad_alloc&) {
     return 1;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace {
 
@@ -13,12 +14,6 @@ bool is_chain(const int32_t* parents, long nodes) {
   return true;
 }
 
-// The part of `rows` that a thread does.
-struct Share {
-  long from, to;
-  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
-};
-
 }  // namespace
 
 // Where each row's keys are, and how attention is divided.
@@ -27,6 +22,8 @@ void Forward::lay_out() {
   own_.clear();
   items_.clear();
   blocks_ = 1;
+  for (long r = 0; r < b_.rows; r++)
+    if (b_.ids[r] < 0 || b_.ids[r] >= m_.words) throw std::out_of_range("token");
   long most = 0;
   for (long s = 0; s < b_.spans; s++) most += static_cast<long>(b_.span[s].nodes) * b_.span[s].nodes;
   own_.reserve(most);
@@ -42,6 +39,7 @@ void Forward::lay_out() {
       row.shared = static_cast<int32_t>(chain ? base + span.nodes : base);
       row.table = table;
       row.own = nullptr;
+      if (row.position < 0 || row.position >= base + span.nodes) throw std::out_of_range("position");
       blocks_ = std::max(blocks_, row.position / BLOCK + 1);
       if (chain || r < span.pending) continue;
       size_t begin = own_.size();
@@ -51,6 +49,7 @@ void Forward::lay_out() {
       }
       std::reverse(own_.begin() + static_cast<long>(begin), own_.end());
       row.own = own_.data() + begin;
+      if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
       for (long h = 0; h < m_.kv_heads; h++)
@@ -72,13 +71,20 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   normed_.shape(b_.rows, hidden);
   qkv_.shape(b_.rows, inner + 2 * m_.kv_heads * m_.head_dim);
   attended_.shape(b_.rows, inner);
-  hidden_.shape(b_.rows, m_.ffn);
-  product_.shape(b_.rows, hidden);
+  long most = 1, experts = 0;  // of the layers
+  for (const pl_layer& l : layers_) most = std::max<long>(most, l.chosen), experts = std::max<long>(experts, l.experts);
+  hidden_.shape(b_.rows * most, m_.ffn);
+  product_.shape(b_.rows * most, hidden);
+  if (experts) {
+    routed_.shape(b_.rows, experts);
+    sorted_.shape(b_.rows * most, hidden);
+    choices_.resize(b_.rows * most);
+  }
   last_.shape(b_.logit_rows, hidden);
   long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
   if (m_.fuse.data) widest = std::max({widest, 2 * hidden, static_cast<long>(m_.fuse.inputs)});
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
-  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, widest)));
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
   if (split) partial_.shape(blocks_ * b_.rows * m_.heads, round_up(m_.head_dim, STRIPE) + 2);
@@ -152,6 +158,7 @@ void Forward::layer(long index, int thread, int threads) {
   add_product(l.out, attended_, l.attention_after, thread, threads);
   normalise(l.mlp_norm, x_, normed_, thread, threads);
   team_.meet();
+  if (l.experts) return experts(l, thread, threads);
   multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads);
   team_.meet();
   add_product(l.down, hidden_, l.mlp_after, thread, threads);
@@ -192,9 +199,11 @@ void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread,
   for (long r = share.from; r < share.to; r++) k_.normalise(m_, norm, x.at(r), y.at(r), m_.hidden);
 }
 
-void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads) {
+// Rows first .. first + rows.
+void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+                       long first) {
   QuantisedRows codes = coded(w, x, rows, thread, threads);
-  Product p{&w,   m_.dtype, x.at(0), rows, x.ld, ending, y.at(0), y.ld, static_cast<int>(m_.activation), 0.0f,
+  Product p{&w,   m_.dtype, x.at(first), rows, x.ld, ending, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
             quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
 }

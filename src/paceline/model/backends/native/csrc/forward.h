@@ -52,6 +52,12 @@ class Codes {
   std::vector<float> scales_, sums_;
 };
 
+// The part of `rows` that a thread does.
+struct Share {
+  long from, to;
+  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
+};
+
 class Forward {
  public:
   explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
@@ -67,8 +73,11 @@ class Forward {
   void attention(long index, int thread, int threads);
   void keep_features(long layer, int thread, int threads);
   void logits(int thread, int threads);
-  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads);
+  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+                long first = 0);
   QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
+  void experts(const pl_layer& l, int thread, int threads);
+  void sort_by_expert(const pl_layer& l);
   void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
   void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
 
@@ -86,6 +95,9 @@ class Forward {
   std::vector<Row> row_;
   std::vector<int32_t> own_;
   std::vector<AttentionItem> items_;
+  Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
+  std::vector<Choice> choices_;  // [rows, chosen]
+  std::vector<long> begin_;      // where each expert's rows begin
   long blocks_ = 1;  // of keys, each an item; 1: items take all of them
 };
 

@@ -35,12 +35,16 @@ typedef struct {
   pl_norm q_norm, k_norm;  // of each head
   int64_t window;  // keys that a row sees, itself included; 0: all
   int64_t rope;  // which table of cosines and sines
+  // Of a layer with experts, of which each row goes through `chosen`; 0: gate_up and down are there.
+  int64_t experts, chosen;
+  pl_weight router;
+  const pl_weight *expert_gate_up, *expert_down;  // [experts], plain numbers
 } pl_layer;
 
 typedef struct {
-  int64_t dtype, hidden, vocab, layers, heads, kv_heads, head_dim, ffn, activation;
+  int64_t dtype, hidden, vocab, words, layers, heads, kv_heads, head_dim, ffn, activation;
   float embedding_scale, scaling, attention_cap, logit_cap;  // caps: 0 is none
-  const void* embedding;  // [vocab, hidden] in dtype
+  const void* embedding;  // [words, hidden] in dtype
   const pl_layer* layer;
   pl_norm final_norm;
   pl_weight head;
@@ -106,7 +110,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 // A model with the memory that its forwards work in; the structure is copied. NULL: no memory.
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);
-int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory
+int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory, 2: an id or a position out of range
 
 // Logits [rows, count, vocab] of the first `count` heads, from x [rows, width]; both in dtype.
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads);

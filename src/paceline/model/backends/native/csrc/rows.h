@@ -72,6 +72,28 @@ void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) 
   }
 }
 
+void choose(const float* logits, long experts, long count, Choice* chosen) {
+  float sum = 0;
+  for (long n = 0; n < count; n++) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < experts; e++) {
+      bool taken = false;
+      for (long before = 0; before < n; before++) taken = taken || chosen[before].expert == e;
+      if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+    }
+    float lanes[16];
+    store(lanes, exponential(set1(logits[best] - logits[n ? chosen[0].expert : best])));
+    chosen[n] = {best, 0, lanes[0]};
+    sum = sum + lanes[0];
+  }
+  for (long n = 0; n < count; n++) chosen[n].weight = chosen[n].weight / sum;
+}
+
+void add_scaled(float* x, const float* y, float w, long width) {
+  for (long i = 0; i < width; i += 16)
+    store_first(x + i, width - i, fma(load_first(y + i, width - i), set1(w), load_first(x + i, width - i)));
+}
+
 // One head in place: its norm, then the rotation by the row's cosines and sines.
 inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
   if (norm.weight) {
