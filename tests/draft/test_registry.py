@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from every_drafter import WEIGHTS
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Slice
 from paceline.draft.base import Drafter, LookupDrafter
@@ -28,9 +29,6 @@ from paceline.tools.doctor import Severity, examine
 from paceline.tools.tune.candidates import variants
 
 TARGET = "paceline/tiny"
-WEIGHTS = {"target": TARGET} | {
-    name: f"paceline/tiny-{name}" for name in ("draft", "medusa", "eagle", "eagle3")
-}
 EXAMPLES = [example for record in DRAFTERS.values() for example in record.examples]
 FIRST = [record.examples[0] for record in DRAFTERS.values()]
 

@@ -13,6 +13,7 @@ from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, par
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, run_suite, starter_of
+from paceline.defaults import default_drafts
 from paceline.errors import ConfigError, PromptError
 from paceline.settings import changed, under
 from paceline.stages import stage
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _measuring = under("Measuring")
 _PER_CATEGORY = 3
-_EMBEDDED = ("plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3")
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
 
 def _default_methods(model: str, draft: str | None) -> list[str]:
     if model == DEFAULT_MODEL and draft == DEFAULT_DRAFT:
-        return list(_EMBEDDED)
+        return ["plain", "draft", *default_drafts(model)[1:]]
     return ["plain", *(["draft"] if draft is not None else []), "ngram"]
 
 

@@ -45,6 +45,7 @@ class DraftModel(TreeSpec):
     kind = "model"
     page = "draft_model.md"
     holds = "model"
+    weights = "draft"
     examples: ClassVar[tuple[str, ...]] = (
         "model:{draft}",
         "model:{target}",
