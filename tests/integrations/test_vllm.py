@@ -86,12 +86,14 @@ def test_a_finished_answer_serves_the_next_request() -> None:
 
 def test_the_hybrid_learns_whose_drafts_are_right() -> None:
     proposer = HybridProposer(config())
-    before = [list(worth.means) for worth in proposer._worth]
-    batch = Batch(PERIOD * 2 + [11, 12])
+
+    def means() -> list[float]:
+        return [mean for worth in proposer._worth for mean in worth.means]
+
+    before, batch = means(), Batch(PERIOD * 2 + [11, 12])
     batch.ask(proposer, [13])
     batch.ask(proposer, [99])  # none of the draft
-    after = [list(worth.means) for worth in proposer._worth]
-    pairs = zip(sum(before, []), sum(after, []), strict=True)
+    pairs = zip(before, means(), strict=True)
     assert sum(later < earlier for earlier, later in pairs) == 1
 
 
@@ -116,11 +118,6 @@ def test_vllm_itself_takes_the_class() -> None:
         "print(type(create_custom_proposer(N(speculative_config=spec, model_config=model))))\n"
     )
     source = Path(inspect.getfile(LookupProposer)).parents[2]
-    path = os.pathsep.join([str(source), *[p for p in sys.path if p == ""]])
-    done = subprocess.run(
-        [str(VLLM), "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    there = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run([str(VLLM), "-c", code], capture_output=True, text=True, env=there)
     assert "HybridProposer" in done.stdout, done.stderr[-2000:]
