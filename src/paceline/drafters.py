@@ -34,6 +34,7 @@ from paceline.draft.spec import (
 )
 from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
+from paceline.foreign import read_foreign
 from paceline.pace.joined import Hybrid
 
 RECORDS: tuple[type[DraftSpec], ...] = (
@@ -130,10 +131,13 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:
-    """A spec string; anything whose first word is not a known kind is a model's path.
+    """A spec string; anything whose first word is not a known kind is a model's path, and
+    ``@FILE`` is another engine's configuration.
 
     Raises ConfigError.
     """
+    if text is not None and text.startswith("@"):
+        text = read_foreign(text[1:]).spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
     return DRAFTERS[kind].read(rest, DRAFTERS) if kind in DRAFTERS else DraftModel(text or "")
 

@@ -24,6 +24,7 @@ from paceline.integrations.transformers.terms import (
     read_terms,
     refuse,
 )
+from paceline.model.loading import check_architecture
 from paceline.request.completion import CompletionStats
 
 
@@ -73,6 +74,7 @@ def generate(
         raise refuse("assistant_model", "give its folder as draft=...")
     if synced_gpus:
         raise refuse("synced_gpus", "decode on one device")
+    check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)
     options = EngineOptions(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.draft.heads.eagle import Eagle
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, TreeSpec
@@ -80,8 +81,11 @@ class Tree:
         if isinstance(draft, TreeSpec) and draft.branching:
             shape = Shape.branching(draft.branching[:length])
             return cls(shape.depth, len(shape), max(draft.branching))
-        if isinstance(draft, TreeSpec) and draft.nodes:
-            return cls(length, draft.nodes, draft.width)
+        nodes = draft.nodes if isinstance(draft, TreeSpec) else 0
+        if isinstance(draft, Eagle) and draft.best_first and nodes is None:
+            nodes = 8  # what such heads draw where nothing is said
+        if isinstance(draft, TreeSpec) and nodes:
+            return cls(length, nodes, draft.width)
         if isinstance(draft, Medusa) and draft.tree != "chain":
             return cls(length, draft.nodes, 2)
         return cls(length, length, 1)
