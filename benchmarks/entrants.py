@@ -71,6 +71,7 @@ def entries(weights: Weights, skip: str = "") -> list[Entry]:
         "lookahead": "lookahead",
         "recycling": "recycling",
         "early_exit": "early_exit",
+        "quantized": "quantized:int4",
         "layer_skip": f"layer_skip{skip}",
         "medusa": _with("medusa:", weights.medusa),
         "eagle": _with("eagle:", weights.eagle),

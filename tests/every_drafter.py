@@ -17,6 +17,7 @@ SPECS = {
     "tree, best first": "tree:paceline/tiny-draft,nodes=6",
     "early_exit": "early_exit:layers=3",
     "early_exit, best first": "early_exit:layers=3,nodes=6",
+    "quantized": "quantized:int4",
     "layer_skip": "layer_skip:window=8,interval=2",
     "medusa": "medusa:paceline/tiny-medusa",
     "eagle3": "eagle3:paceline/tiny-eagle3",

@@ -94,11 +94,13 @@ class CausalModel:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         model.asked = backend
+        return model.quickened() if quick else model
+
+    def quickened(self) -> CausalModel:
+        """Itself, laid out for speed on the backend that was asked for."""
         # Quantised weights are slow on the reference backend, whose arithmetic is there to be read.
-        native = backend == "native" or (backend == "auto" and is_quantised(module))
-        if not quick or (native and adopt(model)):
-            return model
-        return quicken(model)
+        native = self.asked == "native" or (self.asked == "auto" and is_quantised(self.hf))
+        return self if native and adopt(self) else quicken(self)
 
     @property
     def backend(self) -> str:
