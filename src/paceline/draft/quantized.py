@@ -10,7 +10,7 @@ verified (see selfspec.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.draft.selfspec import SelfDrafter
@@ -28,6 +28,7 @@ class QuantizedDraft(TreeSpec):
 
     kind = "quantized"
     page = "quantized.md"
+    tried = "real"
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
 
     precision: str = "int4"
@@ -38,10 +39,13 @@ class QuantizedDraft(TreeSpec):
             known = " or ".join(f"quantized:{name}" for name in reversed(BITS))
             raise ConfigError(f"draft 'quantized:{self.precision}': use {known}")
 
+    def precisions(self) -> dict[str, QuantizedDraft]:
+        return {"int8": replace(self, precision="int8")} if self.precision == "int4" else {}
+
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
         held = usual_bits(target.hf)
-        if held <= BITS[self.precision]:
+        if 0 < held <= BITS[self.precision]:
             raise ConfigError(
                 f"draft '{self}': most of {target.name} is held in {held} bits already, so this "
                 "draft would cost what the target costs; leave it out, or use another drafter"

@@ -13,6 +13,8 @@ from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear
 from paceline.model.quantised.weights import QuantisedLinear
 
+_FEW_BITS = 8
+
 
 @dataclass(frozen=True)
 class HeldMatrix:
@@ -79,3 +81,8 @@ def usual_bits(hf: nn.Module) -> int:
     for held in held_matrices(hf):
         counts[held.bits] = counts.get(held.bits, 0) + held.elements
     return max(counts, key=lambda bits: counts[bits], default=0)
+
+
+def is_few(hf: nn.Module) -> bool:
+    """Whether most numbers are held in as few bits as only quantised weights have."""
+    return 0 < usual_bits(hf) <= _FEW_BITS
