@@ -31,6 +31,7 @@ LAYERS = (
     {"defaults"},
     {"request"},
     {"llm", "build", "drafters", "difference", "tuned"},
+    {"integrations"},
     {"tools/report"},
     {"tools"},
     {"cli", "server", "distributed"},

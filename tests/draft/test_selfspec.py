@@ -191,15 +191,16 @@ def test_swift_scores_what_each_view_predicts(
 ) -> None:
     """The shares it hears are those of a model without the layers, token after token."""
     tried: list[tuple[int, tuple[int, ...], float]] = []
-    score = SwiftDrafter._score
+    score = SwiftDrafter._scores
 
-    def noted(drafter: SwiftDrafter, view: LayerView, seq: SequenceState) -> float | None:
-        share = score(drafter, view, seq)
-        assert share is not None
-        tried.append((seq.cached, tuple(n for n in range(LAYERS) if n not in view.layers), share))
-        return share
+    def noted(
+        drafter: SwiftDrafter, sets: list[tuple[int, ...]], seq: SequenceState
+    ) -> list[float]:
+        shares = score(drafter, sets, seq)
+        tried.extend((seq.cached, *one) for one in zip(sets, shares, strict=True))
+        return shares
 
-    monkeypatch.setattr(SwiftDrafter, "_score", noted)
+    monkeypatch.setattr(SwiftDrafter, "_scores", noted)
     engine = engine_of(model, "layer_skip:window=16,interval=1")
     drafter = engine.drafter
     assert isinstance(drafter, SwiftDrafter)

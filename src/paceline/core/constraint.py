@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from paceline.core.transfer import to_device
+from paceline.core.transfer import to_device, upload
 
 
 class Reader(Protocol):
@@ -56,13 +56,16 @@ def forbid(
     numbers: Sequence[int | None],
     depths: Sequence[int],
     paths: torch.Tensor | None,
+    known: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token.
 
-    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. On a GPU this waits for
-    the device once: a grammar is walked on the host.
+    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. A grammar is walked on
+    the host: where the paths are not ``known`` there, this waits for the device.
     """
-    host = paths.tolist() if paths is not None else [[]] * len(numbers)
+    host = known
+    if host is None:
+        host = paths.tolist() if paths is not None else [[]] * len(numbers)
     rows: list[int] = []
     masks: list[torch.Tensor] = []
     for row, (number, depth) in enumerate(zip(numbers, depths, strict=True)):
@@ -72,7 +75,7 @@ def forbid(
             masks.append(_wide(allowed, scores.shape[1]))
     if not rows:
         return scores
-    forbidden = ~torch.stack(masks).to(scores.device)
+    forbidden = ~upload(torch.stack(masks), scores.device)
     if len(rows) == len(scores):
         return scores.masked_fill(forbidden, -torch.inf)
     index = to_device(rows, scores.device)
