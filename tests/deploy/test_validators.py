@@ -1,4 +1,4 @@
-"""The chart and the manifests under helm, kubectl and the schemas of Kubernetes, where these are."""
+"""The chart and the manifests under helm, kubectl and Kubernetes' schemas, where these are."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_wrong_manifest_is_found() -> None:
     for right, wrong in (("maxSurge:", "maxSurges:"), ("periodSeconds: 5", "periodSeconds: often")):
         text = (MANIFESTS / "paceline.yaml").read_text(encoding="utf-8")
         assert right in text
-        with pytest.raises(Exception, match="maxSurges|often"):
+        with pytest.raises(Exception, match=r"maxSurges|often"):
             validate(text.replace(right, wrong))
 
 

@@ -117,9 +117,7 @@ class Body(BaseModel):
             if name in known:
                 if value is not None or known[name]:
                     kept[name] = value
-            elif name in cls._passed_over or value is None:
-                pass
-            elif name in ROUTER_DEFAULTS and value is ROUTER_DEFAULTS[name]:
+            elif name in cls._passed_over or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
             elif taken(name, value):
                 note(name)
