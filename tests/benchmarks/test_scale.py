@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ def test_a_forward_takes_its_bytes_and_then_its_arithmetic() -> None:
     read = H100.target.bytes / (H100.chip.bandwidth * H100.reading)
     assert 15e9 < H100.target.bytes < 15.1e9 and read < seconds[0] < 1.1 * read
     assert seconds[1] < 1.1 * seconds[0]  # reading the weights hides 64 rows
-    # By then it is the products: of all rows, and twice as much for twice as many.
+    # By then it is the products, and what attention reads besides.
     each = 2 * H100.target.bytes / 2 / (H100.chip.flops * H100.arithmetic)
-    assert seconds[3] - seconds[2] == pytest.approx(512 * each, rel=0.1)
+    assert seconds[3] - seconds[2] == pytest.approx(512 * each, rel=0.2)
 
 
 def test_several_chips_share_the_reading_and_pay_for_sums() -> None:
@@ -67,7 +68,7 @@ def test_traffic_has_the_means_that_were_asked_for() -> None:
     for burst in (1.0, 4.0):
         requests = Traffic(burst=burst).requests(4000, 10.0, seed=3)
         assert requests[-1].moment == pytest.approx(400, rel=0.1)
-        gaps = [b.moment - a.moment for a, b in zip(requests, requests[1:], strict=False)]
+        gaps = [b.moment - a.moment for a, b in pairwise(requests)]
         mean = sum(gaps) / len(gaps)
         spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2
         assert spread == pytest.approx(burst, rel=0.2)
@@ -109,6 +110,6 @@ def test_capacity(
     monkeypatch.setattr(scale, "SLOWEST", 0.012)
     some = ("--capacity", "--chips", "h100", "--models", "8b", "--seconds", "0.5")
     code, out, figures = start(scale, *some)
-    assert code == 0 and "Capacity (computed)" in out or "a replica" in out
+    assert code == 0 and "a replica" in out
     for found in figures["replicas"].values():
         assert 1 <= found["load"] < 64 and found["token_gap"] <= 0.012

@@ -122,7 +122,10 @@ def started(router: str, count: int, folder: Path) -> Iterator[Fleet]:
     port, metrics = free_port(), free_port()
     with ExitStack() as stack:
         ROUTERS[router]([], port, metrics)  # skipped here, if at all
-        replicas = [stack.enter_context(ServedProcess(REPLICA)) for _ in range(count)]
+        replicas = together(count, lambda _: ServedProcess(REPLICA))
+        for replica in replicas:
+            assert isinstance(replica, ServedProcess), replica
+            stack.enter_context(replica)
         urls = [f"http://127.0.0.1:{replica.port}" for replica in replicas]
         log = stack.enter_context((folder / f"{router}.log").open("w"))
         command = ROUTERS[router](urls, port, metrics)
