@@ -2,7 +2,7 @@
 
 The real scheduler, cache accounting and adaptive length, in simulated time: forwards take what a
 roofline of an H100 or H200 says (scale_costs.py), drafts are accepted by chance (scale_replica.py).
-Every table has plain decoding, drafts of a fixed length, and the engine's own choice.
+Plain decoding stands beside drafts of three tokens and the engine's own choice.
 
     python benchmarks/scale.py                        # all of docs/scale.md: some minutes
     python benchmarks/scale.py --chips h100 --models 8b --seconds 5
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,43 +30,27 @@ from scale_replica import Figures, Replica, Settings, Traffic
 
 WAYS: dict[str, int | str] = {"plain": 0, "3 tokens": 3, "auto": "auto"}
 CHIPS_OF = {"8b": 1, "70b": 8}
-LOADS = (1, 4, 8, 16, 24, 32)  # requests a second
+LOADS = (2, 8, 16, 32)  # requests a second
+CLIENTS = (1, 8, 32, 64, 128, 256)  # in a closed loop: batches that are always full
 FEWEST = 60
+# Of closed loops: the way, and how many drafted tokens are accepted.
+FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in (0.5, 0.7, 0.85)))
 LATEST, SLOWEST = 1.0, 0.05  # seconds: what counts as served, in `--capacity`
 BURSTS = {"Poisson": 1.0, "bursts": 4.0}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What was simulated, and what came out."""
+    """What was simulated, and what came out. ``load``: requests a second or, where ``arrivals``
+    are "closed", requests at a time."""
 
     chip: str
     model: str
     arrivals: str
     load: float
     way: str
+    acceptance: float
     figures: Figures
-
-    def row(self) -> list[str]:
-        f = self.figures
-        return [
-            self.arrivals,
-            f"{self.load:g}",
-            self.way,
-            f"{f.rate:,.0f}",
-            f"{f.first_token * 1e3:,.0f} / {f.first_token_95 * 1e3:,.0f}",
-            f"{f.token_gap * 1e3:.1f}",
-            f"{f.request_95:.1f}",
-            f"{f.sequences:.1f}",
-            f"{f.tokens_a_step:.2f}",
-            f"{100 * f.drafting_steps:.0f} %",
-        ]
-
-
-HEADINGS = [
-    *("arrivals", "requests/s", "drafts", "tokens/s", "first token ms (mean / 95 %)"),
-    *("ms a token", "request s (95 %)", "batch", "tokens a step", "steps with drafts"),
-]
 
 
 def machine(chip: str, model: str) -> Roofline:
@@ -86,28 +70,64 @@ def simulate(
     return Replica(costs, settings, drafts=way != 0).run(requests)
 
 
+def full(costs: Roofline, way: int | str, acceptance: float, clients: int) -> Figures:
+    """``clients`` that each send their next request when one is answered."""
+    settings = Settings(way, batch=clients, cached_tokens=min(costs.cached_tokens, clients * 4096))
+    count = clients + max(8, clients // 2)
+    requests = Traffic(output=128, acceptance=acceptance).requests(count, 1.0, seed=1)
+    return Replica(costs, settings, drafts=way != 0).run(requests, clients)
+
+
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Lazily: each is some seconds' work."""
     for chip in args.chips:
         for model in args.models:
             costs = machine(chip, model)
+            for clients in args.clients:
+                for way, rate in FULL:
+                    found = full(costs, WAYS[way], rate, clients)
+                    yield Cell(chip, model, "closed", clients, way, rate, found)
             for arrivals, burst in BURSTS.items():
                 traffic = Traffic(acceptance=args.acceptance, burst=burst)
                 for load in args.loads:
                     for way, length in WAYS.items():
                         found = simulate(costs, length, traffic, load, args.seconds, args.batch)
-                        yield Cell(chip, model, arrivals, load, way, found)
+                        yield Cell(chip, model, arrivals, load, way, args.acceptance, found)
 
 
-def pays_until(found: list[Cell], way: str) -> dict[str, float | None]:
-    """By arrivals, the last load at which a way's tokens come sooner than plain decoding's."""
-    plain = {(c.arrivals, c.load): c.figures.token_gap for c in found if c.way == "plain"}
-    best: dict[str, float | None] = dict.fromkeys(c.arrivals for c in found)
-    for cell in found:
-        sooner = cell.figures.token_gap < 0.98 * plain[cell.arrivals, cell.load]
-        if cell.way == way and sooner:
-            best[cell.arrivals] = max(best[cell.arrivals] or 0.0, cell.load)
-    return best
+def full_table(found: list[Cell]) -> Table:
+    """Where drafts stop paying: tokens a second of plain decoding, and of drafts by that."""
+    by = {(cell.load, cell.way, cell.acceptance): cell.figures for cell in found}
+    drafted = [(way, rate) for way, rate in FULL if way != "plain"]
+    columns = ["at a time", "plain tokens/s", *(f"{way}, {rate:g}" for way, rate in drafted)]
+    rows = [
+        [
+            f"{load:g}",
+            f"{plain:,.0f}",
+            *(f"{by[load, way, rate].rate / plain:.2f}" for way, rate in drafted),
+        ]
+        for load in dict.fromkeys(load for load, _, _ in by)
+        for plain in [by[(load, *FULL[0])].rate]
+    ]
+    note = "Tokens a second by plain decoding's; behind the comma how many drafted are accepted."
+    return Table(columns, rows, note=note)
+
+
+def load_table(found: list[Cell]) -> Table:
+    """Latencies of plain decoding, drafts of three tokens, and the engine's choice."""
+    by = {(cell.arrivals, cell.load, cell.way): cell.figures for cell in found}
+    shown: dict[str, Callable[[Figures], str]] = {
+        "ms a token": lambda f: f"{1e3 * f.token_gap:.1f}",
+        "first token ms (95 %)": lambda f: f"{1e3 * f.first_token_95:.0f}",
+        "request s (95 %)": lambda f: f"{f.request_95:.1f}",
+        "sequences a step": lambda f: f"{f.sequences:.0f}",
+    }
+    rows = [
+        [arrivals, f"{load:g}"]
+        + [" / ".join(said(by[arrivals, load, way]) for way in WAYS) for said in shown.values()]
+        for arrivals, load in dict.fromkeys((arrivals, load) for arrivals, load, _ in by)
+    ]
+    return Table(["arrivals", "requests/s", *shown], rows, note=" / ".join(WAYS))
 
 
 def report(found: list[Cell], args: argparse.Namespace) -> Report:
@@ -115,20 +135,16 @@ def report(found: list[Cell], args: argparse.Namespace) -> Report:
     shown.add(
         "Assumed",
         Text(
-            f"Requests of {args.seconds:g} s a cell, batches of up to {args.batch}, "
-            f"{args.acceptance:g} of drafted tokens accepted on average. Nothing here was measured."
+            f"Arrivals of {args.seconds:g} s, batches of up to {args.batch}, {args.acceptance:g} "
+            "of drafted tokens accepted on average. Nothing here was measured."
         ),
     )
     for chip, model in dict.fromkeys((cell.chip, cell.model) for cell in found):
         own = [cell for cell in found if (cell.chip, cell.model) == (chip, model)]
-        ends = [
-            Text(f"Drafts ({way}) bring tokens sooner up to, in requests/s: {said}.")
-            for way in ("3 tokens", "auto")
-            for said in [", ".join(f"{k} {v or 'never'}" for k, v in pays_until(own, way).items())]
-        ]
-        table = Table(HEADINGS, [cell.row() for cell in own])
+        closed = [cell for cell in own if cell.arrivals == "closed"]
         title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name}"
-        shown.add(title, table, *ends)
+        shown.add(f"{title}: batches always full", full_table(closed))
+        shown.add(f"{title}: by load", load_table([cell for cell in own if cell not in closed]))
     return shown
 
 
@@ -176,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--chips", nargs="+", choices=[*CHIPS], default=[*CHIPS])
     own.add_argument("--models", nargs="+", choices=[*TARGETS], default=[*TARGETS])
     own.add_argument("--loads", nargs="+", type=float, default=LOADS, help="requests a second")
+    own.add_argument("--clients", nargs="+", type=int, default=CLIENTS, help="of closed loops")
     own.add_argument("--seconds", type=float, default=10.0, help="of arrivals (default: 10)")
     own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
     own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
@@ -195,12 +212,18 @@ def main() -> None:
         figures = capacity(args)
     else:
         console = Console(stderr=True)
-        total = len(args.chips) * len(args.models) * len(BURSTS) * len(WAYS) * len(args.loads)
+        each = len(FULL) * len(args.clients) + len(BURSTS) * len(WAYS) * len(args.loads)
+        total = len(args.chips) * len(args.models) * each
         found = list(track(cells(args), "simulating", total=total, console=console))
         print_report(report(found, args), Console())
         figures = {
             "assumed": asdict(machine(args.chips[0], args.models[0])),
-            "cells": [{**asdict(cell), "tokens_per_second": cell.figures.rate} for cell in found],
+            "cells": [
+                {
+                    **asdict(cell),
+                }
+                for cell in found
+            ],
         }
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

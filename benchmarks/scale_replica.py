@@ -87,9 +87,11 @@ class Served:
 
 @dataclass
 class Figures:
-    """Of one run. Latencies in seconds; ``token_gap``: of a request's tokens after its first."""
+    """Of one run. ``rate``: tokens a second of work from the first answer's end to the last
+    request's coming, so that neither an empty beginning nor a thin end counts. Latencies in
+    seconds; ``token_gap``: of a request's tokens after its first."""
 
-    seconds: float
+    rate: float
     tokens: int
     steps: int
     sequences: float
@@ -100,10 +102,6 @@ class Figures:
     request_95: float
     tokens_a_step: float
     preemptions: int
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
 
 
 @dataclass
@@ -129,7 +127,9 @@ class Replica:
         self.controller = self._controller()
         self.dice = random.Random(self.seed)
         self._rates: dict[int, float] = {}
-        self._steps = self._sequences = self._drafting = self._decoded = self._gained = 0
+        self._steps = self._sequences = self._drafting = self._decoded = 0
+        self._gained = self._steady_tokens = self._decoding = self._finished = 0
+        self._steady = 0.0
 
     def _controller(self) -> Controller:
         own = self.settings
@@ -138,7 +138,7 @@ class Replica:
         if isinstance(own.length, int):
             return FixedLength(own.length)
         lengths = tuple(range(own.longest + 1))
-        passes = (1, own.batch)
+        passes = (1, max(2, own.batch))
         seconds = tuple(self.costs.draft_pass([Rows(1, 64)] * count) for count in passes)
         profile = Profile(lengths, lengths, CostCurve(passes, seconds), follows=True)
         known = as_start_up_measures(self.costs, own.batch, own.longest)
@@ -154,7 +154,11 @@ class Replica:
             while waiting and self._due(waiting[0], clients):
                 self._send(number, waiting.popleft(), clients)
                 number += 1
+            before, gained = self.now, self._gained
             self._step()
+            if waiting and self._finished:
+                self._steady += self.now - before
+                self._steady_tokens += self._gained - gained
         return self._figures()
 
     def _due(self, request: Arrival, clients: int | None) -> bool:
@@ -187,6 +191,7 @@ class Replica:
         self._drafting += any(item.draft_length for item in plan.slices)
         for commit in commits:
             if commit.finish_reason is not None:
+                self._finished += 1
                 self.scheduler.remove(commit.seq_id)
                 self.controller.forget(commit.seq_id)
 
@@ -221,8 +226,9 @@ class Replica:
         served = self.served[seq.seq_id]
         served.first = served.first or self.now
         served.last = self.now
+        self._gained += count
         self._decoded += scheduled == 1
-        self._gained += count if scheduled == 1 else 0
+        self._decoding += count if scheduled == 1 else 0
         return Commit(
             seq.seq_id,
             (0,) * count,
@@ -239,9 +245,8 @@ class Replica:
         done = list(self.served.values())
         first = [one.first - one.arrival.moment for one in done]
         gaps = [(one.last - one.first) / max(1, one.arrival.output - 1) for one in done]
-        began = min(one.arrival.moment for one in done)
         return Figures(
-            seconds=max(one.last for one in done) - began,
+            rate=self._steady_tokens / self._steady if self._steady else self._gained / self.now,
             tokens=sum(one.arrival.output for one in done),
             steps=self._steps,
             sequences=self._sequences / self._steps,
@@ -250,6 +255,6 @@ class Replica:
             first_token_95=percentile(first, 0.95) or 0.0,
             token_gap=sum(gaps) / len(gaps),
             request_95=percentile([one.last - one.arrival.moment for one in done], 0.95) or 0.0,
-            tokens_a_step=self._gained / max(1, self._decoded),
+            tokens_a_step=self._decoding / max(1, self._decoded),
             preemptions=self.scheduler.preemptions,
         )

@@ -95,12 +95,13 @@ def test_the_command(
     start: Callable[..., tuple[Any, str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale, "FEWEST", 3)
-    some = ("--chips", "h200", "--models", "8b", "--loads", "2", "--seconds", "1")
+    some = ("--chips", "h200", "--models", "8b", "--loads", "2", "--seconds", "1", "--clients", "2")
     code, out, figures = start(scale, *some)
-    assert code == 0 and "8B on 1 x H200" in out and "bring tokens sooner" in out
+    assert code == 0 and "8B on 1 x H200" in out and "always full" in out
     assert {cell["way"] for cell in figures["cells"]} == set(scale.WAYS)
-    by = {(c["arrivals"], c["way"]): c["figures"]["token_gap"] for c in figures["cells"]}
-    assert by["Poisson", "auto"] < by["Poisson", "plain"]
+    by = {(c["arrivals"], c["way"]): c["figures"] for c in figures["cells"]}
+    assert by["Poisson", "auto"]["token_gap"] < by["Poisson", "plain"]["token_gap"]
+    assert by["closed", "auto"]["rate"] > by["closed", "plain"]["rate"]
 
 
 def test_capacity(
