@@ -73,6 +73,9 @@ class PeerRefusedError(Exception):
         self.status = status
 
 
+_FAILURES = (OSError, HTTPException, PeerRefusedError, ValueError, LookupError, TypeError)
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What one event of a stream brought. ``ids`` where the server tells them; ``written`` and
