@@ -150,3 +150,16 @@ def test_compose() -> None:
         check = shlex.split("compose -f deploy/compose.yaml config --quiet")
         done = subprocess.run([docker, *check], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_page_says_what_is_there() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
+    assert links and all((ROOT / "docs" / link).exists() for link in links), links
+    lines = [line for line in page.splitlines() if line.startswith("paceline serve")]
+    assert lines and all(parsed(shlex.split(line)[2:])["port"] for line in lines)
+    config = yaml.safe_load(named("ConfigMap", PICKER)["data"]["config.yaml"])
+    (extractor,) = (p for p in config["plugins"] if p["type"] == "core-metrics-extractor")
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    for name, metric in engine.items():
+        assert name == "name" or f"| `{name}` | `{metric}`" in page

@@ -9,8 +9,9 @@ some tokens in vain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -43,12 +44,17 @@ class Constraint(Reader, Protocol):
 # What follows a text in a grammar stays in its process; what passes between processes is a number,
 # under which each of them has put its own.
 _known: WeakValueDictionary[int, Constraint] = WeakValueDictionary()
+_numbers: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
+_unused = count()
 
 
 def enlisted(constraint: Constraint) -> int:
-    """The number of a constraint, for as long as somebody holds it."""
-    _known[id(constraint)] = constraint
-    return id(constraint)
+    """The number of a constraint, for as long as somebody holds it; no other ever gets it."""
+    number = _numbers.get(constraint)
+    if number is None:
+        number = _numbers[constraint] = next(_unused)
+        _known[number] = constraint
+    return number
 
 
 def forbid(

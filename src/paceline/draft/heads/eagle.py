@@ -119,6 +119,7 @@ class Eagle(TreeSpec):
     kind = "eagle"
     page = "eagle.md"
     holds = "head"
+    weights = "eagle"
     weight_files = FILES
     examples: ClassVar[tuple[str, ...]] = ("eagle:{eagle},branching=4x2",)
     version: ClassVar[int] = 1
@@ -188,6 +189,7 @@ class Eagle3(Eagle):
     """An EAGLE-3 head, which reads three layers of the target; best-first trees."""
 
     kind = "eagle3"
+    weights = "eagle3"
     examples: ClassVar[tuple[str, ...]] = ("eagle3:{eagle3},nodes=20,width=6",)
     version = 3
     best_first = True

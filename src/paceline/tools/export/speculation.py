@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.draft.heads.eagle import Eagle
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, TreeSpec
@@ -29,7 +30,7 @@ class Approximation:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class ExportedDraft:
     """Speculative decoding as it was chosen or measured here.
 
     ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
@@ -80,8 +81,11 @@ class Tree:
         if isinstance(draft, TreeSpec) and draft.branching:
             shape = Shape.branching(draft.branching[:length])
             return cls(shape.depth, len(shape), max(draft.branching))
-        if isinstance(draft, TreeSpec) and draft.nodes:
-            return cls(length, draft.nodes, draft.width)
+        nodes = draft.nodes if isinstance(draft, TreeSpec) else 0
+        if isinstance(draft, Eagle) and draft.best_first and nodes is None:
+            nodes = 8  # what such heads draw where nothing is said
+        if isinstance(draft, TreeSpec) and nodes:
+            return cls(length, nodes, draft.width)
         if isinstance(draft, Medusa) and draft.tree != "chain":
             return cls(length, draft.nodes, 2)
         return cls(length, length, 1)
@@ -129,7 +133,7 @@ class Exported:
 
 
 def usual_approximations(
-    it: Speculation, trees: bool = False, rules: tuple[str, ...] = ("token",)
+    it: ExportedDraft, trees: bool = False, rules: tuple[str, ...] = ("token",)
 ) -> list[Approximation]:
     """What most engines lack: the adaptive length, trees, and rules but the usual one."""
     found = []
