@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asking import Reply, ask
+from paceline.server.fields import ROUTER_DEFAULTS
 from running_server import MODEL, Running
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -32,6 +33,9 @@ NOTED = {
     "prompt_cache_key": "x",
     "prompt_cache_retention": "24h",
     "user": "x",
+    "user_id": "x",
+    "session_id": "x",
+    "session_params": {"session_id": "x"},
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -53,6 +57,15 @@ def test_what_cannot_change_the_text_is_taken_and_noted(
     assert "(ignored: store, metadata" in caplog.text
     streamed = chat(server, stream=True, stream_options={"include_obfuscation": True})
     assert streamed.headers["x-paceline-ignored"] == "include_obfuscation"
+
+
+def test_what_a_router_writes_into_every_request_is_no_matter(server: Running) -> None:
+    passed_on = chat(server, **ROUTER_DEFAULTS, ignore_eos=False, continue_final_message=False)
+    assert passed_on.status == 200 and passed_on.headers["x-paceline-ignored"] is None
+    assert passed_on.json["choices"] == chat(server).json["choices"]
+    for name, default in ROUTER_DEFAULTS.items():
+        asked = chat(server, **{name: not default})
+        assert asked.status == 400 and asked.error["param"] == name
 
 
 def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:

@@ -182,7 +182,7 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 # What pydantic adds to a place: which member of a union, or which check, a value was tried as.
-_TRIED = re.compile(r"str|int|float|bool|(list\[|dict\[|literal\[|function-|[A-Z]).*")
+_TRIED = re.compile(r"(str|int|float|bool)(\W.*)?|(list\[|dict\[|literal\[|function-|[A-Z]).*")
 
 # The field that a line about a whole body begins with, and what pydantic calls a JSON object.
 _ABOUT = re.compile(r"([a-z_]+) (?:and|goes|is|names|needs)\b")
