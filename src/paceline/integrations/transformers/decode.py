@@ -68,12 +68,7 @@ def generate(
     asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a
     stopping criterion, logits processor or streamer raises.
     """
-    caller = _caller_locals()
-    streamer = caller.get("streamer") if streamer is None else streamer
-    if caller.get("assistant_model") is not None:
-        raise refuse("assistant_model", "give its folder as draft=...")
-    if synced_gpus:
-        raise refuse("synced_gpus", "decode on one device")
+    streamer = _checked_call(streamer, synced_gpus)
     check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)
@@ -85,14 +80,11 @@ def generate(
         draft_quantize=draft_quantize,
     )
     seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
-    drawn = _drawn_seed()
+    drawn, pad = _drawn_seed(), _pad_token(generation_config)
     with engine_over(model, Setup(draft, options, backend, target_tokenizer)) as shared:
         shared.generator.manual_seed(drawn)
-        seqs = [
-            _row(shared, terms, input_ids, number, prompt, own)
-            for number, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        pad = _pad_token(generation_config)
+        rows = zip(prompts, seeds, strict=True)
+        seqs = [_row(shared, terms, input_ids, number, *row) for number, row in enumerate(rows)]
         _decode(shared, seqs, _Columns(streamer, seqs, pad))
         sequences = _padded(input_ids, seqs, pad)
         stats = [CompletionStats.of(seq) for seq in seqs]
@@ -101,13 +93,17 @@ def generate(
     return sequences
 
 
-def _caller_locals() -> dict[str, Any]:
-    """Arguments of ``model.generate``, which hands its streamer to no function given to it.
-
-    (transformers 5.17 to 5.23. Its own argument is where it is; nothing else is taken from there.)
-    """
+def _checked_call(streamer: Any, synced_gpus: bool) -> Any:
+    """The streamer of the call. Raises ConfigError for arguments that cannot be honoured."""
     frame = sys._getframe(2)
-    return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
+    # ``model.generate`` hands its streamer to no function that it is given (transformers 5.17 to
+    # 5.23): it is looked up where it is an argument, with the assistant that is dropped as well.
+    called = frame.f_locals if frame.f_code.co_name == "generate" else {}
+    if called.get("assistant_model") is not None:
+        raise refuse("assistant_model", "give its folder as draft=...")
+    if synced_gpus:
+        raise refuse("synced_gpus", "decode on one device")
+    return called.get("streamer") if streamer is None else streamer
 
 
 def _drawn_seed() -> int:
