@@ -20,6 +20,7 @@ from paceline.draft.heads.medusa import Medusa
 from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel, DraftTree
 from paceline.draft.ngram import NGram
+from paceline.draft.quantized import QuantizedDraft
 from paceline.draft.recycling import Recycling
 from paceline.draft.router import Router
 from paceline.draft.selfspec import EarlyExit, LayerSkip
@@ -45,6 +46,7 @@ RECORDS: tuple[type[DraftSpec], ...] = (
     Lookahead,
     EarlyExit,
     LayerSkip,
+    QuantizedDraft,
     DraftModel,
     DraftTree,
     Medusa,
@@ -76,6 +78,7 @@ __all__ = [
     "NoDraft",
     "Plan",
     "Prepared",
+    "QuantizedDraft",
     "Recycling",
     "Slice",
     "Suffix",
