@@ -202,7 +202,7 @@ class PairNames(TargetName):
         super().__post_init__()
         if self.draft is not None and self.draft.startswith("@"):
             taken = read_foreign(self.draft[1:])
-            said = {"foreign": taken, "draft": taken.spec}
+            said: dict[str, Any] = {"foreign": taken, "draft": taken.spec}
             for name, value in (("draft_length", taken.length), ("rule", taken.rule)):
                 if hasattr(self, name) and getattr(self, name) is None:
                     said[name] = value

@@ -181,7 +181,8 @@ class HybridProposer(LookupProposer):
 
 def chain_of(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Of a drafted tree the path of first children: the likeliest, as they are made in order."""
-    chain, at = [], -1
+    chain: list[int] = []
+    at = -1
     while True:
         child = next((node for node, parent in enumerate(parents) if parent == at), None)
         if child is None:

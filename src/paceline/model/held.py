@@ -48,10 +48,10 @@ def _held(module: Any) -> HeldMatrix | None:
             else _codes(form.bits, elements, size)
         )
     if isinstance(module, QuantisedLinear):
-        weight = module.quantised
-        scales = [part for part in (weight.scales, weight.offsets) if part is not None]
-        size = weight.codes.nbytes + sum(part.nbytes for part in scales)
-        return _codes(weight.bits, weight.codes.numel(), size)
+        quantised = module.quantised
+        scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
+        size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
+        return _codes(quantised.bits, quantised.codes.numel(), size)
     if isinstance(module, (PrepackedLinear, MergedPart)):
         whole = module.merged if isinstance(module, MergedPart) else module
         elements = module.in_features * module.out_features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     on both sides, and ``stats``, how each row was decoded. Scores and caches are not kept."""
 
     stats: list[CompletionStats] | None = None
+
+
+def _refuse_others(caller: Mapping[str, Any], synced_gpus: bool) -> None:
+    """Raises ConfigError for ways of decoding that are the library's own."""
+    if caller.get("assistant_model") is not None:
+        raise refuse("assistant_model", "give its folder as draft=...")
+    if synced_gpus:
+        raise refuse("synced_gpus", "decode on one device")
 
 
 def generate(
@@ -68,7 +77,9 @@ def generate(
     asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a
     stopping criterion, logits processor or streamer raises.
     """
-    streamer = _checked_call(streamer, synced_gpus)
+    caller = _caller_locals()
+    streamer = caller.get("streamer") if streamer is None else streamer
+    _refuse_others(caller, synced_gpus)
     check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)
@@ -80,11 +91,14 @@ def generate(
         draft_quantize=draft_quantize,
     )
     seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
-    drawn, pad = _drawn_seed(), _pad_token(generation_config)
+    drawn = _drawn_seed()
     with engine_over(model, Setup(draft, options, backend, target_tokenizer)) as shared:
         shared.generator.manual_seed(drawn)
-        rows = zip(prompts, seeds, strict=True)
-        seqs = [_row(shared, terms, input_ids, number, *row) for number, row in enumerate(rows)]
+        seqs = [
+            _row(shared, terms, input_ids, number, prompt, own)
+            for number, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        pad = _pad_token(generation_config)
         _decode(shared, seqs, _Columns(streamer, seqs, pad))
         sequences = _padded(input_ids, seqs, pad)
         stats = [CompletionStats.of(seq) for seq in seqs]
@@ -93,17 +107,13 @@ def generate(
     return sequences
 
 
-def _checked_call(streamer: Any, synced_gpus: bool) -> Any:
-    """The streamer of the call. Raises ConfigError for arguments that cannot be honoured."""
+def _caller_locals() -> dict[str, Any]:
+    """Arguments of ``model.generate``, which hands its streamer to no function given to it.
+
+    (transformers 5.17 to 5.23. Its own argument is where it is; nothing else is taken from there.)
+    """
     frame = sys._getframe(2)
-    # ``model.generate`` hands its streamer to no function that it is given (transformers 5.17 to
-    # 5.23): it is looked up where it is an argument, with the assistant that is dropped as well.
-    called = frame.f_locals if frame.f_code.co_name == "generate" else {}
-    if called.get("assistant_model") is not None:
-        raise refuse("assistant_model", "give its folder as draft=...")
-    if synced_gpus:
-        raise refuse("synced_gpus", "decode on one device")
-    return called.get("streamer") if streamer is None else streamer
+    return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
 
 
 def _drawn_seed() -> int:

@@ -15,10 +15,10 @@ from paceline.tools.export.dialects.openvino import to_openvino
 from paceline.tools.export.dialects.sglang import to_sglang
 from paceline.tools.export.dialects.tensorrt_llm import to_tensorrt_llm
 from paceline.tools.export.dialects.vllm import to_vllm
-from paceline.tools.export.speculation import Exported, ExportRequest
+from paceline.tools.export.speculation import Exported, ExportedDraft
 from paceline.tuned import TunedProfile
 
-DIALECTS: dict[str, Callable[[ExportRequest], Exported]] = {
+DIALECTS: dict[str, Callable[[ExportedDraft], Exported]] = {
     "vllm": to_vllm,
     "sglang": to_sglang,
     "tensorrt-llm": to_tensorrt_llm,
@@ -78,7 +78,7 @@ def export(
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
     folder = None if out is None else Path(out)
-    it = ExportRequest(model, spec, levels, adaptive, rule, batch, folder)
+    it = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
     made = DIALECTS[to](it)
     if folder is not None:
         _write(made, folder)

@@ -19,7 +19,7 @@ from paceline.tools.bench.peers.kinds import (
     shares,
 )
 
-Body = Mapping[str, Any]
+PeerBody = Mapping[str, Any]
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
 _SHOWN = 160  # characters of a server's error
 
@@ -46,8 +46,8 @@ class Address:
         base = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.scheme == "https", parts.hostname, port, base)
 
-    def ask(self, path: str, body: Body | None, timeout: float = _TIMEOUT) -> Any:
-        """An open response. Raises OSError, HTTPException, and RefusedError for a status."""
+    def ask(self, path: str, body: PeerBody | None, timeout: float = _TIMEOUT) -> Any:
+        """An open response. Raises OSError, HTTPException, and PeerRefusedError for a status."""
         kind = HTTPSConnection if self.secure else HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout)
         data = None if body is None else json.dumps(body)
@@ -57,7 +57,7 @@ class Address:
         response = connection.getresponse()
         if response.status != 200:
             said = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
-            raise RefusedError(response.status, said)
+            raise PeerRefusedError(response.status, said)
         return response
 
     def read(self, path: str, timeout: float = 10.0) -> Any:
@@ -65,12 +65,15 @@ class Address:
             return json.load(response)
 
 
-class RefusedError(Exception):
+class PeerRefusedError(Exception):
     """The server answered with a status of its own."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"{status} {said}")
         self.status = status
+
+
+_FAILURES = (OSError, HTTPException, PeerRefusedError, ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,14 @@ class ServedPeer:
                     (time.perf_counter() - start, self.dialect.delivery(event))
                     for event in events(response)
                 ]
-        except (OSError, HTTPException, RefusedError, ValueError, LookupError, TypeError) as error:
+        except (
+            OSError,
+            HTTPException,
+            PeerRefusedError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise PeerFailedError(f"{self.name} did not answer ({what}); look at its log") from None
 

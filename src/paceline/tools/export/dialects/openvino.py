@@ -11,7 +11,7 @@ from paceline.draft.ngram import NGram
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
-    ExportRequest,
+    ExportedDraft,
     usual_approximations,
 )
 
@@ -35,7 +35,7 @@ print(pipeline.generate(sys.argv[1], config))
 '''
 
 
-def to_openvino(it: ExportRequest) -> Exported:
+def to_openvino(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it)
     draft, arguments = it.draft, ""
