@@ -11,8 +11,9 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.base import BACKENDS, Backend
+from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend
 from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
@@ -57,6 +58,7 @@ class CausalModel:
         self._attention_modules: list[torch.nn.Module] = []
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.refused: str | None = None  # why the kernels do not run this model
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.vocab_size = self._probe()
         self._verify()
@@ -94,16 +96,27 @@ class CausalModel:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         model.asked = backend
-        # Quantised weights are slow on the reference backend, whose arithmetic is there to be read.
-        native = backend == "native" or (backend == "auto" and is_quantised(module))
-        if not quick or (native and adopt(model)):
-            return model
-        return quicken(model)
+        return model.quickened() if quick else model
+
+    def quickened(self) -> CausalModel:
+        """Itself, laid out for speed on the backend that was asked for."""
+        if self.asked == REFERENCE:
+            self.refused = "asked for"
+        elif self.asked == "auto" and self.device.type != "cpu":
+            self.refused = f"the device is {self.device}"
+        return self if self.refused is None and adopt(self) else quicken(self)
 
     @property
     def backend(self) -> str:
         """The name of what runs the forward."""
-        return "reference" if self.native is None else self.native.name
+        return REFERENCE if self.native is None else self.native.name
+
+    @property
+    def backend_reason(self) -> str:
+        """The backend with what it computes with, or why it is not the native one."""
+        if self.native is not None:
+            return f"{NATIVE} ({instructions()})"
+        return f"{REFERENCE} ({self.refused})" if self.refused else REFERENCE
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
@@ -117,7 +130,8 @@ class CausalModel:
             for layer in features:
                 self._check_feature(layer)
             return self.native(batch, cache, features)
-        step = AttentionStep.of(batch, cache, self.patterns, self.together)
+        step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
+        batch = step.batch
         if self.lean is not None:
             for layer in features:
                 self._check_feature(layer)

@@ -147,7 +147,8 @@ def _state(service: Service) -> APIRouter:
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": __version__}
+        facts = service.loop.facts
+        return {"version": __version__, "backend": facts.backend, "dtype": facts.dtype}
 
     return routes
 

@@ -10,7 +10,8 @@ import torch
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.paged.pieces import KeyValueStore
 
-BACKENDS = ("auto", "native", "reference")
+NATIVE, REFERENCE = "native", "reference"
+BACKENDS = ("auto", NATIVE, REFERENCE)
 
 
 class Backend(Protocol):
