@@ -68,6 +68,9 @@ def doctor(
             device=engine.device,
             max_batch_size=engine.max_batch_size or 8,
             kv_cache_memory=engine.kv_cache_memory,
+            quantize=engine.quantize,
+            draft_quantize=engine.draft_quantize,
+            backend=engine.backend,
         )
     trial = None
     with partial_results() as interrupted:

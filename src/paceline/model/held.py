@@ -40,8 +40,7 @@ def _held(module: Any) -> HeldMatrix | None:
     if isinstance(module, PackedLinear):
         elements = module.in_features * module.out_features
         packed, form = module.packed, module.packed.form
-        total = packed.outputs * (2 if module.place else 1) * packed.inputs
-        size = packed.data.nbytes * elements // max(1, total)
+        size = packed.data.nbytes * elements // max(1, packed.elements)
         return (
             _numbers(packed.dtype, elements, size)
             if form is None
