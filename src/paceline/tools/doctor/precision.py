@@ -60,7 +60,7 @@ def weight_bytes(model: Model, precision: str | None, dtype: torch.dtype | None)
     matrices = sum(module.weight.numel() for module in linear)
     if tied:  # the embedding keeps its own numbers beside the rounded head
         matrices -= model.skeleton.get_output_embeddings().weight.numel()
-    return rounded_bytes(model, precision, dtype) + (whole - matrices) * width
+    return rounded_bytes(model, precision, dtype) + int(whole - matrices) * width
 
 
 def check_precision(model: Model, setting: DeviceSettings, rounding: Rounding) -> Iterator[Finding]:
