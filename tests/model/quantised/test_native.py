@@ -56,9 +56,11 @@ def test_a_row_has_the_same_bits_alone_and_in_every_instruction_set(
     kernels: str, bits: int, group: int, zero: Zero
 ) -> None:
     packed = Packed.of([linear_of(bits, group, zero)], torch.bfloat16)
-    x = torch.randn(40, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(100, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
     every = packed.product(x)
-    for rows in (1, 2, 5, 7, 12, 33):
+    alone = torch.cat([packed.product(row[None]) for row in x])
+    assert torch.equal(alone, every)
+    for rows in (*range(2, 20), 33, 47, 48, 49, 97):  # tiles of every size, and passes of 48
         assert torch.equal(packed.product(x[:rows]), every[:rows])
     choose(BEST)
     assert torch.equal(packed.product(x), every)
@@ -88,6 +90,15 @@ def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
     assert torch.equal(packed.quantised(0, 0, 70).scales, linear.quantised.scales)
     linear.quantised.scales[0, 0] = 1 / 3
     assert Form.of([linear]).scale_kind == 0
+
+
+def test_what_is_rounded_to_a_free_grid_has_scales_of_two_bytes() -> None:
+    linear = linear_of(4, 32, "free")
+    assert Form.of([linear]).scale_kind == 2
+    tiny = QuantisedLinear(nearest(linear.weight * 1e-5, 4, 32, "free"), None)
+    assert Form.of([tiny]).scale_kind == 0  # half would lose digits of these
+    error = (tiny.weight - linear.weight * 1e-5).norm() / (linear.weight * 1e-5).norm()
+    assert float(error) < 0.01
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

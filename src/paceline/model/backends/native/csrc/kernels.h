@@ -29,8 +29,7 @@ struct QuantisedRows {
 // The kernels of quantised.cpp for one instruction set.
 struct Quantised {
   void (*row)(const float* x, const QuantisedRows&, long row);
-  // c [rows, PANEL] = the panel times rows first .. first + rows
-  void (*panel)(const pl_weight&, long panel, const QuantisedRows&, long first, long rows, float* c);
+  void (*product)(const struct Product&, long part, long parts, float* scratch);
 };
 extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 
