@@ -83,6 +83,7 @@ class Facts(WireRecord):
     device: str
     backend: str
     notes: tuple[str, ...] = ()
+    max_batch_size: int = 1
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -93,6 +94,7 @@ class Facts(WireRecord):
             str(llm.target.device),
             llm.target.backend_reason,
             tuple(llm.notes),
+            llm.engine.scheduler.config.max_batch_size,
         )
 
 

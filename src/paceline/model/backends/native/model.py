@@ -22,6 +22,7 @@ from paceline.model.backends.native.library import (
 )
 from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
+from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -158,8 +159,16 @@ class NativeModel:
         arrays = BatchArrays(batch, cache, self._caches.of(cache))
         arrays.give(logits, kept, self.skipped, self.num_layers)
         arrays.turn(self._ropes.reach(arrays.longest))
-        check(library().pl_forward(self._opened.handle, arrays.struct))
+        with traced("forward"):
+            check(library().pl_forward(self._opened.handle, arrays.struct))
+        tell(lambda: self._work(batch, cache, rows, wanted))
         return ModelOutput(logits, {layer: kept[layer] for layer in features})
+
+    def _work(self, batch: Batch, cache: KeyValueStore, rows: int, wanted: int) -> NativeWork:
+        matrices = [held for held in self._held if isinstance(held, Packed)]
+        products = (m.read(wanted if m is self._head else rows) for m in matrices)
+        width = self.decoder.heads * self.decoder.head_dim
+        return NativeWork.of_forward(tuple(products), batch, cache, self.num_layers, width)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final-norm outputs ``[..., hidden]``."""

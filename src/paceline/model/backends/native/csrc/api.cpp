@@ -1,6 +1,7 @@
 // The C interface: choosing kernels, packing, and the two things that are computed.
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "amx_trial.h"
 #include "forward.h"
@@ -238,6 +239,8 @@ int pl_forward(void* opened, const pl_batch* batch) {
     const Kernels& k = kernels();
     static_cast<Forward*>(opened)->run(k, quantised_of(&k), *batch);
     return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
   } catch (const std::bad_alloc&) {
     return 1;
   }
