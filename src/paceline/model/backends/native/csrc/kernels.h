@@ -37,7 +37,8 @@ extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 inline long head_line(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-inline long panel_head(const pl_weight& w) { return w.inputs / GROUP / w.repeat * head_line(w); }
+inline long head_lines(const pl_weight& w) { return w.repeat ? w.inputs / GROUP / w.repeat : 2 * w.inputs / GROUP; }
+inline long panel_head(const pl_weight& w) { return head_lines(w) * head_line(w); }
 inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }
 
 struct Product {
