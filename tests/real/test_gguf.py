@@ -1,4 +1,4 @@
-"""The file that SmolLM2-135M-Instruct is distributed as, a GGUF in Q4_1, beside the pulled model."""
+"""The file that SmolLM2-135M-Instruct comes as, a GGUF in Q4_1, beside the pulled model."""
 
 from __future__ import annotations
 
