@@ -60,6 +60,19 @@ class SuiteOptions:
             )
 
 
+def _refuse_others(context: typer.Context, options: BenchOptions, suite: str) -> None:
+    """Raises ConfigError for options that a suite does not have."""
+    if options.concurrencies() != [1]:
+        raise ConfigError(
+            f"--suite {suite} has batch 1, as published; leave out --concurrency, "
+            "or measure the file with --prompts"
+        )
+    if _given(context, "go_on") or _given(context, "state"):
+        raise ConfigError("a suite is measured whole: leave out --continue and --state")
+    if options.price is not None:
+        raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
+
+
 def run_suite(
     context: typer.Context,
     engine: ModelOptions,
@@ -79,15 +92,7 @@ def run_suite(
 
     assert chosen.suite is not None, "the caller looked"
     suite, source = suite_of(chosen.suite), chosen.source(wanted.prompts)
-    if options.concurrencies() != [1]:
-        raise ConfigError(
-            f"--suite {suite.name} has batch 1, as published; leave out --concurrency, "
-            "or measure the file with --prompts"
-        )
-    if _given(context, "go_on") or _given(context, "state"):
-        raise ConfigError("a suite is measured whole: leave out --continue and --state")
-    if options.price is not None:
-        raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
+    _refuse_others(context, options, suite.name)
     how = _manner(context, options, rule)
     questions = load_questions(suite, source, wanted.category, wanted.per_category)
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     on both sides, and ``stats``, how each row was decoded. Scores and caches are not kept."""
 
     stats: list[CompletionStats] | None = None
+
+
+def _refuse_others(caller: Mapping[str, Any], synced_gpus: bool) -> None:
+    """Raises ConfigError for ways of decoding that are the library's own."""
+    if caller.get("assistant_model") is not None:
+        raise refuse("assistant_model", "give its folder as draft=...")
+    if synced_gpus:
+        raise refuse("synced_gpus", "decode on one device")
 
 
 def generate(
@@ -70,10 +79,7 @@ def generate(
     """
     caller = _caller_locals()
     streamer = caller.get("streamer") if streamer is None else streamer
-    if caller.get("assistant_model") is not None:
-        raise refuse("assistant_model", "give its folder as draft=...")
-    if synced_gpus:
-        raise refuse("synced_gpus", "decode on one device")
+    _refuse_others(caller, synced_gpus)
     check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)

@@ -15,10 +15,10 @@ from paceline.tools.export.dialects.openvino import to_openvino
 from paceline.tools.export.dialects.sglang import to_sglang
 from paceline.tools.export.dialects.tensorrt_llm import to_tensorrt_llm
 from paceline.tools.export.dialects.vllm import to_vllm
-from paceline.tools.export.speculation import Exported, Speculation
+from paceline.tools.export.speculation import Exported, ExportedDraft
 from paceline.tuned import TunedProfile
 
-DIALECTS: dict[str, Callable[[Speculation], Exported]] = {
+DIALECTS: dict[str, Callable[[ExportedDraft], Exported]] = {
     "vllm": to_vllm,
     "sglang": to_sglang,
     "tensorrt-llm": to_tensorrt_llm,
@@ -73,10 +73,12 @@ def export(
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     adaptive = length == "auto"
     levels = spec.natural_length if isinstance(length, str) else length
+    if adaptive and tuned is not None and follows:
+        levels = min(levels, tuned.draft.max_length)
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
     folder = None if out is None else Path(out)
-    it = Speculation(model, spec, levels, adaptive, rule, batch, folder)
+    it = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
     made = DIALECTS[to](it)
     if folder is not None:
         _write(made, folder)

@@ -30,7 +30,7 @@ class Approximation:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class ExportedDraft:
     """Speculative decoding as it was chosen or measured here.
 
     ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
@@ -133,7 +133,7 @@ class Exported:
 
 
 def usual_approximations(
-    it: Speculation, trees: bool = False, rules: tuple[str, ...] = ("token",)
+    it: ExportedDraft, trees: bool = False, rules: tuple[str, ...] = ("token",)
 ) -> list[Approximation]:
     """What most engines lack: the adaptive length, trees, and rules but the usual one."""
     found = []

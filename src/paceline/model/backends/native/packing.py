@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -250,12 +252,52 @@ class PackedLinear(nn.Module):
         if self.packed.form is not None:
             weight = self.packed.quantised(self.place, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
-        linear = nn.Linear(1, 1, bias=False)
-        linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias, requires_grad=False)
-        return linear
+        return linear_of(self.weight, self.bias)
+
+
+class PackedExperts(nn.Module):
+    """Stands for the experts of a layer, whose weights are packed, expert by expert."""
+
+    _emptied: Any
+
+    def __init__(self, experts: Any, dtype: torch.dtype) -> None:
+        """Takes the weights out of the module it stands for."""
+        super().__init__()
+        self.__dict__["_emptied"] = experts  # no submodule: it holds nothing
+        self.gate_up: list[Packed] = []
+        self.down: list[Packed] = []
+        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            self.gate_up.append(Packed.of([linear_of(part) for part in both.chunk(2)], dtype, True))
+            self.down.append(Packed.of([linear_of(down)], dtype))
+        experts.gate_up_proj = experts.down_proj = None
+
+    def plain(self) -> nn.Module:
+        """The module that this one stands for, with its weights."""
+        ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
+        gate_up = [[p.dense(place, 0, ffn) for place in (GATE, UP)] for p in self.gate_up]
+        module = copy.copy(self._emptied)
+        module._parameters = {
+            "gate_up_proj": _fixed(torch.stack([torch.cat(both) for both in gate_up])),
+            "down_proj": _fixed(torch.stack([p.dense(PLAIN, 0, hidden) for p in self.down])),
+        }
+        return module  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain()(*args, **kwargs)
+
+
+def _fixed(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A module of this weight ``[outputs, inputs]``, which is not copied."""
+    linear = nn.Linear(1, 1, bias=False)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = _fixed(weight.detach())
+    if bias is not None:
+        linear.bias = _fixed(bias)
+    return linear
 
 
 def pack_children(

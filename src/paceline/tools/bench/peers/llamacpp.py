@@ -15,7 +15,7 @@ from paceline.model.gguf import read_gguf
 from paceline.tools.bench.outcome import Ask
 from paceline.tools.bench.peers.children import PeerProcess
 from paceline.tools.bench.peers.kinds import EQUAL, OwnSide, PeerDifferences, PeerFailedError
-from paceline.tools.bench.peers.served import Address, Delivery, RefusedError, ServedPeer
+from paceline.tools.bench.peers.served import Address, Delivery, PeerRefusedError, ServedPeer
 
 PROGRAM, VARIABLE = "llama-server", "PACELINE_LLAMA_SERVER"
 _STARTING = 300.0  # seconds in which it must have loaded its model
@@ -118,7 +118,7 @@ def _wait(address: Address, process: PeerProcess) -> None:
         try:
             address.read("/health")
             return
-        except (OSError, HTTPException, RefusedError, ValueError):
+        except (OSError, HTTPException, PeerRefusedError, ValueError):
             time.sleep(0.05)
     raise PeerFailedError(
         f"{process.name} was not ready after {_STARTING:g} s; look at the machine"
@@ -129,7 +129,7 @@ def _vocabulary(address: Address, own: OwnSide) -> str:
     """Whether ids can mean the same to both, by how many there are."""
     try:
         size = int(address.read("/v1/models")["data"][0]["meta"]["n_vocab"])
-    except (OSError, HTTPException, RefusedError, ValueError, LookupError, TypeError):
+    except (OSError, HTTPException, PeerRefusedError, ValueError, LookupError, TypeError):
         return "sent as ours; it does not tell its vocabulary"
     return EQUAL if size == own.vocabulary else f"its vocabulary has {size}, ours {own.vocabulary}"
 

@@ -16,10 +16,11 @@ from paceline.tools.bench.peers.kinds import (
     OwnSide,
     PeerDifferences,
     PeerFailedError,
+    known,
     shares,
 )
 
-Body = Mapping[str, Any]
+PeerBody = Mapping[str, Any]
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
 _SHOWN = 160  # characters of a server's error
 
@@ -46,8 +47,8 @@ class Address:
         base = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.scheme == "https", parts.hostname, port, base)
 
-    def ask(self, path: str, body: Body | None, timeout: float = _TIMEOUT) -> Any:
-        """An open response. Raises OSError, HTTPException, and RefusedError for a status."""
+    def ask(self, path: str, body: PeerBody | None, timeout: float = _TIMEOUT) -> Any:
+        """An open response. Raises OSError, HTTPException, and PeerRefusedError for a status."""
         kind = HTTPSConnection if self.secure else HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout)
         data = None if body is None else json.dumps(body)
@@ -57,7 +58,7 @@ class Address:
         response = connection.getresponse()
         if response.status != 200:
             said = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
-            raise RefusedError(response.status, said)
+            raise PeerRefusedError(response.status, said)
         return response
 
     def read(self, path: str, timeout: float = 10.0) -> Any:
@@ -65,12 +66,15 @@ class Address:
             return json.load(response)
 
 
-class RefusedError(Exception):
+class PeerRefusedError(Exception):
     """The server answered with a status of its own."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"{status} {said}")
         self.status = status
+
+
+_FAILURES = (OSError, HTTPException, PeerRefusedError, ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,14 @@ class ServedPeer:
                     (time.perf_counter() - start, self.dialect.delivery(event))
                     for event in events(response)
                 ]
-        except (OSError, HTTPException, RefusedError, ValueError, LookupError, TypeError) as error:
+        except (
+            OSError,
+            HTTPException,
+            PeerRefusedError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise PeerFailedError(f"{self.name} did not answer ({what}); look at its log") from None
 
@@ -136,7 +147,7 @@ class ServedPeer:
         parts = [(moment, one) for moment, one in found if one.text or one.ids]
         text = "".join(one.text for _, one in parts)
         ids = [token for _, one in parts for token in one.ids]
-        tokens = ids or self._encoded(text)
+        tokens = known(self.name, ids or self._encoded(text), self.own)
         said = [one.written for _, one in found if one.written is not None]
         count = len(ids) or (said[-1] if said else len(tokens))
         if not parts or not count:
@@ -146,7 +157,7 @@ class ServedPeer:
             weights = [max(1, len(self._encoded(one.text))) for _, one in parts]
         counts = shares(count, weights)
         arrivals = tuple((at, n) for (at, _), n in zip(parts, counts, strict=True) if n)
-        answer = TimedAnswer(tuple(tokens), arrivals, count)
+        answer = TimedAnswer(tokens, arrivals, count)
         read = [one.read for _, one in found if one.read is not None]
         self.differences.saw(ask, answer, read[-1] if read else None)
         return answer

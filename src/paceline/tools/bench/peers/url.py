@@ -9,7 +9,13 @@ from typing import Any
 from paceline.core.params import SamplingParams
 from paceline.tools.bench.outcome import Ask
 from paceline.tools.bench.peers.kinds import OwnSide, PeerDifferences, PeerFailedError
-from paceline.tools.bench.peers.served import Address, Delivery, RefusedError, ServedPeer, events
+from paceline.tools.bench.peers.served import (
+    Address,
+    Delivery,
+    PeerRefusedError,
+    ServedPeer,
+    events,
+)
 
 # What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer.
 _IDS, _NO_END, _TELL_IDS, _USAGE = "ids", "ignore_eos", "return_token_ids", "stream_options"
@@ -62,7 +68,7 @@ def open_url(name: str, url: str, clients: int, own: OwnSide) -> ServedPeer:
         listed = address.read("/v1/models")["data"]
         dialect = CompletionsDialect(str(listed[0]["id"]), own)
         _find_out(address, dialect)
-    except RefusedError as error:
+    except PeerRefusedError as error:
         raise PeerFailedError(
             f"the server at {url} refuses completions ({error}); bench needs /v1/completions"
         ) from None
@@ -88,7 +94,7 @@ def _find_out(address: Address, dialect: CompletionsDialect) -> None:
         dialect.takes.add(wish)
         try:
             answered()
-        except (RefusedError, ValueError, OSError, HTTPException):
+        except (PeerRefusedError, ValueError, OSError, HTTPException):
             dialect.takes.discard(wish)
 
 

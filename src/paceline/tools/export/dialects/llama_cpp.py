@@ -13,7 +13,7 @@ from paceline.tools.export.heads import eagle_of, write_eagle
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
-    Speculation,
+    ExportedDraft,
     usual_approximations,
 )
 
@@ -21,7 +21,7 @@ VERSION = "llama.cpp 0.5.0-dev"
 _CONVERT = ("python", "convert_hf_to_gguf.py")
 
 
-def to_llama_cpp(it: Speculation) -> Exported:
+def to_llama_cpp(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it, rules=("coupled",) if it.rule == "coupled" else ("token",))
     draft, head, steps = it.draft, None, []

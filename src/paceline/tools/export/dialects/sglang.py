@@ -10,14 +10,14 @@ from paceline.tools.export.heads import eagle_of, write_eagle
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
-    Speculation,
+    ExportedDraft,
     usual_approximations,
 )
 
 VERSION = "sglang 0.5.23"
 
 
-def to_sglang(it: Speculation) -> Exported:
+def to_sglang(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it, trees=True, rules=("token", "block"))
     draft, head, tree = it.draft, None, it.tree

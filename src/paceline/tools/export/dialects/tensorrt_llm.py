@@ -11,7 +11,7 @@ from paceline.tools.export.heads import eagle_of, outputs_of, write_eagle
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
-    Speculation,
+    ExportedDraft,
     usual_approximations,
 )
 
@@ -19,7 +19,7 @@ VERSION = "TensorRT-LLM 1.2 (its documented classes; it cannot be installed with
 FILE = "tensorrt_llm.yaml"
 
 
-def to_tensorrt_llm(it: Speculation) -> Exported:
+def to_tensorrt_llm(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it)
     draft, head = it.draft, None

@@ -15,7 +15,7 @@ from paceline.tools.export.heads import eagle_of, medusa_of, write_eagle, write_
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
-    Speculation,
+    ExportedDraft,
     usual_approximations,
 )
 
@@ -23,7 +23,7 @@ VERSION = "vllm 0.32.0"
 _PROPOSER = "paceline.integrations.vllm.{}Proposer"
 
 
-def to_vllm(it: Speculation) -> Exported:
+def to_vllm(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it, rules=("token", "block"))
     config, head = _config(it, notes)
@@ -45,7 +45,7 @@ def to_vllm(it: Speculation) -> Exported:
     )
 
 
-def _config(it: Speculation, notes: list[Approximation]) -> tuple[dict[str, Any], str | None]:
+def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, Any], str | None]:
     """The method and what belongs to it, and the folder of a head."""
     draft, head = it.draft, None if it.out is None else str((it.out / "head").resolve())
     if isinstance(draft, DraftModel):
