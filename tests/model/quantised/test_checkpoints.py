@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError, ModelLoadError, PacelineError
-from paceline.model.loading import load_module
+from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.quantised.checkpoint import pack, unpack
 from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.rounding import nearest
@@ -286,11 +287,53 @@ def test_layers_of_several_precisions_side_by_side(plain_folder: Path, tmp_path:
         CausalModel.load(str(out), dtype="float32", device="cpu")
 
 
-def test_a_missing_library_is_one_line(plain_folder: Path, tmp_path: Path) -> None:
-    config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
-    folder = rewritten(plain_folder, tmp_path / "hqq", config, lambda w: {"weight": w})
-    with pytest.raises(ModelLoadError, match=r"hqq.*pip install hqq"):
-        load_module(str(folder), "float32", "cpu")
+LIBRARIES: dict[str, dict[str, Any]] = {
+    "hqq": {"quant_config": {"weight_quant_params": {"nbits": 4}}},
+    "bitsandbytes": {"load_in_8bit": True, "_load_in_8bit": True},
+    "torchao": {
+        "quant_type": {
+            "default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_a_missing_library_is_one_line(plain_folder: Path, tmp_path: Path, library: str) -> None:
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed")
+    config = {"quant_method": library, **LIBRARIES[library]}
+    folder = rewritten(plain_folder, tmp_path / library, config, lambda w: {"weight": w})
+    with pytest.raises(ModelLoadError, match=rf"{library}.*pip install {library}") as caught:
+        CausalModel.load(str(folder), dtype="float32", device="cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_a_librarys_own_modules_run_on_the_reference(
+    plain_folder: Path, tmp_path: Path, library: str
+) -> None:
+    pytest.importorskip(library)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+    from paceline import LLM, SamplingParams
+
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config: Any = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    out = tmp_path / library
+    module = AutoModelForCausalLM.from_pretrained(
+        plain_folder, dtype=torch.bfloat16, quantization_config=config
+    )
+    module.save_pretrained(out)
+    load_tokenizer(str(plain_folder)).save_pretrained(out)
+    llm = LLM(str(out), device="cpu")
+    assert llm.target.backend == "reference"
+    (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(found.token_ids) == 8
 
 
 def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:
