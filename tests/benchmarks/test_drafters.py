@@ -31,7 +31,7 @@ from standings import Standings, expectations, main_rows, markdown, merged, posi
 Start = Callable[..., tuple[Any, str, Any]]
 
 ISSUE = (
-    "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,layer_skip,medusa,eagle,eagle2,"
+    "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,quantized,layer_skip,medusa,eagle,eagle2,"
     "eagle3,hybrid"
 )
 

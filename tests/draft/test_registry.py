@@ -21,6 +21,7 @@ from paceline.drafters import (
     DraftModel,
     Eagle3,
     Hybrid,
+    QuantizedDraft,
     Registry,
     Suffix,
     parse_draft,
@@ -87,6 +88,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         (Eagle3("path", layers=(2, 16, 29)), "eagle3:path,layers=2x16x29"),
         (DraftModel("org/name", branching=(2, 2)), "model:org/name,branching=2x2"),
         (Suffix("seen.suffix", shared=True), "suffix:seen.suffix"),
+        (QuantizedDraft("int8"), "quantized:int8"),
         (Suffix(shared=False), "suffix:global=off"),
         (Hybrid(NGram(), Eagle3("a+b")), "hybrid:ngram+eagle3:a+b"),
     ):
@@ -103,6 +105,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         ("tree:x,nodes=4,branching=2", "either branching or nodes"),
         ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),
         ("eagle:x,layers=two", "layers='two' is not like 2x16x29"),
+        ("quantized:int3", "use quantized:int4 or quantized:int8"),
         ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
     ],
 )
@@ -171,7 +174,7 @@ def entry(name: str, value: str) -> EntryPoint:
 def test_kinds_of_other_packages_are_loaded_when_asked_for() -> None:
     here = f"{__name__}:Counting"
     found = Registry(RECORDS, [entry("counting", here), entry("ngram", here)])
-    assert "counting" in found and list(found)[-1] == "counting" and len(found) == 15
+    assert "counting" in found and list(found)[-1] == "counting" and len(found) == 16
     assert found["counting"].kind == "counting" and found["ngram"] is NGram
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import PeerOptions, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions
 from paceline.cli.progress import progress_bar
 from paceline.errors import ConfigError, PromptError
@@ -66,6 +66,7 @@ def run_suite(
     wanted: PromptOptions,
     options: BenchOptions,
     chosen: SuiteOptions,
+    engines: PeerOptions,
     output: ReportOptions,
     methods: Sequence[Method],
     rule: str,
@@ -96,9 +97,13 @@ def run_suite(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
         )
-    starter, record, complete = starter_of(llm, engine, rule), HeatRecord(), False
+    starter, record, complete = starter_of(llm, engine, rule, engines), HeatRecord(), False
     runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
-    with partial_results() as interrupted, progress_bar("warming up", runs) as advance:
+    with (
+        starter,
+        partial_results() as interrupted,
+        progress_bar("warming up", runs) as advance,
+    ):
         contestants = []
         for method in methods:
             advance(0, f"loading {method.name}")
@@ -111,7 +116,8 @@ def run_suite(
     settings = _settings(engine, source, options, how, kept, rule)
     result = _result(suite, llm, methods, settings, record, complete)
     names = [question.name for question in left_out]
-    base = replace(result.base, left_out=names, interrupted=bool(interrupted))
+    unequal = starter.peers.differences()
+    base = replace(result.base, left_out=names, interrupted=bool(interrupted), unequal=unequal)
     _show(replace(result, base=base), output, options.allow_idle)
     interrupted.finish()
     if base.complaints(options.allow_idle):
@@ -142,12 +148,14 @@ def _seconds(context: typer.Context) -> float | None:
     return float(context.params["seconds"]) if _given(context, "seconds") else None
 
 
-def starter_of(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
+def starter_of(llm: LLM, engine: ModelOptions, rule: str, engines: PeerOptions) -> Starter:
     """What opens the methods over a loaded model."""
     from paceline.tools.bench.contestants import Starter
 
     memory = engine.kv_cache_memory
-    return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
+    return Starter(
+        llm, engine.model, engines.tools(), rule=rule, lossy=engine.lossy, kv_cache_memory=memory
+    )
 
 
 def _settings(

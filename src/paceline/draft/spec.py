@@ -187,6 +187,10 @@ class DraftSpec(ABC):
         """What ``tune`` tries in its place, by the shape of the trees."""
         return {"chain": self}
 
+    def precisions(self: _Spec) -> dict[str, _Spec]:
+        """The same in fewer bits, which ``tune`` tries besides, where that can be had."""
+        return {}
+
     def refuse(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.kind}: {problem}")
 

@@ -96,13 +96,15 @@ class CausalModel:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         model.asked = backend
-        if backend == REFERENCE:
-            model.refused = "asked for"
-        elif backend == "auto" and model.device.type != "cpu":
-            model.refused = f"the device is {model.device}"
-        if not quick or (model.refused is None and adopt(model)):
-            return model
-        return quicken(model)
+        return model.quickened() if quick else model
+
+    def quickened(self) -> CausalModel:
+        """Itself, laid out for speed on the backend that was asked for."""
+        if self.asked == REFERENCE:
+            self.refused = "asked for"
+        elif self.asked == "auto" and self.device.type != "cpu":
+            self.refused = f"the device is {self.device}"
+        return self if self.refused is None and adopt(self) else quicken(self)
 
     @property
     def backend(self) -> str:

@@ -65,6 +65,14 @@ NOTED: Mapping[str, tuple[Any, ...]] = {
     "top_a": (0,),
     "mirostat": (0,),
 }
+# What vllm-router writes into every request that it passes on; so said, nothing is asked for.
+ROUTER_DEFAULTS: Mapping[str, bool] = {
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
+}
 # Why not, for what clients do ask.
 REFUSED: Mapping[str, str] = {
     "audio": "answers are text; audio is not supported",
@@ -109,7 +117,7 @@ class Body(BaseModel):
             if name in known:
                 if value is not None or known[name]:
                     kept[name] = value
-            elif name in cls._passed_over or value is None:
+            elif name in cls._passed_over or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
             elif taken(name, value):
                 note(name)

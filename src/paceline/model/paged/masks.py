@@ -59,10 +59,10 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     return _kept(*_shape(span, pattern), capacity, ancestors)[:, capacity - columns :]
 
 
-Shape = tuple[int, tuple[int, ...], int, Pattern, int]
+_MaskShape = tuple[int, tuple[int, ...], int, Pattern, int]
 
 
-def _shape(span: Span, pattern: Pattern) -> Shape:
+def _shape(span: Span, pattern: Pattern) -> _MaskShape:
     return span.pending, span.parents, span.first_new, pattern, pattern.phase(span)
 
 
@@ -116,7 +116,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tens
 
 
 @lru_cache(maxsize=64)
-def _template(shape: Shape, capacity: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+def _template(shape: _MaskShape, capacity: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
     return additive(_visible(*shape, capacity), dtype, repeats)
 
 

@@ -46,9 +46,9 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
 
 
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
-    """A draft with the shapes of trees that are tried for it."""
+    """A draft with the shapes of trees and the precisions that are tried for it."""
     spec = parse_draft(text)
-    return [
+    found = [
         DrafterCandidate(
             _label(spec) + (f" {shape}" if own is not spec else ""),
             str(own),
@@ -57,6 +57,11 @@ def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
             given,
         )
         for shape, own in spec.variants().items()
+    ]
+    # Nobody asked for these, so one that cannot be had here is left out.
+    return found + [
+        DrafterCandidate(f"{_label(spec)} {name}", str(own), own.kind, "")
+        for name, own in spec.precisions().items()
     ]
 
 

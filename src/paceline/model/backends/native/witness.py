@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from paceline.core.batch import Batch
@@ -71,7 +71,7 @@ def witnessed(by: Witness) -> Iterator[None]:
 
 def traced(name: str) -> AbstractContextManager[Any]:
     """A call as an operator in what torch's profiler records."""
-    recorded = torch.autograd._profiler_enabled()
+    recorded = profiler._is_profiler_enabled
     return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
 
 
