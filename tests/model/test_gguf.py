@@ -62,7 +62,7 @@ def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> 
 def test_quantisations(quantisation: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation=quantisation)
-    (ours,) = LLM(str(path), dtype="float32").generate(
+    (ours,) = LLM(str(path), dtype="float32", quantize="none").generate(
         [PROMPT], SamplingParams(max_tokens=12, ignore_eos=True)
     )
     assert ours.token_ids == theirs(path, 12)
