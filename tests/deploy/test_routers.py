@@ -241,7 +241,7 @@ def test_a_replica_killed_in_mid_stream(router: str, tmp_path: Path) -> None:
         said = [json.loads(line[6:]) for line in told if line.startswith("data: {")]
         assert said[-1]["error"]["code"] == "engine_lost" and "data: [DONE]" not in told
         assert [fleet.complete(max_tokens=24) for _ in range(6)] == [whole] * 6
-        # Killed whole it says nothing. smg breaks off; vllm-router ends the stream as if it were
+        # Killed whole it says nothing. smg does; vllm-router ends the stream as if it were
         # complete, but for its end: no finish reason, no [DONE].
         told, broke = _broken(fleet, lambda replica: replica.process.kill())
         said = [json.loads(line[6:]) for line in told if line.startswith("data: {")]
