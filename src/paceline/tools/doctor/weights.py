@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import GgufFile
+from paceline.model.quantised.blocks import can_keep
 from paceline.model.tensorfile import verify
 from paceline.tools.doctor.files import ModelFiles, TensorEntry
 from paceline.tools.doctor.findings import Finding, finding
@@ -48,6 +49,9 @@ def _gguf(file: GgufFile, about: str) -> Iterator[Finding]:
         f"{size(file.parameters * torch.bfloat16.itemsize)} of memory in bfloat16 or "
         f"{size(file.parameters * torch.float32.itemsize)} in float32"
     )
+    kept = ", ".join(name for name in file.types if can_keep(name))
+    if kept:
+        text += f"; {kept} stay as they are where the native kernels run"
     yield finding("gguf-dequantised", about, text)
     if file.splits_otherwise:
         text = f"the file splits text as {file.pre_tokenizer!r} does, which is not known here"
