@@ -39,10 +39,11 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
         return
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
     layers = [(name, m) for name, m in hf.named_modules() if type(m) is nn.Linear]
+    head = hf.get_output_embeddings()
     left: Counter[str] = Counter()
     with stage(f"keeping the blocks of {path.name}", total=len(layers), unit="layers") as progress:
         for name, module in layers:
-            stored = names.get_name(name) or ""
+            stored = names.get_name(name) or (_HEAD if module is head else "")
             tensor = tensors.get(stored) or (tensors.get(_EMBEDDING) if stored == _HEAD else None)
             kind = "" if tensor is None else str(tensor.tensor_type.name)
             weight = None

@@ -80,6 +80,7 @@ def examine(
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
+    quantize = None if quantize == "none" else quantize
     rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
