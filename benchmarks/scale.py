@@ -31,7 +31,7 @@ from scale_replica import Figures, Replica, Settings, Traffic
 WAYS: dict[str, int | str] = {"plain": 0, "3 tokens": 3, "auto": "auto"}
 CHIPS_OF = {"8b": 1, "70b": 8}
 LOADS = (2, 8, 16, 32)  # requests a second
-CLIENTS = (1, 8, 32, 64, 128, 256)  # in a closed loop: batches that are always full
+CLIENTS = (1, 8, 32, 64, 128)  # in a closed loop: batches that are always full
 FEWEST = 60
 # Of closed loops: the way, and how many drafted tokens are accepted.
 FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in (0.5, 0.7, 0.85)))
@@ -73,7 +73,7 @@ def simulate(
 def full(costs: Roofline, way: int | str, acceptance: float, clients: int) -> Figures:
     """``clients`` that each send their next request when one is answered."""
     settings = Settings(way, batch=clients, cached_tokens=min(costs.cached_tokens, clients * 4096))
-    count = clients + max(8, clients // 2)
+    count = 2 * clients + max(8, clients // 2)
     requests = Traffic(output=128, acceptance=acceptance).requests(count, 1.0, seed=1)
     return Replica(costs, settings, drafts=way != 0).run(requests, clients)
 

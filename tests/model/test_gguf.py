@@ -252,7 +252,9 @@ def findings(path: Path, *arguments: str) -> dict[str, dict[str, str]]:
 def test_doctor_says_what_it_takes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     module = write_gguf(path, quantisation="Q4_1", pre="smollm")
-    found = findings(path, "--dtype", "float32")
+    kept = findings(path, "--dtype", "float32")
+    assert "Q4_1 stay as they are" in kept["gguf-kept"]["found"]
+    found = findings(path, "--dtype", "float32", "--backend", "reference")
     said = found["gguf-dequantised"]["found"]
     count = sum(parameter.numel() for parameter in module.parameters())
     assert "Q4_1 stay as they are" in said and f"{count * 4 / 1024:.1f} KiB in float32" in said

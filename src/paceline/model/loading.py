@@ -194,6 +194,11 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
             f"folder {name} has no config.json, so it is not a transformers model; "
             "give the folder written by save_pretrained or downloaded from the hub"
         )
+    return read_options(config)
+
+
+def read_options(config: Path) -> dict[str, Any]:
+    """What a config.json holds. Raises ModelLoadError."""
     try:
         options = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -262,7 +262,9 @@ class CausalModel:
             )
         by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
         self.cache_shapes = [probe.shapes[call] for call in by_layer]
-        self.patterns = tuple(probe.patterns[call] for call in by_layer)
+        known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
+        found = (probe.patterns[call] for call in by_layer)
+        self.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
         self._attention_modules = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
 

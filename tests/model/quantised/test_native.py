@@ -178,6 +178,12 @@ def test_text_is_plain_decodings_with_every_kind_of_draft(
             assert [found.token_ids for found in llm.generate(prompts, params)] == wanted, draft
 
 
-def test_quantised_weights_run_on_the_kernels_unless_told_otherwise(plain_folder: Path) -> None:
-    assert CausalModel.load(str(plain_folder), device="cpu", quantize="int4").backend == "native"
-    assert CausalModel.load(str(plain_folder), device="cpu").backend == "reference"
+@pytest.mark.parametrize("precision", [None, "int4"])
+def test_models_run_on_the_kernels_unless_told_otherwise(
+    plain_folder: Path, precision: str | None
+) -> None:
+    model = CausalModel.load(str(plain_folder), device="cpu", quantize=precision)
+    assert model.backend == "native" and model.backend_reason.startswith("native (")
+    options = {"device": "cpu", "quantize": precision, "backend": "reference"}
+    model = CausalModel.load(str(plain_folder), **options)
+    assert model.backend == "reference" and model.backend_reason == "reference (asked for)"

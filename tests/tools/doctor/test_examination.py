@@ -19,8 +19,9 @@ from paceline.tools.doctor import Finding, Severity, examine, kinds
 from paceline.tools.doctor.files import read_files
 from paceline.tools.doctor.findings import by_severity, finding
 from paceline.tools.doctor.kinds import KINDS
+from paceline.tools.doctor.machine import DeviceSettings
 from paceline.tools.doctor.models import describe
-from paceline.tools.doctor.precision import weight_bytes
+from paceline.tools.doctor.precision import Rounding, weight_bytes
 
 TARGET = "paceline/tiny"
 HEALTHY = {
@@ -176,13 +177,17 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str) -> None:
     files = read_files(TARGET)
     model, _ = describe(files, "target")
     assert model is not None
-    assert weight_bytes(model, precision, torch.float32) == pytest.approx(exact, rel=1e-3)
+    setting = DeviceSettings(torch.device("cpu"), torch.float32)
+    assert weight_bytes(model, setting, Rounding(precision)) == pytest.approx(exact, rel=1e-3)
     assert only(plain, "memory-fits").found != only(rounded, "memory-fits").found
 
 
 def test_a_draft_in_fewer_bits_takes_memory() -> None:
     plain = only(examine(TARGET, "ngram"), "memory-fits").found
     assert only(examine(TARGET, "quantized:int4"), "memory-fits").found != plain
+    same = examine(TARGET, "quantized:int8", quantize="int8")
+    assert only(same, "draft-as-target").severity is Severity.ERROR
+    assert "draft-own-weights" in codes(examine(TARGET, "quantized:int4", quantize="int8"))
     small, draft = "model:paceline/tiny-draft", "model:paceline/tiny-draft,quantize=int4"
     assert "int4" in only(examine(TARGET, draft), "quantised-when-loaded").found
     whole = only(examine(TARGET, small), "memory-fits").found

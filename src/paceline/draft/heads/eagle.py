@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sampling import is_plain_greedy
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -40,7 +41,7 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, level_feed
+from paceline.draft.trees.grow import Growing, Logits, Narrow, level_feed
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.model.paged.blocks import OutOfBlocksError
@@ -63,6 +64,7 @@ class _State:
 
     start: int
     rows: list[int] = field(default_factory=list)
+    narrow: bool = False  # whether logits of the head's own tokens are enough now
     waiting: list[torch.Tensor] = field(default_factory=list)  # fused later, [n, k * hidden]
     count: int = 0
 
@@ -213,6 +215,8 @@ class EagleDrafter(LevelDrafter):
         super().__init__(name, cache, policy, generator, self.head.config.max_positions)
         self.features = self.head.config.feature_layers
         self._step = step
+        # A static level takes so many candidates, whatever the head knows.
+        self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
         self._states: dict[int, _State] = {}
         self._drafts: dict[int, _Draft] = {}
 
@@ -225,7 +229,7 @@ class EagleDrafter(LevelDrafter):
         self._drafts.clear()
         return trees
 
-    def _first(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _first(self, feeds: Sequence[Feed]) -> Logits:
         """Run the rows whose features have come in."""
         inputs = [self._states[feed.seq_id].take() for feed in feeds]
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
@@ -247,6 +251,7 @@ class EagleDrafter(LevelDrafter):
             state = self._states[seq.seq_id] = _State(seq.cached)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
+        state.narrow = self._fits and is_plain_greedy(seq)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
         drafts = item.decodes and item.draft_length > 0 and known
         # A prompt is followed chunk by chunk; a plain step is caught up on later.
@@ -278,13 +283,18 @@ class EagleDrafter(LevelDrafter):
 
     def _run(
         self, feeds: Sequence[Feed], inputs: torch.Tensor, fused: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass of the head; its outputs ``[R, H]`` and logits ``[R, vocab]`` at the rows whose
-        logits are wanted."""
+    ) -> tuple[torch.Tensor, Logits]:
+        """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
+        wanted."""
         outputs, logits = self._step(self.cache.batch_of(feeds), self.cache, inputs, fused)
-        return outputs, self.head.expand(logits) if len(outputs) else logits
+        if not len(outputs) or logits.shape[1] == self.head.config.vocab_size:
+            return outputs, logits
+        known = [self._states[feed.seq_id] for feed in feeds if feed.seq_id in self._states]
+        if self._fits and all(state.narrow for state in known):
+            return outputs, Narrow(logits, self.head.draft_ids)
+        return outputs, self.head.expand(logits)
 
-    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _logits(self, feeds: Sequence[Feed]) -> Logits:
         """One pass over made-up features, as start-up times it."""
         rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
         size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
@@ -297,7 +307,7 @@ class EagleDrafter(LevelDrafter):
         for seq_id, part in zip(ids, torch.split(outputs, list(counts)), strict=True):
             self._drafts[seq_id].outputs = part
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
+    def _level(self, trees: list[Growing]) -> Logits:
         """Feed the newest nodes of some trees, each with its parent's output for a feature."""
         feeds, inputs, ids, counts = [], [], [], []
         for tree in trees:

@@ -11,6 +11,7 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+from paceline.model.quantised.weights import BITS
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
@@ -22,6 +23,7 @@ from paceline.tools.doctor.precision import (
     Rounding,
     check_kernels,
     check_precision,
+    held_bits,
     rounded_bytes,
     weight_bytes,
 )
@@ -89,7 +91,7 @@ def examine(
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     findings += check_precision(model, setting, rounding)
-    cost = _Cost(weight_bytes(model, quantize, setting.dtype), model.cache_bytes(setting.dtype))
+    cost = _Cost(weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         own, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
@@ -120,8 +122,13 @@ def _draft(
     """Findings on one draft of one kind, and what it takes."""
     if files is None:
         found = spec.examine(target)
-        more = found.target_in and rounded_bytes(target, found.target_in, setting.dtype)
-        return noted(found), _Cost(weights=more or 0)
+        if found.target_in is None:
+            return noted(found), _Cost()
+        held = held_bits(target, setting, rounding)
+        if held <= BITS[found.target_in]:
+            text = f"{spec} of a target that is held in {held} bits already"
+            return [finding("draft-as-target", "draft", text)], _Cost()
+        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype))
     if isinstance(spec, DraftModel):
         own = replace(rounding, draft=spec.quantize or rounding.draft)
         return _model(spec, files, target, setting, own)
@@ -151,7 +158,7 @@ def _model(
     findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
     findings += check_precision(model, setting, rounding)
-    weights = weight_bytes(model, rounding.draft, setting.dtype)
+    weights = weight_bytes(model, setting, rounding)
     return findings, _Cost(weights, model.cache_bytes(setting.dtype))
 
 

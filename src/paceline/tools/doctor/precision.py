@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.compile import NativeUnavailableError, is_built
 from paceline.model.backends.native.library import instructions
+from paceline.model.gguf import GgufFile
 from paceline.model.precision import keeps, library_of
+from paceline.model.quantised.blocks import can_keep
 from paceline.model.quantised.weights import BITS, ROW_GROUP
 from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.machine import DeviceSettings, size
@@ -49,18 +52,44 @@ def rounded_bytes(model: Model, precision: str, dtype: torch.dtype | None) -> in
     return int(total)
 
 
-def weight_bytes(model: Model, precision: str | None, dtype: torch.dtype | None) -> int:
-    """All weights in memory, rounded or not."""
+def weight_bytes(model: Model, setting: DeviceSettings, rounding: Rounding) -> int:
+    """All weights in memory, as they are kept or rounded."""
+    dtype, precision = setting.dtype, rounding.of(model.about)
+    width = (dtype or torch.bfloat16).itemsize
+    file = model.files.gguf
+    if file is not None and _kept_types(file, setting, rounding, precision):
+        return file.stored_bytes + model.vocab_size * model.hidden_size * width
     if precision is None or model.quantisation is not None:
         return model.weight_bytes(dtype)
-    width = (dtype or torch.bfloat16).itemsize
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     whole = sum(parameter.numel() for parameter in model.skeleton.parameters())
     linear = [m for m in model.skeleton.modules() if isinstance(m, nn.Linear)]
     matrices = sum(module.weight.numel() for module in linear)
-    if tied:  # the embedding keeps its own numbers beside the rounded head
+    if getattr(model.config, "tie_word_embeddings", False):
+        # The embedding keeps its own numbers beside the rounded head.
         matrices -= model.skeleton.get_output_embeddings().weight.numel()
     return rounded_bytes(model, precision, dtype) + int(whole - matrices) * width
+
+
+def _kept_types(
+    file: GgufFile, setting: DeviceSettings, rounding: Rounding, precision: str | None
+) -> list[str]:
+    """The packed types of a file that stay as they are."""
+    if setting.device.type != "cpu" or rounding.backend == REFERENCE or precision is not None:
+        return []
+    return [kind for kind in file.quantised if can_keep(kind)]
+
+
+def held_bits(model: Model, setting: DeviceSettings, rounding: Rounding) -> int:
+    """Bits in which most numbers of the matrices will be held."""
+    asked, options, file = rounding.of(model.about), model.quantisation_options, model.files.gguf
+    if asked in BITS:
+        return BITS[asked]
+    if options is not None and keeps(options, setting.device):
+        return int(_of_weights(options, ("num_bits", "bits", "w_bit")) or 8)
+    kept = [] if file is None else _kept_types(file, setting, rounding, asked)
+    if kept:
+        return int(next(letter for letter in kept[0] if letter.isdecimal()))
+    return 8 * (setting.dtype or torch.bfloat16).itemsize
 
 
 def check_precision(model: Model, setting: DeviceSettings, rounding: Rounding) -> Iterator[Finding]:
@@ -69,6 +98,8 @@ def check_precision(model: Model, setting: DeviceSettings, rounding: Rounding) -
     if asked is not None and asked not in BITS:
         raise ConfigError(f"precision {asked!r} is not known; use {' or '.join(BITS)}")
     options = model.quantisation_options
+    if model.files.gguf is not None:
+        yield _gguf(model.files.gguf, about, setting, rounding)
     if options is not None:
         yield _stored(model, options, setting)
         if asked is not None:
@@ -79,7 +110,7 @@ def check_precision(model: Model, setting: DeviceSettings, rounding: Rounding) -
         yield finding("quantised-twice", about, text, cure="Write a checkpoint: paceline quantize.")
     elif asked is not None:
         before = size(model.weight_bytes(setting.dtype))
-        after = size(weight_bytes(model, asked, setting.dtype))
+        after = size(weight_bytes(model, setting, rounding))
         text = f"rounded to {asked} when loaded: {after} of weights in memory where it was {before}"
         yield finding("quantised-when-loaded", about, text)
 
@@ -93,25 +124,44 @@ def _stored(model: Model, options: Mapping[str, Any], setting: DeviceSettings) -
     return finding("quantised", model.about, text)
 
 
+def _gguf(file: GgufFile, about: str, setting: DeviceSettings, rounding: Rounding) -> Finding:
+    """Which of its blocks stay, and what the others take."""
+    kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
+    said = f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk"
+    kept = _kept_types(file, setting, rounding, rounding.of(about))
+    if kept:
+        text = f"{said}; matrices in {', '.join(kept)} stay as they are in memory"
+        return finding("gguf-kept", about, text)
+    text = (
+        f"{said} and, dequantised, {size(file.parameters * torch.bfloat16.itemsize)} of memory in "
+        f"bfloat16 or {size(file.parameters * torch.float32.itemsize)} in float32"
+    )
+    return finding("gguf-dequantised", about, text)
+
+
 def _format(options: Mapping[str, Any]) -> str:
     """``gptq, 4 bits in groups of 128``."""
-    method = str(options.get("quant_method") or "unknown")
+    words = str(options.get("quant_method") or "unknown")
+    bits = _of_weights(options, ("num_bits", "bits", "w_bit"))
+    group = _of_weights(options, ("group_size", "q_group_size"))
+    if bits is not None:
+        words += f", {bits} bits"
+    return words + (f" in groups of {group}" if isinstance(group, int) and group > 0 else "")
+
+
+def _of_weights(options: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """What the first group of layers says of its weights under one of these names."""
     groups = options.get("config_groups")
     first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else options
-    weights = first.get("weights", first) if isinstance(first, Mapping) else {}
-    bits = next((weights[key] for key in ("num_bits", "bits", "w_bit") if key in weights), None)
-    group = next((weights[key] for key in ("group_size", "q_group_size") if key in weights), None)
-    words = [method]
-    if bits is not None:
-        words.append(f"{bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else ""))
-    return ", ".join(words)
+    said = first.get("weights", first) if isinstance(first, Mapping) else {}
+    return next((said[name] for name in names if name in said), None)
 
 
 def check_kernels(setting: DeviceSettings, rounding: Rounding, few: bool) -> Finding:
     """What will run the forwards. ``few``: there are quantised weights."""
     if setting.device.type != "cpu":
         return finding("kernels-run", "machine", f"forwards run on torch, on {setting.device}")
-    if rounding.backend == "reference":
+    if rounding.backend == REFERENCE:
         code = "kernels-readable" if few else "kernels-run"
         return finding(code, "machine", "forwards run on torch, as --backend reference asks for")
     try:
