@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,12 @@ from paceline.model.gguf import gguf_file
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.pieces import AttentionStep, KeyValueStore
-from paceline.model.precision import dequantise, is_quantised, quantise_loaded
+from paceline.model.precision import (
+    dequantise,
+    is_quantised,
+    quantise_loaded,
+    quantization_of,
+)
 from paceline.stages import say
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
@@ -62,7 +68,8 @@ class CausalModel:
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
         self.refused: str | None = None  # why the kernels do not run this model
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
-        self.vocab_size = self._probe()
+        with _naming_the_format(hf, name):
+            self.vocab_size = self._probe()
         self._verify()
 
     @classmethod
@@ -282,6 +289,25 @@ class CausalModel:
 
     def _forward_all(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         return self(batch, cache).logits.float()
+
+
+@contextmanager
+def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
+    """The first forward of a format's own modules, which may ask more of shapes or of the
+    machine than loading did: whatever they raise is one line. Raises UnsupportedModelError."""
+    options = quantization_of(hf.config)
+    try:
+        yield
+    except (UnsupportedModelError, MemoryError):
+        raise
+    except Exception as error:
+        if options is None:
+            raise
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UnsupportedModelError(
+            f"{name} is quantised in the format {options.get('quant_method')}, whose library "
+            f"cannot run it here ({lines[0]}); take another form of the model"
+        ) from None
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -12,7 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.errors import ConfigError, ModelLoadError, PacelineError
+from paceline.errors import (
+    ConfigError,
+    ModelLoadError,
+    PacelineError,
+    UnsupportedModelError,
+)
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.quantised.checkpoint import pack, unpack
 from paceline.model.quantised.convert import Scheme
@@ -334,6 +339,42 @@ def test_a_librarys_own_modules_run_on_the_reference(
     assert llm.target.backend == "reference"
     (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(found.token_ids) == 8
+
+
+def test_tensors_of_a_library_are_left_to_it(plain_folder: Path) -> None:
+    """As torchao's, which allow less than plain ones: they are not laid out, packed or detached."""
+
+    class Foreign(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.detach and torch.is_inference_mode_enabled():
+                raise RuntimeError("Cannot set version_counter for inference tensor")
+            if func is torch.Tensor.detach:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    module = load_module(str(plain_folder), "float32", "cpu")
+    layer = module.get_submodule(LAYER)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Foreign), False)
+    model = CausalModel(module, "some model").quickened()
+    assert model.backend == "reference"
+    assert type(model.hf.get_submodule(LAYER).weight) is Foreign
+
+
+def test_a_librarys_modules_that_fail_are_one_line(plain_folder: Path) -> None:
+    """As bitsandbytes' do on a processor with shapes that its blocks do not divide."""
+    module = load_module(str(plain_folder), "float32", "cpu")
+    module.config.quantization_config = {"quant_method": "bitsandbytes"}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("shape '[64, 1]' is invalid\nfor input of size 96")
+
+    module.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(UnsupportedModelError, match=r"bitsandbytes, whose library .*invalid\)"):
+        CausalModel(module, "some model")
 
 
 def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:

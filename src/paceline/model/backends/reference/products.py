@@ -42,8 +42,12 @@ def can_prepack(weight: torch.Tensor) -> bool:
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether these are numbers, not a tensor of a library that multiplies in its own way."""
-    return type(weight.detach()) is torch.Tensor
+    """Whether these are numbers, not a tensor of a library that multiplies in its own way.
+
+    By its type alone: a parameter of such a tensor has that tensor's, and torchao's cannot even be
+    detached in inference mode.
+    """
+    return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def _product(prepacked: torch.Tensor, bias: torch.Tensor | None) -> Product:
