@@ -51,8 +51,8 @@ class LLM:
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
     "auto" runs forwards on kernels of our own ("native"), whose rows have the same bits whatever
     rides along, where they know the model, else on torch ("reference"), which one line says.
-    ``quantize`` "int8" or "int4" rounds the weights (on a CPU), ``draft_quantize`` those of draft
-    models.
+    ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none" dequantises those of a
+    quantised file; ``draft_quantize`` rounds those of draft models.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is

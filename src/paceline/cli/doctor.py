@@ -94,6 +94,9 @@ def doctor(
             device=engine.device,
             max_batch_size=engine.max_batch_size or 8,
             kv_cache_memory=engine.kv_cache_memory,
+            quantize=engine.quantize,
+            draft_quantize=engine.draft_quantize,
+            backend=engine.backend,
         )
         if for_engine is not None:
             findings = by_severity([*findings, *_ahead(for_engine, engine)])

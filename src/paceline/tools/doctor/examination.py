@@ -11,6 +11,7 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+from paceline.model.quantised.weights import BITS
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
@@ -18,6 +19,14 @@ from paceline.tools.doctor.heads import another_kind, check_head, noted, weights
 from paceline.tools.doctor.kinds import NOTE
 from paceline.tools.doctor.machine import DeviceSettings, MemoryNeeds, check_dtype, check_memory
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
+from paceline.tools.doctor.precision import (
+    Rounding,
+    check_kernels,
+    check_precision,
+    held_bits,
+    rounded_bytes,
+    weight_bytes,
+)
 from paceline.tools.doctor.rows import check_padding, check_tied
 from paceline.tools.doctor.tokens import compare
 from paceline.tools.doctor.weights import check_files, check_values
@@ -56,6 +65,9 @@ def examine(
     device: str = "auto",
     max_batch_size: int = 8,
     kv_cache_memory: int | None = None,
+    quantize: str | None = None,
+    draft_quantize: str | None = None,
+    backend: str = "auto",
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -68,6 +80,8 @@ def examine(
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
+    quantize = None if quantize == "none" else quantize
+    rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
@@ -76,13 +90,16 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
-    cost = _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
+    findings += check_precision(model, setting, rounding)
+    cost = _Cost(weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        own, more = _draft(spec, folder, model, setting)
+        own, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
         findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
         cost += more
     findings += check_dtype(setting, cost.weights)
+    few = any(found.code.startswith("quantised") for found in findings)
+    findings.append(check_kernels(setting, rounding, few))
     load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     return by_severity([*findings, check_memory(setting, load)])
 
@@ -96,13 +113,25 @@ def _folder_of(spec: DraftSpec) -> ModelFiles | None:
 
 
 def _draft(
-    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: DeviceSettings
+    spec: DraftSpec,
+    files: ModelFiles | None,
+    target: Model,
+    setting: DeviceSettings,
+    rounding: Rounding,
 ) -> tuple[list[Finding], _Cost]:
     """Findings on one draft of one kind, and what it takes."""
     if files is None:
-        return noted(spec.examine(target)), _Cost()
+        found = spec.examine(target)
+        if found.target_in is None:
+            return noted(found), _Cost()
+        held = held_bits(target, setting, rounding)
+        if held <= BITS[found.target_in]:
+            text = f"{spec} of a target that is held in {held} bits already"
+            return [finding("draft-as-target", "draft", text)], _Cost()
+        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype))
     if isinstance(spec, DraftModel):
-        return _model(spec, files, target, setting)
+        own = replace(rounding, draft=spec.quantize or rounding.draft)
+        return _model(spec, files, target, setting, own)
     size, findings = check_head(spec, files, target)
     return findings, _Cost.of(size, setting) if size else _Cost()
 
@@ -111,7 +140,11 @@ def _draft(
 
 
 def _model(
-    spec: DraftModel, files: ModelFiles, target: Model, setting: DeviceSettings
+    spec: DraftModel,
+    files: ModelFiles,
+    target: Model,
+    setting: DeviceSettings,
+    rounding: Rounding,
 ) -> tuple[list[Finding], _Cost]:
     other = weights_kind_of(files)
     if other is not None:
@@ -124,7 +157,9 @@ def _model(
     findings += check_tied(model)
     findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
-    return findings, _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
+    findings += check_precision(model, setting, rounding)
+    weights = weight_bytes(model, setting, rounding)
+    return findings, _Cost(weights, model.cache_bytes(setting.dtype))
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:

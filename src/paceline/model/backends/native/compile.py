@@ -81,6 +81,13 @@ def library_file() -> Path:
     return file
 
 
+def is_built() -> bool:
+    """Whether the kernels are there already. Raises NativeUnavailableError where they cannot be."""
+    if os.name != "posix":
+        raise NativeUnavailableError("only Linux and macOS are supported")
+    return (_kept() / _digest(_compiler()) / _LIBRARY).is_file()
+
+
 def _kept() -> Path:
     own = os.environ.get("PACELINE_NATIVE_CACHE")
     return Path(own) if own else cache_folder() / "native"

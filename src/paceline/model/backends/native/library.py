@@ -14,6 +14,7 @@ from paceline.model.backends.native.compile import NativeUnavailableError, libra
 
 FLOAT32, BFLOAT16 = 0, 1
 SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
+OFFSETS_NONE, OFFSETS_MIDDLE, OFFSETS_LEAST = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1

@@ -14,6 +14,9 @@ from torch import nn
 from paceline.model.backends.native.library import (
     DTYPES,
     GATE,
+    OFFSETS_LEAST,
+    OFFSETS_MIDDLE,
+    OFFSETS_NONE,
     PLAIN,
     SCALE_BFLOAT16,
     SCALE_FLOAT,
@@ -24,7 +27,12 @@ from paceline.model.backends.native.library import (
     library,
 )
 from paceline.model.backends.native.witness import NativeWork, WeightRead, tell
-from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
+from paceline.model.quantised.weights import (
+    ROW_GROUP,
+    QuantisedLinear,
+    QuantisedWeight,
+    alike,
+)
 
 _PANEL = 32
 
@@ -47,6 +55,7 @@ class Packed:
         cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
     ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs side by side."""
+        linears = _in_one_form(linears)
         inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
@@ -109,12 +118,13 @@ class Packed:
     def quantised(self, place: int, first: int, rows: int) -> QuantisedWeight:
         """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
         assert self.form is not None
-        groups = self.inputs // ROW_GROUP // self.form.repeat
+        groups = self.form.groups(self.inputs)
         weight = QuantisedWeight(
             torch.empty(rows, self.inputs, dtype=torch.int8),
             torch.empty(rows, groups),
             self.form.bits,
             torch.empty(rows, groups) if self.form.offsets else None,
+            self.form.offsets == OFFSETS_LEAST,
         )
         self._copy_quantised(weight, place, first, out=1)
         return weight
@@ -149,12 +159,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Form:
-    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale."""
+    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale, 0 if
+    each has two; ``offsets``: whether there are any, and to which code they belong."""
 
     bits: int
     repeat: int
     scale_kind: int
-    offsets: bool
+    offsets: int
+
+    def groups(self, inputs: int) -> int:
+        return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
 
     @classmethod
     def of(cls, linears: Sequence[QuantisedLinear]) -> Form | None:
@@ -168,7 +182,10 @@ class Form:
             (kind for kind, fits in _SCALE_KINDS if all(fits(part) for part in numbers)),
             SCALE_FLOAT,
         )
-        return cls(first.bits, first.group // ROW_GROUP, kind, first.offsets is not None)
+        offsets = OFFSETS_NONE
+        if first.offsets is not None:
+            offsets = OFFSETS_LEAST if first.from_zero else OFFSETS_MIDDLE
+        return cls(first.bits, first.group // ROW_GROUP, kind, offsets)
 
 
 def _fits_bf16(x: torch.Tensor) -> bool:
@@ -183,10 +200,18 @@ _SCALE_KINDS = ((SCALE_BFLOAT16, _fits_bf16), (SCALE_HALF, _fits_half))
 
 
 def same_form(linears: Sequence[nn.Module]) -> bool:
-    """Whether these can be packed into one matrix."""
+    """Whether these can be packed into one matrix: all are quantised, or none."""
+    return sum(isinstance(linear, QuantisedLinear) for linear in linears) in (0, len(linears))
+
+
+def _in_one_form(
+    linears: Sequence[nn.Linear | QuantisedLinear],
+) -> Sequence[nn.Linear | QuantisedLinear]:
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
-    forms = {(w.quantised.bits, w.quantised.group, w.quantised.offsets is None) for w in quantised}
-    return len(quantised) in (0, len(linears)) and len(forms) < 2
+    weights = alike([linear.quantised for linear in quantised])
+    if not quantised or all(w is old.quantised for w, old in zip(weights, quantised, strict=True)):
+        return linears
+    return [QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)]
 
 
 def _places(gated: bool) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
                    int64_t row) {
   int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
   int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
-  int64_t groups = w.inputs / GROUP / w.repeat;
+  int64_t groups = head_lines(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
     uint8_t *first = at + g % groups * head_line(w), *second = first + head_line(w) / 2;
@@ -142,9 +142,9 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
     uint8_t& both = at[k / GROUP * 512 + k % 16 / 4 * 128 + k % 4];
     int shift = k % GROUP < 16 ? 0 : 4;
     if (out)
-      code = static_cast<int8_t>((both >> shift & 15) - 8);
+      code = static_cast<int8_t>((both >> shift & 15) - least);
     else
-      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + 8) << shift);
+      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + least) << shift);
   }
 }
 

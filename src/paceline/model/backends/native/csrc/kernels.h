@@ -29,8 +29,7 @@ struct QuantisedRows {
 // The kernels of quantised.cpp for one instruction set.
 struct Quantised {
   void (*row)(const float* x, const QuantisedRows&, long row);
-  // c [rows, PANEL] = the panel times rows first .. first + rows
-  void (*panel)(const pl_weight&, long panel, const QuantisedRows&, long first, long rows, float* c);
+  void (*product)(const struct Product&, long part, long parts, float* scratch);
 };
 extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 
@@ -38,7 +37,8 @@ extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 inline long head_line(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-inline long panel_head(const pl_weight& w) { return w.inputs / GROUP / w.repeat * head_line(w); }
+inline long head_lines(const pl_weight& w) { return w.repeat ? w.inputs / GROUP / w.repeat : 2 * w.inputs / GROUP; }
+inline long panel_head(const pl_weight& w) { return head_lines(w) * head_line(w); }
 inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }
 
 struct Product {

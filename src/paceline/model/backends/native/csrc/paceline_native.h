@@ -11,6 +11,7 @@ extern "C" {
 
 enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
 enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
+enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_MIDDLE = 1, PL_OFFSETS_LEAST = 2 };  // LEAST: codes of 4 bits are 0 to 15
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
 
 // A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
@@ -19,7 +20,8 @@ typedef struct {
   const float* bias;  // or NULL
   int64_t outputs, inputs;  // outputs as packed: a gated pair counts once
   // Of quantised weights, see quantised.cpp. bits: 8 or 4, 0 if these are plain numbers; repeat:
-  // groups of 32 inputs that share a scale; scale_kind: PL_SCALE_...; offsets: whether there are any.
+  // groups of 32 inputs that share a scale, 0 if each has two (8 bits only); scale_kind: PL_SCALE_...;
+  // offsets: PL_OFFSETS_..., whether there are any, and to which code they belong.
   int64_t bits, repeat, scale_kind, offsets;
 } pl_weight;
 
