@@ -106,7 +106,7 @@ def cache_blocks(
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
     if memory is None:
-        affordable = fitting(_free_memory(target.device) // 4)
+        affordable = fitting(target.free_memory() // 4)
     else:
         affordable = wanted = fitting(memory)
     blocks = min(wanted, affordable)
@@ -117,12 +117,6 @@ def cache_blocks(
             f"{blocks * per_block if memory is None else memory:,}; raise kv_cache_memory"
         )
     return blocks
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def build_engine(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.base import BACKENDS, Backend
+from paceline.model.backends.base import BACKENDS, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
@@ -58,6 +59,7 @@ class CausalModel:
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
+        self.ranks: Ranks | None = None  # the processes that share the weights, if several do
         self.vocab_size = self._probe()
         self._verify()
 
@@ -155,13 +157,24 @@ class CausalModel:
             return self.native.head(hidden)
         if self.lean is not None:
             return self.lean.head(hidden)
-        logits: torch.Tensor = self.hf.get_output_embeddings()(hidden)
+        logits: torch.Tensor = self.embedding("output")(hidden)
         config = self.hf.config.get_text_config(decoder=True)
         # What Cohere, Granite and Gemma 2 do to their logits afterwards.
         logits = logits * (getattr(config, "logit_scale", None) or 1.0)
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def embedding(self, side: Literal["input", "output"]) -> Any:
+        """The module of the tokens' embedding, or the language-model head's; whole, also where
+        ranks have parts of it."""
+        if self.ranks is not None:
+            return self.ranks.whole(side)
+        return getattr(self.hf, f"get_{side}_embeddings")()
+
+    def free_memory(self) -> int:
+        """Bytes that caches can have on the model's device, the least of all its devices."""
+        return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
     # -- features --------------------------------------------------------------------------
 
@@ -258,6 +271,13 @@ class CausalModel:
 
     def _forward_all(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         return self(batch, cache).logits.float()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

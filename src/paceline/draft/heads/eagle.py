@@ -140,10 +140,10 @@ class Eagle(TreeSpec):
         nodes = 32 if target.device.type == "cuda" else 8
         policy = self.policy(nodes if self.best_first else 0)
         head = load_eagle(
-            self.path, target, self.version, self.layers, target.hf.get_output_embeddings()
+            self.path, target, self.version, self.layers, target.embedding("output")
         )
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        embed = head.embed_tokens or target.hf.get_input_embeddings()
+        embed = head.embed_tokens or target.embedding("input")
         quick = quicken(head, target.max_positions)
 
         def build(context: DraftContext) -> Drafter:

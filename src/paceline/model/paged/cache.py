@@ -11,7 +11,7 @@ tokens (a chain's are there already) and everything beyond is given back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,8 @@ class PagedCache:
         self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
+        # Hears of every move, as slots; other processes may hold the rest of these keys and values.
+        self.moved: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[num_slots, kv_heads, width]``."""
@@ -186,6 +188,12 @@ class PagedCache:
             return
         source = to_device([self._slot(seq, src) for seq, src, _ in moves], self.device)
         target = to_device([self._slot(seq, dst) for seq, _, dst in moves], self.device)
+        if self.moved is not None:
+            self.moved(source, target)
+        self.copy(source, target)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy rows between slots, int64 ``[n]`` each, in all layers, reading before writing."""
         for keys, values in self._layers:
             keys.index_copy_(0, target, keys.index_select(0, source))
             values.index_copy_(0, target, values.index_select(0, source))
