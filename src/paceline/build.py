@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,6 +60,8 @@ class EngineOptions(EngineSettings):
                 f"lossy asks for typical acceptance, but rule {self.rule!r} is lossless; "
                 "leave one of them out"
             )
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; use at least 1")
         if self.max_draft_length < 1:
             raise ConfigError(f"max_draft_length is {self.max_draft_length}; use at least 1")
         length = self.draft_length
@@ -117,6 +120,27 @@ def cache_blocks(
             f"{blocks * per_block if memory is None else memory:,}; raise kv_cache_memory"
         )
     return blocks
+
+
+def load_target(name: str, settings: EngineSettings) -> CausalModel:
+    """A target where the settings want it: here, in part on disk, or in several processes.
+
+    Raises ModelLoadError, UnsupportedModelError, ConfigError.
+    """
+    how: dict[str, Any] = {
+        key: getattr(settings, key) for key in ("dtype", "device", "backend", "quantize")
+    }
+    if settings.tensor_parallel == 1:
+        kept = settings.weights_memory
+        return CausalModel.load(name, **how, offload=settings.offload, weights_memory=kept)
+    from paceline.parallel.shared import load_shared
+
+    if settings.offload is not None:
+        raise ConfigError(
+            f"offload={settings.offload!r} and tensor_parallel={settings.tensor_parallel}: weights "
+            "are offloaded by one process or shared by several; leave one of them out"
+        )
+    return load_shared(name, settings.tensor_parallel, **how)
 
 
 def build_engine(

@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.build import EngineOptions, build_engine, load_target, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import with_members
+from paceline.draft.base import vocabulary_of
 from paceline.draft.predicted import PredictedDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
@@ -51,7 +52,9 @@ class LLM:
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
     "native" runs forwards on kernels of our own, whose rows have the same bits whatever rides
     along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU),
-    ``draft_quantize`` those of draft models.
+    ``draft_quantize`` those of draft models. ``tensor_parallel`` processes share the target's
+    weights; ``offload`` "cpu" or "disk" leaves layers there for which ``weights_memory`` bytes of
+    the device do not do, ``draft_offload`` those of draft models (docs/parallel.md).
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -85,15 +88,18 @@ class LLM:
         backend: str = "auto",
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        tensor_parallel: int = 1,
+        offload: str | None = None,
+        weights_memory: int | None = None,
+        draft_offload: str | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
         options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
-            target = CausalModel.load(
-                model, dtype=dtype, device=device, backend=backend, quantize=quantize
-            )
+            target = load_target(model, options)
+            self._ranks = target.ranks
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
         if tuned is not None and profile is not None and follows:
@@ -104,6 +110,7 @@ class LLM:
         self._assemble(target, load_tokenizer(model), draft, options)
 
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
+    _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
 
     def beside(
         self,
@@ -118,6 +125,7 @@ class LLM:
         prefix_sharing: bool = True,
         seed: int | None = None,
         draft_quantize: str | None = None,
+        draft_offload: str | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
@@ -143,8 +151,8 @@ class LLM:
         self._dtype = options.dtype
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            loading = Loading(target, tokenizer, options.dtype, options.draft_quantize)
-            prepared = prepare_all(draft, loading)
+            own = (options.dtype, options.draft_quantize, options.draft_offload)
+            prepared = prepare_all(draft, Loading(target, tokenizer, *own))
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
@@ -240,12 +248,14 @@ class LLM:
 
         For example "token-level intersection, 94 % of text".
         """
-        return _vocabulary_of(self.engine.drafter)
+        return vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
         """Cancel everything and let go of the engine; closing twice is fine."""
         self.release(list(self._requests.values()))
         self._engine = None
+        if self._ranks is not None:
+            self._ranks.close()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -375,12 +385,6 @@ class LLM:
             if request.completion is None and self._engine is not None:
                 self._engine.abort(request.seq.seq_id)
             self._requests.pop(request.seq.seq_id, None)
-
-
-def _vocabulary_of(drafter: Any) -> str | None:
-    """What a drafter, or those it is made of, say about another vocabulary."""
-    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
-    return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 
 @contextmanager

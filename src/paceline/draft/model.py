@@ -86,6 +86,7 @@ class DraftModel(TreeSpec):
             check_values=True,
             quantize=loading.quantize,
             backend=target.asked,
+            offload=loading.offload,
         )
         folder = Path(resolve(self.path))
         own = tokenizer

@@ -43,12 +43,13 @@ _Spec = TypeVar("_Spec", bound="DraftSpec")
 @dataclass(frozen=True)
 class Loading:
     """What a drafter is prepared from: the target, its tokenizer, and what draft models are
-    loaded in: ``dtype``, and ``quantize`` "int8", "int4" or None."""
+    loaded in: ``dtype``, ``quantize`` "int8", "int4" or None, ``offload`` "cpu", "disk" or None."""
 
     target: CausalModel
     tokenizer: PreTrainedTokenizerFast
     dtype: str
     quantize: str | None = None
+    offload: str | None = None
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ class CausalModel:
         check_values: bool = False,
         quantize: str | None = None,
         backend: str = "auto",
+        offload: str | None = None,
+        weights_memory: int | None = None,
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
@@ -81,14 +83,22 @@ class CausalModel:
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised).
+        ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
+        (see offload.py).
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
+        from paceline.model.offload import load_offloaded, refuse_with_offload
         from paceline.model.tensorfile import check_finite
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+        if offload is not None:
+            refuse_with_offload(offload, quantize, backend)
+            return cls(
+                load_offloaded(name_or_path, dtype, device, offload, weights_memory), name_or_path
+            )
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
