@@ -99,14 +99,15 @@ class LLM:
         options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
             target = load_target(model, options)
-            self._ranks = target.ranks
+        self._ranks = target.ranks
+        notes = [target.note]
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
-        if tuned is not None and profile is not None and follows:
-            draft = tuned.draft.spec
-            known, note = tuned.costs_here(target, profile)
-            options = replace(options, known=known)
-            self.notes = (note,) if note else ()
+            if follows:
+                draft = tuned.draft.spec
+                known, note = tuned.costs_here(target, profile)
+                options, notes = replace(options, known=known), [*notes, note or ""]
+        self.notes = tuple(filter(None, notes))
         self._assemble(target, load_tokenizer(model), draft, options)
 
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
@@ -244,10 +245,8 @@ class LLM:
 
     @property
     def draft_vocabulary(self) -> str | None:
-        """How a draft with another vocabulary is used; None if there is no such draft.
-
-        For example "token-level intersection, 94 % of text".
-        """
+        """How a draft with another vocabulary is used, for example "token-level intersection,
+        94 % of text"; None if there is no such draft."""
         return vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:

@@ -68,6 +68,8 @@ def doctor(
             device=engine.device,
             max_batch_size=engine.max_batch_size or 8,
             kv_cache_memory=engine.kv_cache_memory,
+            offload=engine.offload,
+            weights_memory=engine.weights_memory,
         )
     trial = None
     with partial_results() as interrupted:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder
 from paceline.model.gguf import gguf_file
@@ -50,7 +51,21 @@ class OffloadPlan:
     layers: int
     away: int
     resident: int
+    largest: int  # a layer's
     moved: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of weights on the device while a forward runs."""
+        return self.resident + (self.largest if self.away else 0)
+
+    def in_words(self) -> str:
+        """What the user should know, "" if nothing stays away."""
+        if not self.away:
+            return ""
+        place = next(place for place in reversed(self.places.values()))
+        moved = self.moved / 1e6
+        return f"{self.away} of {self.layers} layers stay on {place}: a step moves {moved:,.0f} MB"
 
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
@@ -70,7 +85,7 @@ def load_offloaded(
     device: str | torch.device,
     offload: str,
     memory: int | None = None,
-) -> Any:
+) -> tuple[Any, OffloadPlan]:
     """The module of a model of which ``memory`` bytes stay on the device (None: half of what is
     free there), the other layers on "cpu" or "disk".
 
@@ -82,7 +97,7 @@ def load_offloaded(
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
     module = load_module(name, dtype, device, device_map=plan.places, offload_folder=folder.name)
     module.offload_folder = folder  # lives as long as the module
-    return module
+    return module, plan
 
 
 def plan_offload(
@@ -95,8 +110,6 @@ def plan_offload(
     """What ``load_offloaded`` does with a model, from its configuration and the tables of its
     files. Raises what that does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from paceline.model.target import free_memory
 
     place = resolve_device(device)
     config, files = _offloadable(name, offload, place)
@@ -131,7 +144,8 @@ def plan_offload(
     moved = sum(p.nbytes for owner in away for p in layers[owner].parameters())
     if offload == "disk":
         moved = _stored(files, away, moved)
-    return OffloadPlan(places, len(layers), len(away), resident, moved)
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers.values())
+    return OffloadPlan(places, len(layers), len(away), resident, largest, moved)
 
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:

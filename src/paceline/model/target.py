@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import BACKENDS, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
@@ -59,6 +59,7 @@ class CausalModel:
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
+        self.note = ""  # what the user should know about how it was loaded
         self.ranks: Ranks | None = None  # the processes that share the weights, if several do
         self.vocab_size = self._probe()
         self._verify()
@@ -96,9 +97,10 @@ class CausalModel:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
-            return cls(
-                load_offloaded(name_or_path, dtype, device, offload, weights_memory), name_or_path
-            )
+            module, plan = load_offloaded(name_or_path, dtype, device, offload, weights_memory)
+            model = cls(module, name_or_path)
+            model.asked, model.note = backend, plan.in_words()
+            return model
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
@@ -281,13 +283,6 @@ class CausalModel:
 
     def _forward_all(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         return self(batch, cache).logits.float()
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

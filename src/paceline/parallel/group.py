@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.model.target import free_memory
+from paceline.core.memory import free_memory
 from paceline.parallel.orders import Order
 
 # How long ranks may wait for each other while they load; a disk is not equally fast for all.

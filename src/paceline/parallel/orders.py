@@ -42,14 +42,11 @@ class BatchOrder:
 
     def batch(self, numbers: torch.Tensor) -> Batch:
         """The batch, from the int64 ``[length]`` that followed."""
-        parts = numbers.split([length for _, length, _ in self.tensors])
-        return Batch(
-            **self.plain,
-            **{
-                name: part.to(dtype)
-                for (name, _, dtype), part in zip(self.tensors, parts, strict=True)
-            },
-        )
+        values, first = dict(self.plain), 0
+        for name, length, dtype in self.tensors:
+            values[name] = numbers[first : first + length].to(dtype)
+            first += length
+        return Batch(**values)
 
 
 @dataclass(frozen=True)

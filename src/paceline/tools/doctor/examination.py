@@ -11,12 +11,19 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+from paceline.model.offload import plan_offload
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
 from paceline.tools.doctor.heads import another_kind, check_head, noted, weights_kind_of
 from paceline.tools.doctor.kinds import NOTE
-from paceline.tools.doctor.machine import DeviceSettings, MemoryNeeds, check_dtype, check_memory
+from paceline.tools.doctor.machine import (
+    DeviceSettings,
+    MemoryNeeds,
+    check_dtype,
+    check_memory,
+    check_offload,
+)
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
 from paceline.tools.doctor.rows import check_padding, check_tied
 from paceline.tools.doctor.tokens import compare
@@ -56,6 +63,8 @@ def examine(
     device: str = "auto",
     max_batch_size: int = 8,
     kv_cache_memory: int | None = None,
+    offload: str | None = None,
+    weights_memory: int | None = None,
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -82,6 +91,10 @@ def examine(
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
         findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
         cost += more
+    if offload is not None:
+        plan = plan_offload(target, dtype, device, offload, weights_memory)
+        findings.append(check_offload(plan, offload))
+        cost = replace(cost, weights=cost.weights - model.weight_bytes(setting.dtype) + plan.peak)
     findings += check_dtype(setting, cost.weights)
     load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     return by_severity([*findings, check_memory(setting, load)])
