@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,8 @@ from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.draft.spec import DraftContext, Prepared
-from paceline.drafters import BLOCK_SIZE
+from paceline.draft.spec import DraftContext, Loading, Prepared
+from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
@@ -30,6 +30,9 @@ from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,17 @@ def load_target(name: str, settings: EngineSettings) -> CausalModel:
             "are offloaded by one process or shared by several; leave one of them out"
         )
     return load_shared(name, settings.tensor_parallel, **how)
+
+
+def load_draft(
+    draft: DraftLike | Sequence[DraftLike] | None,
+    target: CausalModel,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: EngineSettings,
+) -> Prepared:
+    """A drafter, or several for requests to choose from, loaded as the settings say."""
+    own = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
+    return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *own))
 
 
 def build_engine(

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.build import EngineOptions, build_engine, load_target, seeded_generator
+from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import vocabulary_of
 from paceline.draft.predicted import PredictedDrafter
-from paceline.draft.spec import Loading
-from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
+from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
@@ -54,7 +53,8 @@ class LLM:
     along, "reference" on torch. ``quantize`` "int8" or "int4" rounds the weights (on a CPU),
     ``draft_quantize`` those of draft models. ``tensor_parallel`` processes share the target's
     weights; ``offload`` "cpu" or "disk" leaves layers there for which ``weights_memory`` bytes of
-    the device do not do, ``draft_offload`` those of draft models (docs/parallel.md).
+    the device do not do, ``draft_offload`` those of draft models (docs/parallel.md), which
+    compute on ``draft_device``.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -92,6 +92,7 @@ class LLM:
         offload: str | None = None,
         weights_memory: int | None = None,
         draft_offload: str | None = None,
+        draft_device: str | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
@@ -127,6 +128,7 @@ class LLM:
         seed: int | None = None,
         draft_quantize: str | None = None,
         draft_offload: str | None = None,
+        draft_device: str | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
@@ -152,8 +154,7 @@ class LLM:
         self._dtype = options.dtype
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            own = (options.dtype, options.draft_quantize, options.draft_offload)
-            prepared = prepare_all(draft, Loading(target, tokenizer, *own))
+            prepared = load_draft(draft, target, tokenizer, options)
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
@@ -183,10 +184,8 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and answer: what the model sees and the cache holds.
-
-        An answer that comes up against it ends with "length".
-        """
+        """Most tokens of a sequence, prompt and answer, by model and cache; an answer that comes up
+        against it ends with "length"."""
         return self.context_budget.limit
 
     # -- public ------------------------------------------------------------------------------

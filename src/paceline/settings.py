@@ -281,6 +281,9 @@ class EngineSettings(LoadSettings):
         choices=("int8", "int4"),
         shown="no",
     )
+    draft_device: str | None = _model(
+        None, "Device of a draft model, such as cpu beside a target on a GPU.", shown="the target's"
+    )
     draft_offload: str | None = _model(
         None,
         "As offload, of a draft model.",

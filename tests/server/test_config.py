@@ -17,6 +17,7 @@ model = "folder"
 draft = ["ngram:min=2", "suffix"]
 draft_quantize = "int4"
 draft_offload = "disk"
+draft_device = "cpu"
 draft_length = 4
 rule = "block"
 profile = "tuned.toml"
