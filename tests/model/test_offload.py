@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import LLM, SamplingParams
+from paceline.core.tree import TokenTree
 from paceline.errors import ConfigError
 from paceline.model.offload import plan_offload
 from paceline.tools.doctor import examine
@@ -38,6 +40,18 @@ def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> 
     assert said(away.beside(f"tree:{draft},branching=2x1", **drafting())) == expected
     both = away.beside(f"model:{draft}", draft_offload="disk", **drafting())
     assert said(both) == expected
+
+
+def test_a_draft_may_have_a_device_of_its_own(
+    random_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trees are brought to the target: here from a device that only pretends to be another."""
+    target, draft = random_pair
+    llm = LLM(target, f"tree:{draft},branching=2x1", draft_device="cpu", **OPTIONS)
+    moved: list[torch.device] = []
+    monkeypatch.setattr(TokenTree, "on", lambda tree, device: moved.append(device) or tree)
+    assert said(llm) == said(LLM(target, **OPTIONS))
+    assert set(moved) == {llm.target.device}
 
 
 def drafting() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from model_folders import write_gpt2
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.parallel import group, team
+from paceline.tools.doctor import examine
 from random_heads import write_eagle
 from served_process import ServedProcess
 
@@ -246,6 +247,12 @@ def test_what_ranks_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         LLM(random_pair[0], **options)
+
+
+def test_doctor_says_what_ranks_cannot_share(random_pair: tuple[str, str]) -> None:
+    assert examine(random_pair[0], tensor_parallel=2)
+    with pytest.raises(ConfigError, match="which 3 ranks cannot share evenly"):
+        examine(random_pair[0], tensor_parallel=3)
 
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def doctor(
             kv_cache_memory=engine.kv_cache_memory,
             offload=engine.offload,
             weights_memory=engine.weights_memory,
+            tensor_parallel=engine.tensor_parallel,
         )
     trial = None
     with partial_results() as interrupted:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError, EngineLostError, ModelLoadError
+from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.parallel.group import RankGroup, surroundings
 from paceline.parallel.orders import StopOrder
 
@@ -159,7 +159,8 @@ class RankTeam:
                 yield
         except Exception as error:
             self._wait_for_reason()
-            if self.lost is None or str(error) in self.lost:
+            everywhere = isinstance(error, PacelineError) and str(error) in (self.lost or "")
+            if self.lost is None or (everywhere and not isinstance(error, EngineLostError)):
                 raise
             raise ModelLoadError(f"while {self.size} ranks were loading, {self.lost}") from error
 

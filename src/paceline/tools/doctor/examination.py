@@ -12,6 +12,7 @@ from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
 from paceline.model.offload import plan_offload
+from paceline.parallel.load import check_shareable
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
@@ -65,6 +66,7 @@ def examine(
     kv_cache_memory: int | None = None,
     offload: str | None = None,
     weights_memory: int | None = None,
+    tensor_parallel: int = 1,
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -78,6 +80,8 @@ def examine(
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
     files = read_files(target)
+    if tensor_parallel > 1:
+        check_shareable(target, tensor_parallel)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
     findings += check_files(files, "target")
@@ -85,11 +89,13 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
-    cost = _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
+    each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
+    own = (model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
+    cost = _Cost(*(count // each for count in own))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        own, more = _draft(spec, folder, model, setting)
+        noticed, more = _draft(spec, folder, model, setting)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
-        findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
+        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
         cost += more
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
