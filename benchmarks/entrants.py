@@ -21,6 +21,7 @@ from paceline.model.target import CausalModel
 
 PLAIN = "plain"
 REPEATED = ", repeated"  # after the name of a row: the same prompts again, or varied
+_NAMES = {"none": PLAIN, "model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
 NODES = 8  # of every tree or chain in the comparison at an equal node budget
 
 
@@ -62,27 +63,17 @@ def entries(weights: Weights, skip: str = "") -> list[Entry]:
     ``skip`` is the option that fixes the layers to skip.
     """
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
-    specs = {
-        PLAIN: "none",
-        "draft": _with("model:", weights.draft),
-        "draft_tree": _with("tree:", weights.draft, f",nodes={NODES},width=3"),
-        "ngram": "ngram",
-        "suffix": "suffix",
-        "lookahead": "lookahead",
-        "recycling": "recycling",
-        "early_exit": "early_exit",
+    own = {
+        "tree": _with("tree:", weights.draft, f",nodes={NODES},width=3"),
         "layer_skip": f"layer_skip{skip}",
-        "medusa": _with("medusa:", weights.medusa),
-        "eagle": _with("eagle:", weights.eagle),
-        "eagle2": _with("eagle2:", weights.eagle),
-        "eagle3": _with("eagle3:", weights.eagle3),
         "hybrid": f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "",
     }
-    return [Entry(name, spec, _levels(spec)) for name, spec in specs.items()]
-
-
-def _levels(spec: str) -> int:
-    return DRAFTERS[spec.partition(":")[0]].natural_length if spec else 0
+    found = []
+    for kind, record in DRAFTERS.items():
+        folder = getattr(weights, record.weights, None)
+        spec = own.get(kind, _with(f"{kind}:", folder) if record.weights else kind)
+        found.append(Entry(_NAMES.get(kind, kind), spec, record.natural_length if spec else 0))
+    return found
 
 
 def equal_nodes(weights: Weights) -> list[Entry]:

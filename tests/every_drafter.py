@@ -1,25 +1,14 @@
-"""A draft spec for every kind of drafter, and for what else its trees may be.
-
-``SAME``: kinds whose drafter is that of another one, with other weights.
-"""
+"""A draft spec for every kind of drafter, and for what else its trees may be."""
 
 from __future__ import annotations
 
-SAME = {"eagle", "eagle2"}
-SPECS = {
-    "none": "none",
-    "ngram": "ngram",
-    "suffix": "suffix",
-    "lookahead": "lookahead",
-    "recycling": "recycling",
-    "model": "paceline/tiny-draft",
-    "tree": "tree:paceline/tiny-draft,branching=2x2x1",
+from paceline.drafters import DRAFTERS
+
+TARGET = "paceline/tiny"
+WEIGHTS = {"target": TARGET} | {
+    record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
+}
+SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
     "tree, best first": "tree:paceline/tiny-draft,nodes=6",
-    "early_exit": "early_exit:layers=3",
-    "early_exit, best first": "early_exit:layers=3,nodes=6",
-    "layer_skip": "layer_skip:window=8,interval=2",
-    "medusa": "medusa:paceline/tiny-medusa",
-    "eagle3": "eagle3:paceline/tiny-eagle3",
-    "eagle3, best first": "eagle3:paceline/tiny-eagle3,nodes=8",
-    "hybrid": "hybrid:ngram+eagle3:paceline/tiny-eagle3",
+    "layer_skip, best first": "layer_skip:nodes=6,window=8,interval=2",
 }

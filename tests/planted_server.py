@@ -30,12 +30,24 @@ def chances(before: str) -> dict[str, float]:
 
 
 class PlantedServer:
-    """``fault``: None, or one of FAULTS."""
+    """``fault``: None, or one of FAULTS.
+
+    ``logprobs``: "columns" as OpenAI's completions have them, "records" as its chats and llama.cpp
+    have them, or None. ``strict``: no field that OpenAI's API has not, and one choice at a time.
+    ``cuts``: samples come from the three likeliest words unless ``top_k`` says otherwise.
+    """
 
     def __init__(
-        self, fault: str | None = None, seed: int = 7, chats: bool = True, logprobs: bool = True
+        self,
+        fault: str | None = None,
+        seed: int = 7,
+        chats: bool = True,
+        logprobs: str | None = "columns",
+        strict: bool = False,
+        cuts: bool = False,
     ) -> None:
         self.fault, self.chats, self.logprobs = fault, chats, logprobs
+        self.strict, self.cuts = strict, cuts
         self.requests = 0
         self._chance = random.Random(seed)
         self._lock = threading.Lock()
@@ -54,6 +66,8 @@ class PlantedServer:
                 if self.fault == "biased" and place:  # the first is the target's own
                     squared = {word: p**1.6 for word, p in own.items()}
                     drawn = {word: p / sum(squared.values()) for word, p in squared.items()}
+                if self.cuts and body.get("top_k", 3) == 3:
+                    drawn = dict(sorted(drawn.items(), key=lambda item: -item[1])[:3])
                 word = self._chance.choices(list(drawn), list(drawn.values()))[0]
             else:
                 penalty, once = (
@@ -90,11 +104,17 @@ class PlantedServer:
     ) -> dict[str, Any]:
         tops = [dict(sorted(own.items(), key=lambda i: -i[1])[:5]) for _, own in said]
         value = (lambda p: 0.0) if self.fault == "zeros" else math.log
-        logprobs = {
-            "tokens": [word for word, _ in said],
-            "token_logprobs": [value(own[word]) for word, own in said],
+        names, values = [word for word, _ in said], [value(own[word]) for word, own in said]
+        logprobs: dict[str, Any] = {
+            "tokens": names,
+            "token_logprobs": values,
             "top_logprobs": [{w: value(p) for w, p in top.items()} for top in tops],
         }
+        if self.logprobs == "records":
+            likeliest = [[{"token": w, "logprob": value(p)} for w, p in t.items()] for t in tops]
+            zipped = zip(names, values, likeliest, strict=True)
+            fields = ("token", "logprob", "top_logprobs")
+            logprobs = {"content": [dict(zip(fields, one, strict=True)) for one in zipped]}
         text = "".join(word for word, _ in said) + more
         found = {"index": index, "text": text, "finish_reason": reason}
         return {**found, "logprobs": logprobs if self.logprobs else None}
@@ -107,6 +127,8 @@ class PlantedServer:
             if path.endswith("chat/completions"):
                 return self._chat(body)
             prompt = body["prompt"]
+            if self.strict and ("top_k" in body or body.get("n", 1) > 1):
+                return 400, {"error": {"message": "no such thing here"}}
             choices = [self.choice(prompt, body, i) for i in range(body.get("n", 1))]
         words = sum(len(choice["text"].replace(".", " .").split()) for choice in choices)
         usage = {"prompt_tokens": _length(prompt), "completion_tokens": words}

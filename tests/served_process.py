@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-START_SECONDS = 120  # a busy machine is slow to load torch; an idle one takes about six
+START_SECONDS = 300  # a busy machine is slow to load torch; an idle one takes about six
 
 
 @dataclass(frozen=True)

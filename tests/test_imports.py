@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "paceline"
 # Who may import whom: a module imports its own room and those below it. A room within a room is
 # named with its path; what stands beside it in the outer room has the outer room's name.
 LAYERS = (
-    {"budget", "core", "config", "errors", "files", "settings", "stages"},
+    {"budget", "core", "config", "errors", "files", "foreign", "settings", "stages"},
     {"model/paged"},
     {"model/quantised"},
     {"model/backends"},
@@ -32,6 +32,7 @@ LAYERS = (
     {"defaults"},
     {"request"},
     {"llm", "build", "drafters", "difference", "tuned"},
+    {"integrations"},
     {"tools/report"},
     {"tools"},
     {"cli", "server", "distributed"},

@@ -29,20 +29,6 @@ DRAFTS = {
         "eagle3:paceline/smollm2-eagle3",
     ),
 }
-# What `paceline tune` tries beside the drafters that need no weights.
-CANDIDATES = {
-    EMBEDDED: (
-        "model:paceline/tiny-draft",
-        "eagle3:paceline/tiny-eagle3",
-        "eagle:paceline/tiny-eagle",
-        "medusa:paceline/tiny-medusa",
-    ),
-    REAL: (
-        "model:paceline/smollm2-draft",
-        "eagle3:paceline/smollm2-eagle3",
-        "medusa:paceline/smollm2-medusa",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -78,11 +64,6 @@ def default_drafts(model: str) -> tuple[str, ...]:
     for spec in at_hand(DRAFTS.get(model, ())):
         found.setdefault(spec.partition(":")[0], spec)
     return tuple(found.values())
-
-
-def candidates(model: str) -> tuple[str, ...]:
-    """Trained drafts that are tuned for a model."""
-    return at_hand(CANDIDATES.get(model, ()))
 
 
 def at_hand(specs: tuple[str, ...]) -> tuple[str, ...]:

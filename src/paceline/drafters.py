@@ -20,6 +20,7 @@ from paceline.draft.heads.medusa import Medusa
 from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel, DraftTree
 from paceline.draft.ngram import NGram
+from paceline.draft.quantized import QuantizedDraft
 from paceline.draft.recycling import Recycling
 from paceline.draft.router import Router
 from paceline.draft.selfspec import EarlyExit, LayerSkip
@@ -34,6 +35,7 @@ from paceline.draft.spec import (
 )
 from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
+from paceline.foreign import read_foreign
 from paceline.pace.joined import Hybrid
 
 RECORDS: tuple[type[DraftSpec], ...] = (
@@ -44,6 +46,7 @@ RECORDS: tuple[type[DraftSpec], ...] = (
     Lookahead,
     EarlyExit,
     LayerSkip,
+    QuantizedDraft,
     DraftModel,
     DraftTree,
     Medusa,
@@ -75,6 +78,7 @@ __all__ = [
     "NoDraft",
     "Plan",
     "Prepared",
+    "QuantizedDraft",
     "Recycling",
     "Slice",
     "Suffix",
@@ -130,10 +134,13 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:
-    """A spec string; anything whose first word is not a known kind is a model's path.
+    """A spec string; anything whose first word is not a known kind is a model's path, and
+    ``@FILE`` is another engine's configuration.
 
     Raises ConfigError.
     """
+    if text is not None and text.startswith("@"):
+        text = read_foreign(text[1:]).spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
     return DRAFTERS[kind].read(rest, DRAFTERS) if kind in DRAFTERS else DraftModel(text or "")
 

@@ -40,6 +40,7 @@ class MachineIdentity:
     device: str
     threads: int
     dtype: str
+    backend: str
     torch: str
     transformers: str
     paceline: str
@@ -61,6 +62,7 @@ class MachineIdentity:
             device=device.type,
             threads=0 if cuda else torch.get_num_threads(),
             dtype=str(target.dtype).removeprefix("torch."),
+            backend=target.backend,
             torch=str(torch.__version__),
             transformers=version("transformers"),
             paceline=version("paceline"),
@@ -70,7 +72,7 @@ class MachineIdentity:
 
     def differences(self, here: MachineIdentity) -> list[str]:
         """What makes costs measured there useless here, as "threads 2, here 8"."""
-        keys = ("processor", "device", "threads", "dtype", "torch")
+        keys = ("processor", "device", "threads", "dtype", "backend", "torch")
         return [
             f"{key} {getattr(self, key)}, here {getattr(here, key)}"
             for key in keys

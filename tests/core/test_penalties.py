@@ -81,6 +81,25 @@ def test_tokens_taken_back_are_not_counted():
     assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
 
 
+def test_a_further_step_reads_further_tokens_only():
+    read: list[int] = []
+
+    class Text(list):
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            read.append(len(found) if isinstance(index, slice) else 1)
+            return found
+
+    seq = SequenceState(3, Text([1, 2] * 50), 20, SamplingParams(frequency_penalty=1.0))
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    for new in ([], [3, 4], [5]):
+        seq.tokens += new
+        read.clear()
+        found = penalised(scores, [seq.view()], [0], None)
+        assert sum(read) == (len(new) or 100)
+        assert torch.equal(found, dense(scores, [seq], [0], None))
+
+
 def test_nothing_is_kept_of_a_sequence_that_has_gone():
     before = len(penalties._kept.by_id)
     penalties.forget(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from every_drafter import WEIGHTS
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Slice
 from paceline.draft.base import Drafter, LookupDrafter
@@ -20,6 +21,7 @@ from paceline.drafters import (
     DraftModel,
     Eagle3,
     Hybrid,
+    QuantizedDraft,
     Registry,
     Suffix,
     parse_draft,
@@ -28,9 +30,6 @@ from paceline.tools.doctor import Severity, examine
 from paceline.tools.tune.candidates import variants
 
 TARGET = "paceline/tiny"
-WEIGHTS = {"target": TARGET} | {
-    name: f"paceline/tiny-{name}" for name in ("draft", "medusa", "eagle", "eagle3")
-}
 EXAMPLES = [example for record in DRAFTERS.values() for example in record.examples]
 FIRST = [record.examples[0] for record in DRAFTERS.values()]
 
@@ -89,6 +88,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         (Eagle3("path", layers=(2, 16, 29)), "eagle3:path,layers=2x16x29"),
         (DraftModel("org/name", branching=(2, 2)), "model:org/name,branching=2x2"),
         (Suffix("seen.suffix", shared=True), "suffix:seen.suffix"),
+        (QuantizedDraft("int8"), "quantized:int8"),
         (Suffix(shared=False), "suffix:global=off"),
         (Hybrid(NGram(), Eagle3("a+b")), "hybrid:ngram+eagle3:a+b"),
     ):
@@ -105,6 +105,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         ("tree:x,nodes=4,branching=2", "either branching or nodes"),
         ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),
         ("eagle:x,layers=two", "layers='two' is not like 2x16x29"),
+        ("quantized:int3", "use quantized:int4 or quantized:int8"),
         ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
     ],
 )
@@ -173,7 +174,7 @@ def entry(name: str, value: str) -> EntryPoint:
 def test_kinds_of_other_packages_are_loaded_when_asked_for() -> None:
     here = f"{__name__}:Counting"
     found = Registry(RECORDS, [entry("counting", here), entry("ngram", here)])
-    assert "counting" in found and list(found)[-1] == "counting" and len(found) == 15
+    assert "counting" in found and list(found)[-1] == "counting" and len(found) == 16
     assert found["counting"].kind == "counting" and found["ngram"] is NGram
 
 

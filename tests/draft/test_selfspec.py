@@ -33,6 +33,8 @@ SPECS = {
     "fixed set": "layer_skip:skip=2x4",
     "searched": "layer_skip:window=8,interval=1",
     "searched, best first": "layer_skip:window=8,interval=1,nodes=8,width=4",
+    "fewer bits": "quantized:int4",
+    "fewer bits, best first": "quantized:int8,nodes=8,width=4",
 }
 
 
@@ -146,7 +148,10 @@ def test_all_layers_are_always_right(model: CausalModel) -> None:
             assert seq.counts.accepted == seq.counts.drafted > 0
 
 
-@pytest.mark.parametrize("spec", ["early_exit:layers=3,nodes=8", "layer_skip:window=4,interval=1"])
+@pytest.mark.parametrize(
+    "spec",
+    ["early_exit:layers=3,nodes=8", "layer_skip:window=4,interval=1", "quantized:int4"],
+)
 def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> None:
     per_token = LAYERS * (2 * 2 * 8) * 4  # layers x kv heads x (key + value) x float32
     results = []
@@ -186,15 +191,16 @@ def test_swift_scores_what_each_view_predicts(
 ) -> None:
     """The shares it hears are those of a model without the layers, token after token."""
     tried: list[tuple[int, tuple[int, ...], float]] = []
-    score = SwiftDrafter._score
+    score = SwiftDrafter._scores
 
-    def noted(drafter: SwiftDrafter, view: LayerView, seq: SequenceState) -> float | None:
-        share = score(drafter, view, seq)
-        assert share is not None
-        tried.append((seq.cached, tuple(n for n in range(LAYERS) if n not in view.layers), share))
-        return share
+    def noted(
+        drafter: SwiftDrafter, sets: list[tuple[int, ...]], seq: SequenceState
+    ) -> list[float]:
+        shares = score(drafter, sets, seq)
+        tried.extend((seq.cached, *one) for one in zip(sets, shares, strict=True))
+        return shares
 
-    monkeypatch.setattr(SwiftDrafter, "_score", noted)
+    monkeypatch.setattr(SwiftDrafter, "_scores", noted)
     engine = engine_of(model, "layer_skip:window=16,interval=1")
     drafter = engine.drafter
     assert isinstance(drafter, SwiftDrafter)

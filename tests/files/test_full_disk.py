@@ -128,7 +128,7 @@ def profile(folder: Path, number: int) -> None:
         tuned.EngineChoice(number, "block"),
         tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (), 1, ()),
         tuned.KnownCosts((1,), (1,), ((0.1,),), {"model": tuned.PassCosts((1,), (0.1,))}),
-        tuned.MachineIdentity("x", "cpu", 1, "float32", "2", "5", "0", "3", "today"),
+        tuned.MachineIdentity("x", "cpu", 1, "float32", "native", "2", "5", "0", "3", "today"),
     )
     made.write(folder / "p.toml")
 

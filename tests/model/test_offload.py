@@ -30,7 +30,7 @@ def said(llm: LLM) -> list[list[int]]:
 
 def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> None:
     target, draft = random_pair
-    expected = said(LLM(target, **OPTIONS))
+    expected = said(LLM(target, backend="reference", **OPTIONS))
     away = LLM(target, offload="disk", weights_memory=0, **OPTIONS)
     layer = away.target.hf.model.layers[1].mlp.down_proj
     assert layer.weight.device.type == "meta", "its weights are on the disk"

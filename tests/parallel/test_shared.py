@@ -55,7 +55,7 @@ def twins(pair_room: tuple[Path, dict[str, str]]) -> Iterator[Twins]:
         "medusa": write_medusa(root / "medusa", pair["target"], shared=True, steps=5),
     }
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": MEMORY, "draft_length": 3}
-    alone = LLM(pair["target"], **options)
+    alone = LLM(pair["target"], backend="reference", **options)
     with pytest.MonkeyPatch.context() as patch:
         counts = counted(patch)
         shared = LLM(pair["target"], tensor_parallel=2, **options)

@@ -26,6 +26,7 @@ SPECS = {
     "lookahead": "lookahead:window=3,ngram=3",
     "recycling": "recycling:k=2,nodes=6",
     "early_exit": "early_exit:layers=8",
+    "quantized": "quantized:int8",
     "layer_skip": "layer_skip:skip=10-19",
     "model": "model:paceline/tiny-draft",
     "tree": "tree:paceline/tiny-draft,nodes=6",

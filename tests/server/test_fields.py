@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asking import Reply, ask
+from paceline.server.fields import ROUTER_DEFAULTS
 from running_server import MODEL, Running
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -32,6 +33,9 @@ NOTED = {
     "prompt_cache_key": "x",
     "prompt_cache_retention": "24h",
     "user": "x",
+    "user_id": "x",
+    "session_id": "x",
+    "session_params": {"session_id": "x"},
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -53,6 +57,15 @@ def test_what_cannot_change_the_text_is_taken_and_noted(
     assert "(ignored: store, metadata" in caplog.text
     streamed = chat(server, stream=True, stream_options={"include_obfuscation": True})
     assert streamed.headers["x-paceline-ignored"] == "include_obfuscation"
+
+
+def test_what_a_router_writes_into_every_request_is_no_matter(server: Running) -> None:
+    passed_on = chat(server, **ROUTER_DEFAULTS, ignore_eos=False, continue_final_message=False)
+    assert passed_on.status == 200 and passed_on.headers["x-paceline-ignored"] is None
+    assert passed_on.json["choices"] == chat(server).json["choices"]
+    for name, default in ROUTER_DEFAULTS.items():
+        asked = chat(server, **{name: not default})
+        assert asked.status == 400 and asked.error["param"] == name
 
 
 def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
@@ -78,6 +91,7 @@ def test_what_would_change_the_text_is_refused_by_name(
     assert refused.error["param"] == next(iter(fields))
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 NULLS = (
     *("model", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "response_format"),
@@ -159,6 +173,45 @@ def test_what_is_no_text_is_said_in_one_sentence(server: Running, content: Any, 
 def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
     refused = chat(server, [{"role": "user", "content": "What is this?", "images": ["x"]}])
     assert refused.status == 400 and "images" in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": 5}, "stop: give a text, or a list of texts"),
+        ({"stop": [5]}, "stop.0: Input should be a valid string"),
+        ({"tool_choice": 5}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required"),
+        ({"response_format": "json"}, "response_format: Input should be a valid object"),
+        ({"response_format": {"type": "x"}}, "response_format.type: Input should be 'text', "),
+        ({"stream": "maybe"}, "stream: Input should be a valid boolean"),
+        ({"stream": True, "stream_options": {"x": 1}}, "unknown or unsupported field 'stream_opt"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json: Input should be a valid"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag: str"),
+        ({"structured_outputs": {"x": 1}}, "unknown or unsupported field 'structured_outputs.x'"),
+        ({"prediction": {"content": [{"type": "file"}]}}, "prediction.content: files are not"),
+        ({"stop_token_ids": [10**30]}, "stop_token_ids.0: Input should be less than"),
+        ({"stream_options": {}}, "stream_options goes with stream=true only"),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions and tools say the same"),
+    ],
+)
+def test_errors_name_their_field_in_one_sentence(
+    server: Running, fields: dict[str, Any], message: str
+) -> None:
+    refused = chat(server, **fields)
+    assert refused.status == 400
+    assert refused.error["message"].startswith(message)
+    param = refused.error["param"]
+    assert param.split(".")[0] in fields and param in refused.error["message"]
+
+
+def test_errors_of_prompts(server: Running) -> None:
+    wrong = ({"a": 1}, 5.5, [1, "a"], ["a", 5], [["a"]], [10**30], [-1], None)
+    for prompt in wrong:
+        refused = complete(server, prompt=prompt)
+        assert refused.status == 400 and refused.error["param"].startswith("prompt"), prompt
+    both = complete(server, suffix="x", echo=True)
+    assert both.error["param"] == "suffix"
 
 
 # -- as OpenAI and vLLM treat them -----------------------------------------------------------------
@@ -312,7 +365,8 @@ def test_the_template_s_variables(server: Running, target: Any, monkeypatch: Any
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{% endfor %}"
-        "[{{ mood }}|{{ reasoning_effort }}|{% if add_generation_prompt %}go{% endif %}]"
+        "[{{ mood }}|{{ reasoning_effort }}|{{ verbosity }}|"
+        "{% if add_generation_prompt %}go{% endif %}]"
     )
     monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
     answer = chat(
@@ -320,11 +374,12 @@ def test_the_template_s_variables(server: Running, target: Any, monkeypatch: Any
         [*HELLO, {"role": "assistant", "content": "Hi", "reasoning_content": "so"}],
         chat_template_kwargs={"mood": "good"},
         reasoning_effort="high",
+        verbosity="low",
         add_generation_prompt=False,
         return_token_ids=True,
     )
     text = target.tokenizer.decode(answer.json["prompt_token_ids"])
-    assert text == "<user>Hello<assistant>Hi(so)[good|high|]"
+    assert text == "<user>Hello<assistant>Hi(so)[good|high|low|]"
     assert answer.headers["x-paceline-ignored"] is None
     continued = chat(
         server,
@@ -460,6 +515,10 @@ def test_half_a_character_is_left_out(server: Running, target: Any) -> None:
             chunks = answer.chunks if stream else [answer.json]
             text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
             assert set(text) <= {"🙂"}, text
+    for tokens in (2, 5):
+        chunks = chat(server, **fields, max_tokens=tokens, stream=True).chunks
+        said = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
+        assert set("".join(filter(None, said))) <= {"🙂"}, said
 
 
 def test_end_tokens_are_no_text_where_tools_are_about(server: Running, target: Any) -> None:
@@ -468,4 +527,9 @@ def test_end_tokens_are_no_text_where_tools_are_about(server: Running, target: A
     fields = {"tools": [tool], "logit_bias": {str(end): 100}, "ignore_eos": True}
     assert chat(server, **fields).json["choices"][0]["message"]["content"] == ""
     shown = chat(server, **fields, skip_special_tokens=False).json["choices"][0]["message"]
-    assert shown["content"] == target.tokenizer.convert_ids_to_tokens([end])[0] * 4
+    name = target.tokenizer.convert_ids_to_tokens([end])[0]
+    assert shown["content"] == name * 4
+    fields.pop("tools")
+    assert complete(server, **fields).json["choices"][0]["text"] == ""
+    said = complete(server, **fields, skip_special_tokens=False).json["choices"][0]["text"]
+    assert said == name * 4

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 import zlib
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -127,6 +129,41 @@ def test_nothing_goes_out_before_the_first_output(server: Running) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1]["content"]
     assert sum("role" in delta for delta in deltas) == 1
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "stream": True}
+PLAIN = {"prompt": "Once", "max_tokens": 2, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", PLAIN),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 2, "stream": True}),
+        ("/v1/messages", CHAT),
+    ],
+)
+def test_nothing_goes_out_while_the_prompt_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    engine, read = server.service.loop.llm.engine, threading.Event()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: step() if read.wait(10) else None)
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", path, json.dumps({"model": MODEL, **body}), headers)
+    answer = connection.getresponse()
+    said: list[bytes] = []
+    reader = threading.Thread(target=lambda: said.append(answer.read1()))
+    reader.start()
+    reader.join(0.2)
+    assert answer.status == 200 and not said
+    read.set()
+    reader.join(30)
+    assert said and said[0].startswith((b"data: ", b"event: "))
+    answer.read()
+    connection.close()
 
 
 def test_created_is_never_before_the_request(server: Running) -> None:

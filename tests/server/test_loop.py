@@ -83,6 +83,25 @@ def test_a_full_queue_says_when_to_come_again(
     assert ask(small, max_tokens=8)[0] == 200
 
 
+def load(server: Running, path: str = "/load") -> dict[str, Any]:
+    with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def test_load_counts_what_is_under_way(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the engine is in the middle of a step, and under the names that routers know."""
+    empty = {"server_load": 0, "load": 0, "sequences": 0, "capacity": 2, "ready": True}
+    assert load(small) == empty
+    gate = Gate(small, monkeypatch)
+    thread, found = in_background(small, max_tokens=8, n=2)
+    wait_until(lambda: load(small)["sequences"] == 2)
+    assert load(small, "/get_load") == {**empty, "server_load": 1, "load": 1, "sequences": 2}
+    gate.open.set()
+    thread.join(30)
+    assert found[0][0] == 200
+    wait_until(lambda: load(small) == empty)
+
+
 def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small.service.loop.llm.engine
     step = engine.step
@@ -143,8 +162,9 @@ def test_draining(small: Running) -> None:
             return error.code
 
     assert health("") == health("/live") == health("/ready") == 200
+    assert load(small)["ready"]
     small.service.loop.drain()
-    assert health("/ready") == 503
+    assert health("/ready") == 503 and not load(small)["ready"]
     assert health("") == health("/live") == 200
     status, _, body = ask(small)
     assert status == 503 and body["error"]["code"] == "shutting_down"

@@ -161,3 +161,7 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
         service_tier="auto",
     )
     assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking"
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    beside = say(server, tools=[TOOL, search])
+    assert beside.status == 200
+    assert beside.headers["x-paceline-ignored"] == "tools=web_search_20250305"

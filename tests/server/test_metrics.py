@@ -102,6 +102,17 @@ def test_metrics_add_up(fresh: Running) -> None:
         assert value(samples, "step_seconds_total", phase=phase, drafter="model") > 0
 
 
+def test_the_cache_as_gateways_read_it(fresh: Running) -> None:
+    """llm-d and the inference gateway estimate from its labels what a replica has cached."""
+    cache = fresh.service.loop.llm.engine.cache
+    labels = {
+        "block_size": str(cache.block_size),
+        "num_gpu_blocks": str(cache.num_blocks),
+        "enable_prefix_caching": "True",
+    }
+    assert value(scrape(fresh), "cache_config_info", **labels) == 1
+
+
 def test_dashboard_and_rules_name_metrics_that_exist(fresh: Running) -> None:
     known = {name for name, _ in scrape(fresh)}
     known |= {name.removesuffix("_bucket") for name in known}
@@ -152,3 +163,6 @@ def test_the_same_under_vllm_s_names(target: LLM) -> None:
     assert vllm("request_success_total", finished_reason="length") == 2
     assert vllm("time_to_first_token_seconds_count") == 2
     assert vllm("e2e_request_latency_seconds_bucket", le="+Inf") == 2
+    cache = llm.engine.cache
+    layout = {"block_size": str(cache.block_size), "num_gpu_blocks": str(cache.num_blocks)}
+    assert vllm("cache_config_info", **layout, enable_prefix_caching="True") == 1

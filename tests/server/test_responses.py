@@ -141,6 +141,35 @@ def test_structured_output_and_logprobs(server: Running) -> None:
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
 
 
+def test_functions_in_namespaces(server: Running) -> None:
+    """As Codex offers them; a call says the namespace beside the name."""
+    group = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [TOOL]}
+    other = {**TOOL, "name": "other", "defer_loading": False, "output_schema": None}
+    named = {"type": "function", "namespace": "agents", "name": "get_weather"}
+    fields = {"tools": [other, group], "tool_choice": named, "max_output_tokens": 60}
+    whole = respond(server, **fields).json
+    (item,) = whole["output"]
+    assert (item["namespace"], item["name"]) == ("agents", "get_weather")
+    assert [tool["type"] for tool in whole["tools"]] == ["function", "namespace"]
+    events = respond(server, **fields, stream=True).chunks
+    (added,) = (event for event in events if event["type"] == "response.output_item.added")
+    assert (added["item"]["namespace"], added["item"]["name"]) == ("agents", "get_weather")
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+    said = [{"role": "user", "content": "Hello"}, item, output]
+    assert respond(server, tools=[group], input=said).status == 200
+    assert respond(server, tools=[other], tool_choice=named).status == 400
+
+
+def test_tools_of_other_servers_beside_functions_are_left_out(server: Running) -> None:
+    search = {"type": "web_search", "external_web_access": False}
+    answer = respond(server, tools=[TOOL, search])
+    assert answer.status == 200
+    assert answer.headers["x-paceline-ignored"] == "tools=web_search"
+    assert [tool["type"] for tool in answer.json["tools"]] == ["function"]
+    custom = respond(server, tools=[TOOL, {"type": "custom", "name": "patch"}])
+    assert custom.status == 400 and "'custom'" in custom.error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

@@ -32,6 +32,7 @@ PATHS = (
     "/health/ready",
     "/version",
     "/metrics",
+    "/load",
 )
 
 

@@ -19,7 +19,7 @@ from paceline.server.config import ServeConfig, configure, keys
 from running_server import Running
 
 ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "docs" / "deploy"
+DEPLOY = ROOT / "deploy"
 # The page shows the real model; the tests ask the server that they have.
 PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("smollm2", "tiny")
 

@@ -36,7 +36,7 @@ class Choice:
 @dataclass
 class Answer:
     choices: dict[int, Choice] = field(default_factory=dict)
-    usage: dict[str, int] | None = None
+    usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
     @classmethod
@@ -71,9 +71,15 @@ class Answer:
             found = _other_logprobs(mine.logprobs, theirs.logprobs)
             if found:
                 return f"logprobs of choice {index}: {found}"
-        if self.usage and other.usage and self.usage != other.usage:
-            return f"usage {self.usage} against {other.usage}"
+        mine, theirs = _counted(self.usage), _counted(other.usage)
+        if mine and theirs and mine != theirs:
+            return f"usage {mine} against {theirs}"
         return None
+
+
+def _counted(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Without the details: what was cached and what a prediction gave differ by right."""
+    return {name: n for name, n in (usage or {}).items() if not name.endswith("_details")}
 
 
 def entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -96,7 +102,12 @@ def entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
         strict=True,
     )
     return [
-        {"token": token, "offset": offset, "value": value, "tops": sorted(tops.values())}
+        {
+            "token": token,
+            "offset": offset,
+            "value": value or 0.0,  # of an echoed prompt's first token there is none
+            "tops": sorted((tops or {}).values()),
+        }
         for token, offset, value, tops in columns
     ]
 

@@ -42,6 +42,16 @@ _TOOLS = [
     for name in ("weather", "clock")
 ]
 
+_CHAT_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"prediction": {"type": "content", "content": _TEXTS[4]}},
+    {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+)
+_COMPLETION_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"echo": True},
+    {"echo": True, "max_tokens": 0, "logprobs": 1},
+    {"max_tokens": 0},
+)
+
 
 @dataclass(frozen=True)
 class Server:
@@ -113,6 +123,10 @@ def base(chooser: random.Random, server: Server) -> tuple[str, dict[str, Any]]:
     else:
         body["prompt"] = prompt(chooser, server)
     sampling(chooser, server, body)
+    if chooser.random() < 0.12:
+        body |= chooser.choice(_CHAT_OPTIONS if chat else _COMPLETION_OPTIONS)
+    if body["max_tokens"] == 0:
+        body.pop("min_tokens", None)
     if body.get("tool_choice") == "required":
         body.pop("min_tokens", None)  # a grammar says where its text ends
     if chooser.random() < 0.25:
@@ -147,14 +161,16 @@ def prompt(chooser: random.Random, server: Server) -> Any:
 def sampling(chooser: random.Random, server: Server, body: dict[str, Any]) -> None:
     """Any of the parameters, each now and then, at usual and at extreme values."""
     options: dict[str, tuple[Any, ...]] = {
-        "top_p": (0.01, 0.5, 0.95, 1e-9),
+        "top_p": (0, 0.01, 0.5, 0.95, 1e-9),
         "top_k": (1, 2, 40, 10**6, -1),
         "min_p": (0.01, 0.3, 1.0),
         "presence_penalty": (-2, -0.5, 0.5, 2),
         "frequency_penalty": (-2, 0.5, 2),
         "repetition_penalty": (0.8, 1.1, 1.5),
         "n": (2, 3),
-        "stop": ("the", [".", "\n"], ["e t", "zz", "🙂"], "é"),
+        "stop": ("the", [".", "\n"], ["e t", "zz", "🙂"], "é", ""),
+        "include_stop_str_in_output": (True,),
+        "skip_special_tokens": (False,),
         "ignore_eos": (True,),
         "min_tokens": (1, 3),
     }
@@ -168,6 +184,8 @@ def sampling(chooser: random.Random, server: Server, body: dict[str, Any]) -> No
         body["logit_bias"] = {str(token): chooser.choice((-100, -3, 2.5, 100)) for token in ids}
     if chooser.random() < 0.1:
         body["stop_token_ids"] = chooser.sample(server.ids, 3)
+    if chooser.random() < 0.1:  # as good as left out
+        body |= {"stream_options": None, "user": "somebody", "store": False, "unheard_of": None}
 
 
 def response_format(chooser: random.Random) -> dict[str, Any]:
@@ -219,46 +237,49 @@ def invalid(chooser: random.Random, server: Server) -> tuple[str, bytes, set[int
     path, body = base(chooser, server)
     body = copy.deepcopy(body)
     text: Any = "messages" if path == CHATS else "prompt"
-    huge = "9" * 5000
-    change, statuses = chooser.choice(
-        (
-            ({"model": "nobody/nothing"}, {404}),
-            ({"temperature": -1}, {400}),
-            ({"temperature": "hot"}, {400}),
-            ({"temperature": float("nan")}, {400}),
-            ({"top_p": 0}, {400}),
-            ({"max_tokens": 0}, {400}),
-            ({"n": 17}, {400}),
-            ({"seed": -1}, {400}),
-            ({"stop": [""]}, {400}),
-            ({"stop": ["x"] * 17}, {400}),
-            ({"stop": "\ud800"}, {400}),
-            ({"stop": [5]}, {400}),
-            ({"logit_bias": {huge: 1}}, {400}),
-            ({"logit_bias": {"٣": 1}}, {200, 400}),
-            ({"logit_bias": {"-1": 1}}, {400}),
-            ({"logit_bias": {"5": 1e308}}, {400}),
-            ({"logit_bias": {"5": float("inf")}}, {400}),
-            ({"logit_bias": {str(10**9): 1}}, {400}),
-            ({"unknown": 1}, {400}),
-            ({"speculation": {"method": "magic"}}, {400}),
-            ({"speculation": {"draft_length": 65}}, {400}),
-            ({"deadline": 0}, {400}),
-            ({"deadline": -1.0}, {400}),
-            ({"min_tokens": 99, "max_tokens": 3}, {400}),
-            ({"stop_token_ids": [10**30]}, {400}),
-            ({"response_format": schema({"type": "strange"})}, {400}),
-            ({"response_format": schema({"pattern": "(" * 500})}, {200, 400}),
-            ({"response_format": schema(deep(300))}, {200, 400}),
-            ({"tools": [{"type": "function"}]}, {400}),
-            ({text: []}, {400}),
-            ({text: "\udfff half a character"}, {400}),
-            ({text: None}, {400}),
-            ({text: too_long(text, server)}, {400}),
-        )
-    )
+    change, statuses = chooser.choice(mistakes(text, server))
     body |= change
     return path, json.dumps(body).encode("utf-8"), statuses
+
+
+def mistakes(text: str, server: Server) -> tuple[tuple[dict[str, Any], set[int]], ...]:
+    """What is wrong in a body whose prompt is the field ``text``, and how it may be answered."""
+    huge = "9" * 5000
+    return (
+        ({"model": "nobody/nothing"}, {404}),
+        ({"temperature": -1}, {400}),
+        ({"temperature": "hot"}, {400}),
+        ({"temperature": float("nan")}, {400}),
+        ({"top_p": -0.1}, {400}),
+        ({"max_tokens": -1}, {400}),
+        ({"n": 17}, {400}),
+        ({"seed": 2**63}, {400}),
+        ({"stop": [""]}, {400}),
+        ({"stop": ["x"] * 17}, {400}),
+        ({"stop": "\ud800"}, {400}),
+        ({"stop": [5]}, {400}),
+        ({"logit_bias": {huge: 1}}, {400}),
+        ({"logit_bias": {"٣": 1}}, {200, 400}),
+        ({"logit_bias": {"-1": 1}}, {400}),
+        ({"logit_bias": {"5": 1e308}}, {400}),
+        ({"logit_bias": {"5": float("inf")}}, {400}),
+        ({"logit_bias": {str(10**9): 1}}, {400}),
+        ({"unknown": 1}, {400}),
+        ({"speculation": {"method": "magic"}}, {400}),
+        ({"speculation": {"draft_length": 65}}, {400}),
+        ({"deadline": 0}, {400}),
+        ({"deadline": -1.0}, {400}),
+        ({"min_tokens": 99, "max_tokens": 3}, {400}),
+        ({"stop_token_ids": [10**30]}, {400}),
+        ({"response_format": schema({"type": "strange"})}, {400}),
+        ({"response_format": schema({"pattern": "(" * 500})}, {200, 400}),
+        ({"response_format": schema(deep(300))}, {200, 400}),
+        ({"tools": [{"type": "function"}]}, {400}),
+        ({text: []}, {400}),
+        ({text: "\udfff half a character"}, {400}),
+        ({text: None}, {400}),
+        ({text: too_long(text, server)}, {400}),
+    )
 
 
 def schema(content: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import (
+    NOT_ENOUGH,
+    PeerOptions,
+    PerplexityOptions,
+    PromptOptions,
+    ReportOptions,
+    partial_results,
+)
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, run_suite, starter_of
+from paceline.defaults import default_drafts
 from paceline.errors import ConfigError, PromptError
 from paceline.settings import changed, under
 from paceline.stages import stage
@@ -29,10 +37,11 @@ if TYPE_CHECKING:
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.bench.result import BenchResult
     from paceline.tools.bench.runner import HeatRecord, Sweep
+    from paceline.tools.perplexity import TextPerplexity
 
 _measuring = under("Measuring")
 _PER_CATEGORY = 3
-_EMBEDDED = ("plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3")
+_READ_TOKENS = 4096  # of a text for its perplexity
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class BenchOptions:
         (),
         "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
         "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
-        "repeatable. Plain decoding always takes part.",
+        "other engines: llamacpp:FILE.gguf, openvino:FOLDER or url:http://HOST:PORT; repeatable. "
+        "Plain decoding always takes part.",
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
     )
@@ -122,6 +132,8 @@ def bench(
     wanted: PromptOptions,
     options: BenchOptions,
     suite: SuiteOptions,
+    engines: PeerOptions,
+    text: PerplexityOptions,
     output: ReportOptions,
     time: BenchBudget,
 ) -> None:
@@ -132,9 +144,10 @@ def bench(
     """
     budget = time.begin()
     output.check()
+    text.check()
     if suite.suite is not None:
         methods, rule = _methods(engine, options)
-        return run_suite(context, engine, wanted, options, suite, output, methods, rule)
+        return run_suite(context, engine, wanted, options, suite, engines, output, methods, rule)
     suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
@@ -143,7 +156,7 @@ def bench(
         "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
     with showing():
-        interrupted, result = _measured(engine, options, plan, budget, saved)
+        interrupted, result = _measured(engine, options, plan, budget, saved, engines, text)
     if result is None:
         interrupted.finish()
         raise _nothing(budget)
@@ -163,7 +176,13 @@ def _nothing(budget: Budget) -> typer.Exit:
 
 
 def _measured(
-    engine: ModelOptions, options: BenchOptions, plan: _Plan, budget: Budget, saved: SavedRun
+    engine: ModelOptions,
+    options: BenchOptions,
+    plan: _Plan,
+    budget: Budget,
+    saved: SavedRun,
+    engines: PeerOptions,
+    text: PerplexityOptions,
 ) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
     from paceline.tools.bench.predictions import predictions
@@ -179,7 +198,8 @@ def _measured(
             f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
-    starter = starter_of(llm, engine, plan.rule)
+    starter = starter_of(llm, engine, plan.rule, engines)
+    starter.longest = options.max_tokens + max(len(ids) for _, ids in fitting)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
@@ -190,7 +210,7 @@ def _measured(
         temperature = plan.sweep.temperatures[0]
         found.extend(predictions(record, plan.methods, contestants, clients, temperature))
 
-    with partial_results() as interrupted:
+    with starter, partial_results() as interrupted:
         runs = plan.sweep.runs(prompts, plan.methods)
         with spending("measuring", budget, runs) as tell:
 
@@ -209,8 +229,19 @@ def _measured(
         predictions=found,
         left_out=[prompt.name for prompt in left_out],
         interrupted=bool(interrupted),
+        unequal=starter.peers.differences(),
+        perplexities=_perplexities(text, llm, engine, interrupted),
         bought=_bought(record, result.rows, plan.sweep, wanted, budget, before),
     )
+
+
+def _perplexities(
+    text: PerplexityOptions, llm: LLM, engine: ModelOptions, interrupted: Interruption
+) -> list[TextPerplexity]:
+    """Of the target, if a text was named."""
+    if text.perplexity is None or interrupted:
+        return []
+    return [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)]
 
 
 def _bought(
@@ -294,7 +325,7 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
 
 def _default_methods(model: str, draft: str | None) -> list[str]:
     if model == DEFAULT_MODEL and draft == DEFAULT_DRAFT:
-        return list(_EMBEDDED)
+        return ["plain", "draft", *default_drafts(model)[1:]]
     return ["plain", *(["draft"] if draft is not None else []), "ngram"]
 
 
@@ -305,7 +336,7 @@ def _result(plan: _Plan, llm: LLM, record: HeatRecord, lossy: bool) -> BenchResu
     from paceline.tools.bench.texts import compare, judge_of
 
     ours = [m.name for m in plan.methods if m.variant is None and not lossy]
-    plains = {method.name for method in plan.methods if not method.speculates}
+    plains = {m.name for m in plan.methods if not m.speculates and m.peer is None}
     return BenchResult(
         model=plan.settings["model"],
         machine=machine_of(llm.target),

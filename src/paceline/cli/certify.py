@@ -10,7 +10,13 @@ import typer
 
 from paceline.cli.certify_server import ServerOptions, by_url
 from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import (
+    NOT_ENOUGH,
+    PerplexityOptions,
+    PromptOptions,
+    ReportOptions,
+    partial_results,
+)
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.sampling import DistributionOptions
@@ -23,10 +29,16 @@ if TYPE_CHECKING:
     from paceline.budget import Budget
     from paceline.tools.bench.prompts import BenchPrompt
     from paceline.tools.certify import Certificate, Certifier, Effort
+    from paceline.tools.perplexity import TextPerplexity
 
 _effort = under("How much is tested")
 # Samples are drawn in batches; smaller ones would only take longer.
 _LEAST_BATCH = 32
+_READ_TOKENS = 1024  # of a text for the target's perplexity
+_RELATIVE = (
+    "Lossless is meant with respect to the target as it was loaded, which is quantised: its text "
+    "is not that of the model it was made of."
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ def certify(
     prompts: PromptOptions,
     sampling: CertifiedSampling,
     options: EffortOptions,
+    text: PerplexityOptions,
     output: ReportOptions,
     time: BudgetOptions,
     server: ServerOptions,
@@ -106,6 +119,7 @@ def certify(
     budget = time.begin()
     _check(engine)
     output.check()
+    text.check()
     params, effort = sampling.params(), options.effort()
     chosen = _prompts(prompts, effort.texts)
     saved = time.run_of(
@@ -127,9 +141,10 @@ def certify(
         saved.keep(certifier.evidence)  # before anything else can go wrong
         with stage("judging what was drawn"):
             certificate = certifier.certificate()
+        read = None if interrupted else _perplexity(text, engine, certifier.llm)
     certifier.evidence.looks += 1
     saved.keep(certifier.evidence)
-    _emit(certificate, certifier.llm, params, output)
+    _emit(certificate, certifier.llm, params, output, read)
     interrupted.finish()
     if not certificate.lossless:
         raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
@@ -154,16 +169,35 @@ def _certifier(
     return Certifier(llm, prompts, params, effort, budget=budget, evidence=evidence)
 
 
+def _perplexity(text: PerplexityOptions, engine: ModelOptions, llm: LLM) -> TextPerplexity | None:
+    """Of a quantised target, with respect to which everything was looked at; or if asked for."""
+    from paceline.model.held import is_few
+
+    if text.perplexity is None and not is_few(llm.target.hf):
+        return None
+    return text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
+
+
 def _emit(
-    certificate: Certificate, llm: LLM, params: SamplingParams, output: ReportOptions
+    certificate: Certificate,
+    llm: LLM,
+    params: SamplingParams,
+    output: ReportOptions,
+    read: TextPerplexity | None,
 ) -> None:
     from paceline.tools.certify.tables import report_of
+    from paceline.tools.report.document import Text
 
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))
 
+    told = None if read is None else read.record()
     record: dict[str, Any] = {**certificate.record(), "sampling": _given(params)}
-    output.emit(record, report_of(certificate, spell))
+    report = report_of(certificate, spell)
+    if read is not None:
+        of = [Text(_RELATIVE)] if read.quantised else []
+        report.add("Perplexity of the target", *of, Text(read.line))
+    output.emit({**record, "perplexity": told}, report)
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:

@@ -39,6 +39,23 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
         return run_trial(plain, spec, SECONDS, progress)
 
 
+def _ahead(other: str, engine: ModelOptions) -> list[Finding]:
+    """What another engine will do."""
+    from paceline.tools.doctor.ahead import look_ahead
+
+    return look_ahead(
+        other,
+        engine.model,
+        engine.resolved_draft,
+        engine.foreign,
+        draft_length=engine.draft_length,
+        rule=engine.rule,
+        max_batch_size=engine.max_batch_size,
+        lossy=engine.lossy,
+        profile=engine.profile,
+    )
+
+
 @expand
 def doctor(
     engine: ModelOptions,
@@ -46,6 +63,15 @@ def doctor(
     run: Annotated[
         bool, typer.Option("--run", help="Load the pair as well, and measure it for ten seconds.")
     ] = False,
+    for_engine: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="vllm|sglang|tensorrt-llm|llama.cpp|openvino",
+            help="Say what that engine will do with the draft, or with --draft @FILE of its own.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Look at a model and its draft before loading them: what will go wrong, and what helps.
 
@@ -72,6 +98,8 @@ def doctor(
             weights_memory=engine.weights_memory,
             tensor_parallel=engine.tensor_parallel,
         )
+        if for_engine is not None:
+            findings = by_severity([*findings, *_ahead(for_engine, engine)])
     trial = None
     with partial_results() as interrupted:
         if run and not any(item.severity is Severity.ERROR for item in findings):

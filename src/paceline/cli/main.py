@@ -15,6 +15,7 @@ from paceline.cli import (
     certify,
     demo,
     doctor,
+    export,
     generate,
     profile,
     pull,
@@ -100,6 +101,7 @@ app.command("profile")(profile.profile)
 app.command("tune")(tune.tune)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
+app.command("export")(export.export)
 app.add_typer(train.app, name="train")
 
 

@@ -6,20 +6,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from paceline.cli.output import print_json
+from paceline.errors import DataError
 from paceline.settings import under
 
 if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.tools.bench.peers.kinds import PeerTools
     from paceline.tools.bench.prompts import BenchPrompt
+    from paceline.tools.perplexity import TextPerplexity
     from paceline.tools.report.document import Report
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_prompts, _output = under("Prompts"), under("Output")
+_prompts, _output, _engines = under("Prompts"), under("Output"), under("Other engines")
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,56 @@ class ReportOptions:
         if self.report is not None:
             written = report.write(self.report)
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """Where other engines are, if they take part."""
+
+    llama_server: str | None = _engines(
+        None,
+        "llama.cpp's server, for llamacpp:FILE.gguf.",
+        shown="$PACELINE_LLAMA_SERVER, or llama-server on the PATH",
+    )
+    openvino_python: str | None = _engines(
+        None,
+        "A Python with openvino-genai, for openvino:FOLDER.",
+        shown="$PACELINE_OPENVINO_PYTHON, or this one",
+    )
+
+    def tools(self) -> PeerTools:
+        from paceline.tools.bench.peers.kinds import PeerTools
+
+        return PeerTools(self.llama_server, self.openvino_python)
+
+
+@dataclass(frozen=True)
+class PerplexityOptions:
+    """What quantising cost."""
+
+    perplexity: str | None = _prompts(
+        None,
+        "JSONL of texts or chats: also tell the target's perplexity on them, beside that of the "
+        "model it was quantised from.",
+    )
+    original: str | None = _prompts(
+        None,
+        "The model that a quantised checkpoint was made of.",
+        shown="with --quantize the model itself",
+    )
+
+    def check(self) -> None:
+        """Raises DataError on a file that is not there."""
+        if self.perplexity is not None and not Path(self.perplexity).is_file():
+            raise DataError(f"--perplexity: there is no file {self.perplexity}; give one of texts")
+
+    def compared(self, llm: LLM, model: str, quantize: str | None, tokens: int) -> TextPerplexity:
+        """Of a loaded target; on the shipped prompts if no file is named."""
+        from paceline.tools.perplexity import beside_original
+
+        file = None if self.perplexity is None else Path(self.perplexity)
+        original = self.original or (None if quantize is None else model)
+        return beside_original(llm.target, llm.tokenizer, file, original, tokens)
 
 
 class Interruption:

@@ -13,6 +13,7 @@ import typer
 
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
 from paceline.errors import ConfigError, PacelineError
+from paceline.foreign import ForeignDraft, read_foreign
 from paceline.settings import SPELT, EngineSettings, LoadSettings, TableEntry, entries, told, under
 from paceline.stages import stage
 
@@ -188,13 +189,25 @@ class PairNames(TargetName):
     draft: str | None = _model(
         None,
         "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
-        "turns ('hybrid:ngram+model:PATH'), or 'none'. "
+        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, or 'none'. "
         f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
         shown="",
     )
     profile: str | None = _model(
         None, "A file of paceline tune; it gives what the other options leave open."
     )
+    foreign: ForeignDraft | None = None  # what the draft was read from; no option
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft is not None and self.draft.startswith("@"):
+            taken = read_foreign(self.draft[1:])
+            said: dict[str, Any] = {"foreign": taken, "draft": taken.spec}
+            for name, value in (("draft_length", taken.length), ("rule", taken.rule)):
+                if hasattr(self, name) and getattr(self, name) is None:
+                    said[name] = value
+            for name, value in said.items():
+                object.__setattr__(self, name, value)
 
     @property
     def resolved_draft(self) -> str | None:

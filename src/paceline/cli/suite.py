@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import PeerOptions, PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions
 from paceline.cli.progress import progress_bar
 from paceline.errors import ConfigError, PromptError
@@ -60,12 +60,26 @@ class SuiteOptions:
             )
 
 
+def _refuse_others(context: typer.Context, options: BenchOptions, suite: str) -> None:
+    """Raises ConfigError for options that a suite does not have."""
+    if options.concurrencies() != [1]:
+        raise ConfigError(
+            f"--suite {suite} has batch 1, as published; leave out --concurrency, "
+            "or measure the file with --prompts"
+        )
+    if _given(context, "go_on") or _given(context, "state"):
+        raise ConfigError("a suite is measured whole: leave out --continue and --state")
+    if options.price is not None:
+        raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
+
+
 def run_suite(
     context: typer.Context,
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
     chosen: SuiteOptions,
+    engines: PeerOptions,
     output: ReportOptions,
     methods: Sequence[Method],
     rule: str,
@@ -78,15 +92,7 @@ def run_suite(
 
     assert chosen.suite is not None, "the caller looked"
     suite, source = suite_of(chosen.suite), chosen.source(wanted.prompts)
-    if options.concurrencies() != [1]:
-        raise ConfigError(
-            f"--suite {suite.name} has batch 1, as published; leave out --concurrency, "
-            "or measure the file with --prompts"
-        )
-    if _given(context, "go_on") or _given(context, "state"):
-        raise ConfigError("a suite is measured whole: leave out --continue and --state")
-    if options.price is not None:
-        raise ConfigError("--price is not for --suite: its tables have no costs; leave it out")
+    _refuse_others(context, options, suite.name)
     how = _manner(context, options, rule)
     questions = load_questions(suite, source, wanted.category, wanted.per_category)
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -96,9 +102,13 @@ def run_suite(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
         )
-    starter, record, complete = starter_of(llm, engine, rule), HeatRecord(), False
+    starter, record, complete = starter_of(llm, engine, rule, engines), HeatRecord(), False
     runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
-    with partial_results() as interrupted, progress_bar("warming up", runs) as advance:
+    with (
+        starter,
+        partial_results() as interrupted,
+        progress_bar("warming up", runs) as advance,
+    ):
         contestants = []
         for method in methods:
             advance(0, f"loading {method.name}")
@@ -111,7 +121,8 @@ def run_suite(
     settings = _settings(engine, source, options, how, kept, rule)
     result = _result(suite, llm, methods, settings, record, complete)
     names = [question.name for question in left_out]
-    base = replace(result.base, left_out=names, interrupted=bool(interrupted))
+    unequal = starter.peers.differences()
+    base = replace(result.base, left_out=names, interrupted=bool(interrupted), unequal=unequal)
     _show(replace(result, base=base), output, options.allow_idle)
     interrupted.finish()
     if base.complaints(options.allow_idle):
@@ -142,12 +153,14 @@ def _seconds(context: typer.Context) -> float | None:
     return float(context.params["seconds"]) if _given(context, "seconds") else None
 
 
-def starter_of(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
+def starter_of(llm: LLM, engine: ModelOptions, rule: str, engines: PeerOptions) -> Starter:
     """What opens the methods over a loaded model."""
     from paceline.tools.bench.contestants import Starter
 
     memory = engine.kv_cache_memory
-    return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
+    return Starter(
+        llm, engine.model, engines.tools(), rule=rule, lossy=engine.lossy, kv_cache_memory=memory
+    )
 
 
 def _settings(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.sequence import SequenceView
+from paceline.core.transfer import Arrival
 from paceline.core.tree import Draw, TokenTree, depths_of
 
 
@@ -94,9 +95,15 @@ class Span:
 class Batch:
     """One ragged forward of a model over its own paged cache.
 
-    ``input_ids``, ``positions``, ``slots``: int64 ``[T]`` on the device; ``slots`` is where the
-    cache stores each row's key and value. ``tables[i]`` lists the cache block ids of span i.
-    ``logit_rows``: int64 ``[R]`` rows whose logits are wanted, or None for all of them.
+    ``input_ids``, ``positions``, ``slots``: int64 ``[T]``; ``slots`` is where the cache stores each
+    row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: int64
+    ``[R]`` rows whose logits are wanted, or None for all of them. ``nodes``: (first row, tokens) of
+    trees whose tokens only the device knows; their ``input_ids`` are void. ``ancestors[i]``: bool
+    ``[nodes, nodes]`` on the device, for a span whose tree only the device knows: which nodes each
+    node sees, itself included; the span's ``parents`` then tell no more than depths.
+
+    As the cache makes it a batch lies on the host; the forward brings it to its device, together
+    with what else it needs (AttentionStep).
     """
 
     input_ids: torch.Tensor
@@ -105,6 +112,8 @@ class Batch:
     spans: tuple[Span, ...]
     tables: tuple[tuple[int, ...], ...]
     logit_rows: torch.Tensor | None = None
+    nodes: tuple[tuple[int, torch.Tensor], ...] = ()
+    ancestors: tuple[torch.Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,12 +129,14 @@ class Check:
     """Rows of one decoding sequence among the logits of a step, for distributions and rule.
 
     Row ``start`` is the distribution after the last committed token, row ``start + 1 + i`` the
-    distribution after node i of ``tree``.
+    distribution after node i of ``tree``. ``arrival``: the tree's tokens, for a grammar, which is
+    followed on the host while the forward runs.
     """
 
     seq: SequenceView
     start: int
     tree: TokenTree
+    arrival: Arrival | None = None
 
     @property
     def rows(self) -> int:

@@ -9,12 +9,13 @@ some tokens in vain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from paceline.core.transfer import to_device
+from paceline.core.transfer import to_device, upload
 
 
 class Reader(Protocol):
@@ -43,12 +44,17 @@ class Constraint(Reader, Protocol):
 # What follows a text in a grammar stays in its process; what passes between processes is a number,
 # under which each of them has put its own.
 _known: WeakValueDictionary[int, Constraint] = WeakValueDictionary()
+_numbers: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
+_unused = count()
 
 
 def enlisted(constraint: Constraint) -> int:
-    """The number of a constraint, for as long as somebody holds it."""
-    _known[id(constraint)] = constraint
-    return id(constraint)
+    """The number of a constraint, for as long as somebody holds it; no other ever gets it."""
+    number = _numbers.get(constraint)
+    if number is None:
+        number = _numbers[constraint] = next(_unused)
+        _known[number] = constraint
+    return number
 
 
 def forbid(
@@ -56,13 +62,16 @@ def forbid(
     numbers: Sequence[int | None],
     depths: Sequence[int],
     paths: torch.Tensor | None,
+    known: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token.
 
-    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. On a GPU this waits for
-    the device once: a grammar is walked on the host.
+    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. A grammar is walked on
+    the host: where the paths are not ``known`` there, this waits for the device.
     """
-    host = paths.tolist() if paths is not None else [[]] * len(numbers)
+    host = known
+    if host is None:
+        host = paths.tolist() if paths is not None else [[]] * len(numbers)
     rows: list[int] = []
     masks: list[torch.Tensor] = []
     for row, (number, depth) in enumerate(zip(numbers, depths, strict=True)):
@@ -72,7 +81,7 @@ def forbid(
             masks.append(_wide(allowed, scores.shape[1]))
     if not rows:
         return scores
-    forbidden = ~torch.stack(masks).to(scores.device)
+    forbidden = ~upload(torch.stack(masks), scores.device)
     if len(rows) == len(scores):
         return scores.masked_fill(forbidden, -torch.inf)
     index = to_device(rows, scores.device)

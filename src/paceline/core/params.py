@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,46 @@ class Grammar:
         return cls("json", text)
 
 
+def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
+    """Of single fields: what it must be, in this order; the first that fails is told.
+
+    What comes as another type than the fields say fails here, not in a step of a batch.
+    """
+    least, most = REPETITION_PENALTIES
+    penalties = "presence_penalty", "frequency_penalty"
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", *penalties):
+        yield name, is_finite, "it must be a finite number"
+    for name in ("top_k", "max_tokens", "min_tokens", "n", "priority"):
+        yield name, is_whole, "it must be a whole number"
+        yield name, lambda v: abs(v) < 2**63, "it must be smaller than 2**63"
+    for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"):
+        yield name, lambda v: isinstance(v, bool), "it must be True or False"
+    warm = f"it must be from 0 (greedy) to {MAX_TEMPERATURE:g}"
+    yield "temperature", lambda v: 0 <= v <= MAX_TEMPERATURE, warm
+    yield "top_k", lambda v: v >= -1, "use 1 or more, or 0 for no limit"
+    yield "top_p", lambda v: 0 < v <= 1, "it must be above 0 and at most 1"
+    yield "min_p", lambda v: 0 <= v <= 1, "it must be from 0 to 1"
+    repeated = f"it must be from {least:g} to {most:g} (1 is off)"
+    yield "repetition_penalty", lambda v: least <= v <= most, repeated
+    for name in penalties:
+        yield name, lambda v: -2 <= v <= 2, "it must be from -2 to 2"
+    yield "max_tokens", lambda v: v >= 1, "it must be at least 1"
+    yield "n", lambda v: 1 <= v <= MAX_SAMPLES, f"it must be from 1 to {MAX_SAMPLES}"
+    for name in ("logprobs", "prompt_logprobs"):
+        yield name, _whole_below(21), "it must be a whole number from 0 to 20, or None"
+    yield "seed", _whole_below(2**63), "it must be a whole number from 0 to 2**63 - 1"
+    named = 'give the name of a loaded one, or "none"'
+    yield "drafter", lambda v: v is None or isinstance(v, str), named
+    yield "draft_length", _whole_below(65), "it must be from 0 to 64, or left out"
+
+
+def _whole_below(end: int) -> Callable[[Any], bool]:
+    return lambda value: value is None or (is_whole(value) and 0 <= value < end)
+
+
+_RULES = tuple(_rules())
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
@@ -142,27 +182,17 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_sampling()
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
-        _require(
-            1 <= self.n <= MAX_SAMPLES, f"n is {shown(self.n)}; it must be from 1 to {MAX_SAMPLES}"
-        )
-        _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({self.max_tokens})",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, allowed, rule in _RULES:
             value = getattr(self, name)
-            _require(
-                value is None or (is_whole(value) and 0 <= value <= 20),
-                f"{name} is {shown(value)}; it must be a whole number from 0 to 20, or None",
-            )
+            if not allowed(value):
+                raise ConfigError(f"{name} is {shown(value)}; {rule}")
+        most = self.max_tokens
         _require(
-            self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**63),
-            f"seed is {shown(self.seed)}; it must be a whole number from 0 to 2**63 - 1",
+            0 <= self.min_tokens <= most,
+            f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens ({most})",
         )
-        self._check_speculation()
+        self._check_stops()
+        self._check_biases()
         _require(
             self.grammar is None or isinstance(self.grammar, Grammar),
             "grammar must be a paceline.Grammar, as in Grammar.json(schema)",
@@ -171,54 +201,30 @@ class SamplingParams:
             self.grammar is None or not self.min_tokens,
             "min_tokens and grammar contradict each other: the grammar says where a text ends",
         )
-        self._check_stop_lengths()
-
-    def _check_stop_lengths(self) -> None:
-        _require(all(self.stop), "a stop string is empty; leave it out")
-        _require(
-            len(self.stop) <= MAX_STOPS,
-            f"stop has {len(self.stop)} strings; give at most {MAX_STOPS}",
-        )
-        longest = max(map(len, self.stop), default=0)
-        _require(
-            longest <= MAX_STOP_LENGTH,
-            f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
-        )
-
-    def _check_types(self) -> None:
-        """What comes as another type than the fields say fails here, not in a step of a batch."""
-        floats = ("temperature", "top_p", "min_p", "repetition_penalty")
-        for name in (*floats, "presence_penalty", "frequency_penalty"):
-            _require(
-                is_finite(getattr(self, name)),
-                f"{name} is {shown(getattr(self, name))}; it must be a finite number",
-            )
-        for name in ("top_k", "max_tokens", "min_tokens", "n", "priority"):
-            value = getattr(self, name)
-            _require(is_whole(value), f"{name} is {shown(value)}; it must be a whole number")
-            _require(abs(value) < 2**63, f"{name} is {shown(value)}; it must be smaller than 2**63")
-        for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} is {shown(value)}; it must be True or False")
-        self._check_stops()
-        self._check_biases()
 
     def _check_stops(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         for text in stops:
-            if not isinstance(text, str):
-                raise ConfigError(f"stop has {shown(text)}; stop strings are texts")
-            if not is_unicode(text):
-                raise ConfigError(f"stop has {shown(text)}: half a surrogate pair is no character")
+            _require(isinstance(text, str), f"stop has {shown(text)}; stop strings are texts")
+            half = f"stop has {shown(text)}: half a surrogate pair is no character"
+            _require(is_unicode(text), half)
+        longest = max(map(len, stops), default=0)
+        _require(all(stops), "a stop string is empty; leave it out")
+        _require(
+            len(stops) <= MAX_STOPS, f"stop has {len(stops)} strings; give at most {MAX_STOPS}"
+        )
+        _require(
+            longest <= MAX_STOP_LENGTH,
+            f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
+        )
         object.__setattr__(self, "stop", stops)
         ids = _items("stop_token_ids", self.stop_token_ids)
         for token in ids:
-            if not is_whole(token):
-                raise ConfigError(f"stop_token_ids has {shown(token)}; they are whole numbers")
+            _require(is_whole(token), f"stop_token_ids has {shown(token)}; they are whole numbers")
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
         prediction = _items("prediction", self.prediction)
-        if not all(map(is_whole, prediction)):
-            raise ConfigError("prediction has what is no token id; they are whole numbers")
+        no_id = "prediction has what is no token id; they are whole numbers"
+        _require(all(map(is_whole, prediction)), no_id)
         object.__setattr__(self, "prediction", prediction)
 
     def _check_biases(self) -> None:
@@ -235,35 +241,6 @@ class SamplingParams:
                 )
         # A copy: what the caller changes later would be changed for a request that runs.
         object.__setattr__(self, "logit_bias", dict(biases))
-
-    def _check_sampling(self) -> None:
-        _require(
-            0 <= self.temperature <= MAX_TEMPERATURE,
-            f"temperature is {self.temperature}; it must be from 0 (greedy) to {MAX_TEMPERATURE:g}",
-        )
-        _require(self.top_k >= -1, f"top_k is {self.top_k}; use 1 or more, or 0 for no limit")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1")
-        least, most = REPETITION_PENALTIES
-        _require(
-            least <= self.repetition_penalty <= most,
-            f"repetition_penalty is {self.repetition_penalty}; it must be from {least:g} to "
-            f"{most:g} (1 is off)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} is {value}; it must be from -2 to 2")
-
-    def _check_speculation(self) -> None:
-        _require(
-            self.drafter is None or isinstance(self.drafter, str),
-            f'drafter is {shown(self.drafter)}; give the name of a loaded one, or "none"',
-        )
-        length = self.draft_length
-        _require(
-            length is None or (type(length) is int and 0 <= length <= 64),
-            f"draft_length is {shown(length)}; it must be from 0 to 64, or left out",
-        )
 
     @property
     def may_draft(self) -> bool:

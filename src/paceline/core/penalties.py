@@ -14,9 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import SequenceView, TokenView
 from paceline.core.transfer import to_device, upload
 from paceline.core.truncation import column
+
+
+def _viewed(seq: SequenceView) -> TokenView:
+    """Its tokens as they are now."""
+    tokens = seq.tokens
+    return tokens if isinstance(tokens, TokenView) else TokenView(list(tokens), len(tokens))
 
 
 class Occurrences:
@@ -30,12 +36,12 @@ class Occurrences:
         self.ids: list[int] = []
         self.counts: list[int] = []
         self._place: dict[int, int] = {}
-        self._seen: list[int] = []  # the tokens counted so far
+        self._seen = TokenView([], 0)  # the tokens counted so far
         self._prompt = 0
 
     def continues(self, seq: SequenceView) -> bool:
         """Whether the sequence begins with what was counted: tokens may be taken back."""
-        return self._prompt == seq.prompt_length and self._seen == seq.tokens[: len(self._seen)]
+        return self._prompt == seq.prompt_length and _viewed(seq).begins(self._seen)
 
     def update(self, seq: SequenceView) -> None:
         """Count what was committed since."""
@@ -48,7 +54,7 @@ class Occurrences:
                 self.ids.append(token)
                 self.counts.append(0)
             self.counts[place] += at >= seq.prompt_length
-        self._seen += new
+        self._seen = _viewed(seq)
 
     def within(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Ids below ``width`` and their counts."""

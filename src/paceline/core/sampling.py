@@ -55,18 +55,38 @@ def _tree_paths(checks: Sequence[Check]) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def _known_paths(checks: Sequence[Check]) -> tuple[tuple[int, ...], ...] | None:
+    """The drafted tokens before each row of a sequence with a grammar; None where there is none,
+    or where a tree is not on its way to the host."""
+    if all(check.seq.constraint_id is None for check in checks):
+        return None
+    paths: list[tuple[int, ...]] = []
+    for check in checks:
+        first = len(paths)
+        paths += [()] * check.rows
+        if check.seq.constraint_id is None or not len(check.tree):
+            continue
+        if check.arrival is None:
+            return None
+        for node, token in enumerate(check.arrival.values()):
+            paths[first + 1 + node] = (*paths[first + 1 + check.tree.parents[node]], token)
+    return tuple(paths)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Whose distribution each row of logits is.
 
     ``depths[r]`` counts the drafted tokens between the last committed token of ``seqs[r]`` and the
     row, ``paths[r, :depths[r]]`` are those tokens (int64 ``[R, D]``, on the device of the logits;
-    needed only where ``needs_paths``).
+    needed only where ``needs_paths``). ``known``: the paths of rows with a grammar, where the host
+    has them already.
     """
 
     seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
     paths: torch.Tensor | None = None
+    known: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.seqs) == len(self.depths)
@@ -86,14 +106,15 @@ class Rows:
         seqs = tuple(check.seq for check in checks for _ in range(check.rows))
         depths = tuple(depth for check in checks for depth in (0, *check.tree.depths))
         paths = _tree_paths(checks) if needs_paths(check.seq for check in checks) else None
-        return cls(seqs, depths, paths)
+        return cls(seqs, depths, paths, _known_paths(checks))
 
     def select(self, index: Sequence[int]) -> Rows:
         """The rows at these indices."""
         seqs, depths, paths = self.seqs, self.depths, self.paths
         if paths is not None:
             paths = paths[to_device(list(index), paths.device)]
-        return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths)
+        known = None if self.known is None else tuple(self.known[i] for i in index)
+        return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths, known)
 
 
 def needs_paths(seqs: Iterable[SequenceView]) -> bool:
@@ -161,7 +182,7 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
     if constrained:
         numbers = [seq.constraint_id for seq in rows.seqs]
-        scores = forbid(scores, numbers, rows.depths, rows.paths)
+        scores = forbid(scores, numbers, rows.depths, rows.paths, rows.known)
     return scores
 
 

@@ -70,6 +70,12 @@ class TokenView(Sequence[int]):
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenView, (self[:], self._length)
 
+    def begins(self, earlier: Sequence[int]) -> bool:
+        """Whether these tokens begin with earlier ones; of views of one text no token is read."""
+        if isinstance(earlier, TokenView) and earlier._tokens is self._tokens:
+            return len(earlier) <= self._length
+        return self[: len(earlier)] == list(earlier)
+
 
 class _Counted:
     """What follows from the tokens and from how many of them are cached."""

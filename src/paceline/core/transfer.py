@@ -27,3 +27,75 @@ def upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if target.type == "cuda":
         return host.pin_memory().to(target, non_blocking=True)
     return host.to(target)
+
+
+def apart(device: torch.device) -> bool:
+    """Whether what the host knows has to be brought to a device."""
+    return device.type != "cpu"
+
+
+class Arrival:
+    """Numbers on their way from a device to the host.
+
+    Whoever asks for them waits for what the device had been given before, and not for what it is
+    given in between.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor
+        self._event: Any = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def values(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
+
+
+class Staging:
+    """What one forward brings from the host to its device: all of it in one copy.
+
+    ``numbers`` int64 and ``masks`` bool, of any shapes: on the host at first, on the device once
+    they have been sent. On the way the numbers are int32. Where there is no way (``direct``), that
+    is nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.direct = not apart(device)
+        self.numbers: list[torch.Tensor] = []
+        self.masks: list[torch.Tensor] = []
+
+    def add(self, values: Sequence[int] | torch.Tensor) -> int:
+        """Further numbers; returns their place."""
+        if not isinstance(values, torch.Tensor):
+            values = torch.tensor(values, dtype=torch.int64)
+        self.numbers.append(values)
+        return len(self.numbers) - 1
+
+    def add_mask(self, mask: torch.Tensor) -> int:
+        self.masks.append(mask)
+        return len(self.masks) - 1
+
+    def send(self) -> None:
+        """One copy."""
+        if self.direct or not (self.numbers or self.masks):
+            return
+        flat = [torch.empty(0, dtype=torch.int64), *(part.flatten() for part in self.numbers)]
+        numbers = torch.cat(flat).to(torch.int32)
+        masks = [part.flatten().view(torch.uint8) for part in self.masks]
+        whole = upload(torch.cat([numbers.view(torch.uint8), *masks]), self.device)
+        size = 4 * len(numbers)
+        self.numbers = _parted(whole[:size].view(torch.int32).to(torch.int64), self.numbers)
+        self.masks = _parted(whole[size:].view(torch.bool), self.masks)
+
+
+def _parted(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts, in their shapes, of what ``like`` is when joined."""
+    parts = torch.split(joined, [part.numel() for part in like])
+    return [part.view(other.shape) for part, other in zip(parts, like, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -27,24 +27,29 @@ from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary.matching import Match, match_vocabularies
 from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
+from paceline.errors import ConfigError
 from paceline.model.gguf import gguf_file
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import resolve
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
+from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
+_Model = TypeVar("_Model", bound="DraftModel")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
     """A model in a folder, of a built-in or a hub name. ``vocab`` says how a vocabulary that is not
-    the target's is used: "intersection", "string", or "auto" by what the two share."""
+    the target's is used: "intersection", "string", or "auto" by what the two share. ``quantize``
+    "int8" or "int4" rounds its weights, in place of what all drafts are loaded in."""
 
     kind = "model"
     page = "draft_model.md"
     holds = "model"
+    weights = "draft"
     examples: ClassVar[tuple[str, ...]] = (
         "model:{draft}",
         "model:{target}",
@@ -56,6 +61,18 @@ class DraftModel(TreeSpec):
     path: str = option(needs="a model")
     _: KW_ONLY
     vocab: str = "auto"
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize is not None and self.quantize not in BITS:
+            said = f"quantize={self.quantize!r}"
+            raise ConfigError(f"draft {self.kind!r}: {said} is not known; use {' or '.join(BITS)}")
+
+    def precisions(self: _Model) -> dict[str, _Model]:
+        if self.quantize is not None or self.shape() is not None:
+            return {}
+        return {name: replace(self, nodes=0, quantize=name) for name in BITS}
 
     def prepare(self, loading: Loading) -> Prepared:
         model, match = self._load(loading)
@@ -86,7 +103,7 @@ class DraftModel(TreeSpec):
             loading.dtype,
             loading.device or str(target.device),
             check_values=True,
-            quantize=loading.quantize,
+            quantize=self.quantize or loading.quantize,
             backend=target.asked,
             offload=loading.offload,
         )

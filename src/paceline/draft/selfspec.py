@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import Any
 
 import torch
@@ -224,16 +225,16 @@ class SwiftDrafter(SelfDrafter):
             return
         sets = self._search.sets()
         self._due -= self._interval * max(0, len(sets) - 1)
-        found = [(layers, self._score(_without(self.view, layers), seq)) for layers in sets]
-        scores = [(layers, share) for layers, share in found if share is not None]
-        if sets and len(scores) == len(sets):
-            self._search.hear(scores)
+        scores = self._scores(sets, seq) if sets else []
+        if scores:
+            self._search.hear(list(zip(sets, scores, strict=True)))
             self.view = _without(self.view, self._search.best)
 
-    def _score(self, view: LayerView, seq: SequenceView) -> float | None:
-        """Share of the last cached tokens that a view predicts; None if there is no room to try.
+    def _scores(self, sets: Sequence[Layers], seq: SequenceView) -> list[float]:
+        """Shares of the last cached tokens that are predicted without each set of layers; none if
+        there is no room to try. Waits for the device, once.
 
-        Its keys and values go to blocks of their own: those of the target stay as they are.
+        Keys and values go to blocks of their own: those of the target stay as they are.
         """
         cache, end = self.cache, seq.cached
         first = end - self._size
@@ -242,14 +243,15 @@ class SwiftDrafter(SelfDrafter):
         try:
             cache.reserve(_TRIAL, end)
             batch = cache.batch_of([Feed(_TRIAL, start, seq.tokens[start:end])])
-            logits = view(replace(batch, logit_rows=None), cache).logits
+            batch = replace(batch, logit_rows=None)
+            outs = (_without(self.view, layers)(batch, cache) for layers in sets)
+            choices = torch.stack([out.logits.argmax(-1) for out in outs])[:, first - start :]
         except OutOfBlocksError:
-            return None
+            return []
         finally:
             cache.free(_TRIAL)
-        choices: list[int] = logits.argmax(-1).tolist()
-        pairs = zip(choices[first - start :], seq.tokens[first + 1 : end + 1], strict=True)
-        return sum(choice == token for choice, token in pairs) / self._size
+        tokens = seq.tokens[first + 1 : end + 1]
+        return [sum(map(eq, row, tokens)) / self._size for row in choices.tolist()]
 
     def forget(self, seq_id: int) -> None:
         self._seqs.pop(seq_id, None)

@@ -177,8 +177,10 @@ class DraftSpec(ABC):
     # What a spec's argument holds: weights that doctor looks at, of a model or of heads.
     holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"
     weight_files: ClassVar[tuple[str, ...]] = ()  # names of a head's, the first that is there
-    # Specs that the tests of parity, laws, caches and documentation decode with; {target},
-    # {draft}, {medusa}, {eagle} and {eagle3} stand for weights.
+    # What stands behind a target's name in that of weights made for it: paceline/tiny-draft.
+    weights: ClassVar[str] = ""
+    # Specs that the tests of parity, laws, caches and documentation decode with; {target} stands
+    # for the target's folder, and ``weights`` ({draft}) for those made for it.
     examples: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -200,6 +202,10 @@ class DraftSpec(ABC):
     def variants(self: _Spec) -> dict[str, _Spec]:
         """What ``tune`` tries in its place, by the shape of the trees."""
         return {"chain": self}
+
+    def precisions(self: _Spec) -> dict[str, _Spec]:
+        """The same in fewer bits, which ``tune`` tries besides, where that can be had."""
+        return {}
 
     def refuse(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.kind}: {problem}")

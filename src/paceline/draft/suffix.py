@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
@@ -148,11 +149,14 @@ class SuffixDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
-            seq = item.seq
-            if seq.seq_id not in self._locals:
-                text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
-                self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
+            self.begin(item.seq)
         return super().propose(plan)
+
+    def begin(self, seq: SequenceView) -> None:
+        """Know a sequence; nothing if it is known."""
+        if seq.seq_id not in self._locals:
+            text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
+            self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         """The better draft of the two trees."""
@@ -176,13 +180,17 @@ class SuffixDrafter(LookupDrafter):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
-            local = self._locals.get(commit.seq_id)
-            if local is None:
-                continue
-            local.text += commit.tokens
-            if commit.finish_reason is not None:
-                self._finished.append(local.text)
-                self._bound_finished()
+            self.note(commit)
+
+    def note(self, commit: Commit) -> None:
+        """What a sequence that is known gained; a finished one enters the global tree."""
+        local = self._locals.get(commit.seq_id)
+        if local is None:
+            return
+        local.text += commit.tokens
+        if commit.finish_reason is not None:
+            self._finished.append(local.text)
+            self._bound_finished()
 
     def _bound_finished(self) -> None:
         """Where nothing asks for drafts, outputs come and none is put in: keep what would stay."""

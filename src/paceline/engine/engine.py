@@ -23,6 +23,7 @@ from paceline.core.batch import (
     Verdict,
 )
 from paceline.core.sequence import SequenceState
+from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.engine.clock import PhaseClock, phase
@@ -161,7 +162,9 @@ class Engine:
             )
             row += item.scored
             if item.decodes:
-                checks.append(Check(seq, row, tree))
+                follows = seq.constraint_id is not None and len(tree)
+                arrival = Arrival(tree.tokens) if follows else None
+                checks.append(Check(seq, row, tree, arrival))
                 row += checks[-1].rows
         return self.cache.batch_of(feeds), checks
 

@@ -12,8 +12,9 @@ import torch
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.base import BACKENDS, Backend, Ranks
+from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
@@ -58,6 +59,7 @@ class CausalModel:
         self._attention_modules: list[torch.nn.Module] = []
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.refused: str | None = None  # why the kernels do not run this model
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.note = ""  # what the user should know about how it was loaded
         self.ranks: Ranks | None = None  # the processes that share the weights, if several do
@@ -100,6 +102,7 @@ class CausalModel:
             module, plan = load_offloaded(name_or_path, dtype, device, offload, weights_memory)
             model = cls(module, name_or_path)
             model.asked, model.note = backend, plan.in_words()
+            model.refused = f"layers stay on {offload}"
             return model
         module = load_module(name_or_path, dtype, device)
         if check_values:
@@ -108,16 +111,27 @@ class CausalModel:
             quantise_loaded(name_or_path, module, quantize)
         model = cls(module, name_or_path)
         model.asked = backend
-        # Quantised weights are slow on the reference backend, whose arithmetic is there to be read.
-        native = backend == "native" or (backend == "auto" and is_quantised(module))
-        if not quick or (native and adopt(model)):
-            return model
-        return quicken(model)
+        return model.quickened() if quick else model
+
+    def quickened(self) -> CausalModel:
+        """Itself, laid out for speed on the backend that was asked for."""
+        if self.asked == REFERENCE:
+            self.refused = "asked for"
+        elif self.asked == "auto" and self.device.type != "cpu":
+            self.refused = f"the device is {self.device}"
+        return self if self.refused is None and adopt(self) else quicken(self)
 
     @property
     def backend(self) -> str:
         """The name of what runs the forward."""
-        return "reference" if self.native is None else self.native.name
+        return REFERENCE if self.native is None else self.native.name
+
+    @property
+    def backend_reason(self) -> str:
+        """The backend with what it computes with, or why it is not the native one."""
+        if self.backend == NATIVE:
+            return f"{NATIVE} ({instructions()})"
+        return f"{REFERENCE} ({self.refused})" if self.refused else REFERENCE
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
@@ -131,7 +145,8 @@ class CausalModel:
             for layer in features:
                 self._check_feature(layer)
             return self.native(batch, cache, features)
-        step = AttentionStep.of(batch, cache, self.patterns, self.together)
+        step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
+        batch = step.batch
         if self.lean is not None:
             for layer in features:
                 self._check_feature(layer)

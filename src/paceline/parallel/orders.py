@@ -1,13 +1,12 @@
 """What rank 0 tells the other ranks: plain data, sent over a CPU group.
 
-The numbers of a batch may be known to rank 0's device only, so they follow as one tensor over the
-group of the devices; an order says how long it is and how it falls into the batch's tensors.
+What of a batch only rank 0's device knows, tokens that it has just drafted, follows as one tensor over
+the group of the devices: rank 0 need not wait for them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,32 +28,36 @@ class CacheOrder:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Run a forward: ``plain`` are the batch's fields without numbers, ``tensors`` the name, length
-    and dtype of the others, in the order in which they follow."""
+    """Run a forward: ``batch`` is what the host knows of it. Of trees that only the device knows
+    the rest follows: ``nodes``, first row and number of their tokens, and the sides of their
+    ``ancestors``."""
 
     cache: CacheOrder
-    plain: dict[str, Any]
-    tensors: tuple[tuple[str, int, torch.dtype], ...]
+    batch: Batch
+    nodes: tuple[tuple[int, int], ...] = ()
+    ancestors: tuple[int | None, ...] = ()
 
     @property
-    def length(self) -> int:
-        return sum(length for _, length, _ in self.tensors)
+    def following(self) -> int:
+        """Numbers that follow on the devices."""
+        return sum(count for _, count in self.nodes) + sum((n or 0) ** 2 for n in self.ancestors)
 
-    def batch(self, numbers: torch.Tensor) -> Batch:
-        """The batch, from the int64 ``[length]`` that followed."""
-        values, first = dict(self.plain), 0
-        for name, length, dtype in self.tensors:
-            values[name] = numbers[first : first + length].to(dtype)
-            first += length
-        return Batch(**values)
+    def whole(self, numbers: torch.Tensor) -> Batch:
+        """The batch with what followed, int64 ``[following]``."""
+        sizes = [count for _, count in self.nodes] + [(n or 0) ** 2 for n in self.ancestors]
+        parts = iter(torch.split(numbers, sizes) if sizes else ())
+        nodes = tuple((first, next(parts)) for first, _ in self.nodes)
+        masks = [(side, next(parts)) for side in self.ancestors]
+        ancestors = tuple(None if n is None else part.view(n, n).bool() for n, part in masks)
+        return replace(self.batch, nodes=nodes, ancestors=ancestors)
 
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """Copy ``count`` rows of a cache; their slots follow, int64 ``[2 * count]``: from, then to."""
+    """Copy rows of a cache from slots to slots."""
 
     cache: CacheOrder
-    count: int
+    slots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,17 @@ class StopOrder:
 Order = BatchOrder | MoveOrder | GatherOrder | MemoryOrder | StopOrder
 
 
-def batch_order(cache: CacheOrder, batch: Batch) -> tuple[BatchOrder, torch.Tensor]:
-    """An order for a forward, and the numbers that follow it."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+def batch_order(cache: CacheOrder, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
+    """An order for a forward, and the numbers that follow it, if any."""
     order = BatchOrder(
         cache,
-        {name: value for name, value in values.items() if name not in tensors},
-        tuple((name, len(value), value.dtype) for name, value in tensors.items()),
+        replace(batch, nodes=(), ancestors=()),
+        tuple((first, len(tokens)) for first, tokens in batch.nodes),
+        tuple(None if mask is None else len(mask) for mask in batch.ancestors),
     )
-    return order, torch.cat([value.to(torch.int64) for value in tensors.values()])
+    if not order.following:
+        return order, None
+    device_only = [tokens for _, tokens in batch.nodes] + [
+        mask.flatten().to(torch.int64) for mask in batch.ancestors if mask is not None
+    ]
+    return order, torch.cat(device_only)

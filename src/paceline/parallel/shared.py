@@ -60,6 +60,7 @@ def load_shared(
         raise
     shared = SharedForward(model, team)
     model.native = model.ranks = shared
+    model.refused = f"on {size} ranks"
     return model
 
 
@@ -87,7 +88,8 @@ class SharedForward:
         with self.team.together():
             order, numbers = batch_order(self._known(cache), batch)
             self.team.group.tell(order)
-            self.team.group.share(numbers)
+            if numbers is not None:
+                self.team.group.share(numbers)
             return self._model(batch, cache, features)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -138,18 +140,16 @@ class SharedForward:
         del self._dropped[: len(dropped)]
         return CacheOrder(number, cache.num_blocks, cache.block_size, dropped)
 
-    def move(self, cache: PagedCache, source: torch.Tensor, target: torch.Tensor) -> None:
+    def move(self, cache: PagedCache, slots: Sequence[tuple[int, int]]) -> None:
         with self.team.together():
-            self.team.group.tell(MoveOrder(self._known(cache), len(source)))
-            self.team.group.share(torch.cat((source, target)))
+            self.team.group.tell(MoveOrder(self._known(cache), tuple(slots)))
 
 
 def _moved(
     shared: weakref.ref[SharedForward],
     cache: weakref.ref[PagedCache],
-    source: torch.Tensor,
-    target: torch.Tensor,
+    slots: Sequence[tuple[int, int]],
 ) -> None:
     owner, own = shared(), cache()
     if owner is not None and own is not None:
-        owner.move(own, source, target)
+        owner.move(own, slots)

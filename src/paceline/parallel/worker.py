@@ -17,6 +17,7 @@ from typing import NoReturn, TextIO
 
 import torch
 
+from paceline.core.batch import Batch
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.parallel.group import RankGroup, surroundings, whole_parameters
@@ -86,11 +87,9 @@ class Follower:
         while True:
             order = self._group.hear()
             if isinstance(order, BatchOrder):
-                cache = self._cache(order.cache)
-                self._model(order.batch(self._numbers(order.length)), cache)
+                self._model(self._batch(order), self._cache(order.cache))
             elif isinstance(order, MoveOrder):
-                cache = self._cache(order.cache)
-                cache.copy(*self._numbers(2 * order.count).chunk(2))
+                self._cache(order.cache).copy(order.slots)
             elif isinstance(order, GatherOrder):
                 whole_parameters(getattr(self._model.hf, f"get_{order.part}_embeddings")())
             elif isinstance(order, MemoryOrder):
@@ -99,8 +98,11 @@ class Follower:
                 self._group.leave()
                 return
 
-    def _numbers(self, count: int) -> torch.Tensor:
-        return self._group.share(torch.empty(count, dtype=torch.int64, device=self._model.device))
+    def _batch(self, order: BatchOrder) -> Batch:
+        if not order.following:
+            return order.batch
+        numbers = torch.empty(order.following, dtype=torch.int64, device=self._model.device)
+        return order.whole(self._group.share(numbers))
 
     def _cache(self, order: CacheOrder) -> PagedCache:
         for number in order.dropped:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import Any, Protocol
+from copy import copy
+from typing import Any
 
 from tokenizers.decoders import Decoder, Fuse
 
@@ -21,88 +22,63 @@ _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # as Rust reads numb
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class DecoderStage(Protocol):
-    """State of one part of a decoder in the middle of one text."""
+class DecoderStage:
+    """One part of a decoder in the middle of one text.
 
-    def feed(self, token: str) -> list[str]:
-        """Tokens for the next stage, or pieces of the one token that everything has become."""
-        ...
+    One that no text has been fed to is the part itself: ``begun`` is a stage of a new text.
+    """
 
-    def flush(self) -> list[str]:
-        """The rest, once no token will follow."""
-        ...
+    def begun(self) -> DecoderStage:
+        return copy(self)
 
     def spell(self, token: str) -> str | bytes:
         """A single token in the middle of a text; bytes are final."""
-        ...
+        return token
+
+    def feed(self, token: str) -> list[str]:
+        """Tokens for the next stage, or pieces of the one token that everything has become."""
+        text = self.spell(token)
+        assert isinstance(text, str)
+        return [text]
+
+    def flush(self) -> list[str]:
+        """The rest, once no token will follow."""
+        return []
+
+    def drop_unfinished(self) -> None:
+        """The text ends with its last whole character."""
 
 
-class Part(Protocol):
-    """What texts share: makes stages."""
-
-    def stage(self) -> DecoderStage: ...
-
-
-class Single:
-    """A part that turns every token into one, whatever stands around it.
+class Single(DecoderStage):
+    """Turns every token into one, whatever stands around it.
 
     ``positional``: the first token of a text is another matter (Metaspace, WordPiece).
     """
 
     def __init__(self, decoder: Decoder, positional: bool = False) -> None:
-        self._decoder, self._positional = decoder, positional
-        self._known: dict[str, str] = {}
-
-    def first(self, token: str) -> str:
-        return self._decoder.decode([token])
-
-    def later(self, token: str) -> str:
-        text = self._known.get(token)
-        if text is None:
-            text = self._later(token)
-            self._known[token] = text
-        return text
-
-    def _later(self, token: str) -> str:
-        if not self._positional:
-            return self._decoder.decode([token])
-        return self._decoder.decode(["a", token])[len(self._decoder.decode(["a"])) :]
-
-    def stage(self) -> DecoderStage:
-        return _SingleStage(self)
-
-
-class _SingleStage:
-    def __init__(self, part: Single) -> None:
-        self._part, self._first = part, True
+        self._decoder, self._positional, self._first = decoder, positional, positional
+        self._known: dict[str, str] = {}  # shared by all texts
 
     def feed(self, token: str) -> list[str]:
         if self._first:
             self._first = False
-            return [self._part.first(token)]
-        return [self._part.later(token)]
-
-    def flush(self) -> list[str]:
-        return []
+            return [self._decoder.decode([token])]
+        return [self.spell(token)]
 
     def spell(self, token: str) -> str:
-        return self._part.later(token)
+        text = self._known.get(token)
+        if text is None:
+            before = ["a"] if self._positional else []
+            text = self._decoder.decode([*before, token])
+            text = self._known[token] = text[len(self._decoder.decode(before)) :]
+        return text
 
 
-class Strip:
+class Strip(DecoderStage):
     """Takes up to ``start`` and ``stop`` characters ``content`` off the ends of every token."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
-
-    def stage(self) -> DecoderStage:
-        return self
-
-    def feed(self, token: str) -> list[str]:
-        return [self.spell(token)]
-
-    def flush(self) -> list[str]:
-        return []
 
     def spell(self, token: str) -> str:
         for _ in range(self._start):
@@ -112,39 +88,22 @@ class Strip:
         return token
 
 
-class Spaces:
+class Spaces(DecoderStage):
     """Tokenizers without a decoder put a space between tokens."""
 
-    def stage(self) -> DecoderStage:
-        return _SpacesStage()
-
-
-class _SpacesStage:
-    def __init__(self) -> None:
-        self._lead = ""
+    _lead = ""
 
     def feed(self, token: str) -> list[str]:
         lead, self._lead = self._lead, " "
         return [lead + token]
 
-    def flush(self) -> list[str]:
-        return []
-
     def spell(self, token: str) -> str:
         return " " + token
 
 
-class WordEnd:
+class WordEnd(DecoderStage):
     """BPEDecoder: the end of a word is a space, unless it is the end of the text."""
 
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
-
-    def stage(self) -> DecoderStage:
-        return _SuffixStage(self._suffix)
-
-
-class _SuffixStage:
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
         self._last: str | None = None
@@ -160,62 +119,50 @@ class _SuffixStage:
         return token.replace(self._suffix, " ")
 
 
-class ByteFallback:
-    """Tokens ``<0xE4>`` are bytes. A run of them is text, or if it is no UTF-8 every byte of it is
-    U+FFFD: so a run waits for its end, or for the first byte that cannot be."""
+class ByteRun(DecoderStage):
+    """Byte fallback: tokens ``<0xE4>`` are bytes. A run of them is text, or if it is no UTF-8
+    every byte of it is U+FFFD: so a run waits for its end, or for the first byte that cannot be.
 
-    def stage(self) -> DecoderStage:
-        return ByteRun()
-
-
-class ByteRun:
-    """The state of ByteFallback. ``fresh`` is the text that the last byte completed in a run that
-    may yet turn out to be none."""
+    ``length`` bytes wait; as far as they are whole characters they are ``text``. ``fresh`` is the
+    text that the last byte completed in a run that may yet turn out to be none.
+    """
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._utf8 = _utf8("strict")
-        self._run: list[str] = []
-        self._bytes = 0
+        self.text = self.fresh = ""
+        self.length = 0
         self._broken = False
-        self.fresh = ""
 
-    @property
-    def length(self) -> int:
-        """Bytes that wait."""
-        return self._bytes
-
-    @property
-    def text(self) -> str:
-        """What they are as far as they are whole characters."""
-        return "".join(self._run)
+    def begun(self) -> ByteRun:
+        return ByteRun()
 
     def feed(self, token: str) -> list[str]:
         self.fresh = ""
-        byte = _BYTE_TOKEN.fullmatch(token)
-        if byte is None:
-            return [*self.flush(), token]
+        byte = self.spell(token)
+        if isinstance(byte, str):
+            return [*self.flush(), byte]
         if self._broken:
             return [REPLACEMENT]
-        self._bytes += 1
+        self.length += 1
         try:
-            self.fresh = self._utf8.decode(bytes([int(byte[1], 16)]))
+            self.fresh = self._utf8.decode(byte)
         except UnicodeDecodeError:
-            lost = [REPLACEMENT] * self._bytes
+            lost = [REPLACEMENT] * self.length
             self.flush()
             self._broken = True
             return lost
-        self._run.append(self.fresh)
+        self.text += self.fresh
         return []
 
     def drop_unfinished(self) -> None:
-        """The run ends with its last whole character."""
         self._utf8.reset()
 
     def flush(self) -> list[str]:
-        unfinished = self._utf8.getstate()[0]
-        count, run = self._bytes, self.text
-        self._run, self._bytes, self._broken, self.fresh = [], 0, False, ""
-        self._utf8.reset()
+        unfinished, count, run = self._utf8.getstate()[0], self.length, self.text
+        self._clear()
         if unfinished:
             return [REPLACEMENT] * count
         return [run] if count else []
@@ -225,13 +172,19 @@ class ByteRun:
         return token if byte is None else bytes([int(byte[1], 16)])
 
 
-class ByteLevel:
+class ByteLevel(DecoderStage):
     """Characters stand for bytes; the text is what the bytes of all tokens are as UTF-8."""
 
     def __init__(self) -> None:
-        self._known: dict[str, bytes] = {}
+        self._known: dict[str, bytes] = {}  # shared by all texts
+        self._utf8 = _utf8("replace")
 
-    def bytes_of(self, token: str) -> bytes:
+    def begun(self) -> ByteLevel:
+        stage = copy(self)
+        stage._utf8 = _utf8("replace")
+        return stage
+
+    def spell(self, token: str) -> bytes:
         found = self._known.get(token)
         if found is None:
             # A token with a character that stands for no byte is taken as it is.
@@ -240,27 +193,14 @@ class ByteLevel:
             self._known[token] = found
         return found
 
-    def stage(self) -> DecoderStage:
-        return ByteLevelStage(self)
-
-
-class ByteLevelStage:
-    """State of ByteLevel: the bytes of a character that is not whole."""
-
-    def __init__(self, part: ByteLevel) -> None:
-        self._part, self._utf8 = part, _utf8("replace")
-
     def drop_unfinished(self) -> None:
         self._utf8.reset()
 
     def feed(self, token: str) -> list[str]:
-        return [self._utf8.decode(self._part.bytes_of(token))]
+        return [self._utf8.decode(self.spell(token))]
 
     def flush(self) -> list[str]:
         return [self._utf8.decode(b"", final=True)]
-
-    def spell(self, token: str) -> bytes:
-        return self._part.bytes_of(token)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -274,18 +214,9 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-class Beginning:
-    """Strip where all tokens have become one: up to ``count`` characters at the beginning."""
-
-    def __init__(self, content: str, count: int) -> None:
-        self._content, self._count = content, count
-
-    def stage(self) -> DecoderStage:
-        return DropBeginning(self._content * self._count)
-
-
-class DropBeginning:
-    """Drops what a text has in common with ``beginning``, from its first character on."""
+class DropBeginning(DecoderStage):
+    """Drops what a text has in common with ``beginning``, from its first character on: Strip where
+    all tokens have become one."""
 
     def __init__(self, beginning: str) -> None:
         self._left = beginning
@@ -299,44 +230,33 @@ class DropBeginning:
         self._left = self._left[same:] if same == len(token) else ""
         return [token[same:]]
 
-    def flush(self) -> list[str]:
-        return []
 
-    def spell(self, token: str) -> str:
-        return token
-
-
-class Whole:
+class Whole(DecoderStage):
     """A decoder that is not known here, or that can be told at the end only: nothing comes before.
 
     ``joined``: the tokens are pieces of one.
     """
 
     def __init__(self, decoder: Decoder, joined: bool) -> None:
-        self.decoder, self.joined = decoder, joined
-
-    def stage(self) -> DecoderStage:
-        return _WholeStage(self)
-
-
-class _WholeStage:
-    def __init__(self, part: Whole) -> None:
-        self._part = part
+        self._decoder, self._joined = decoder, joined
         self._tokens: list[str] = []
+
+    def begun(self) -> Whole:
+        return Whole(self._decoder, self._joined)
 
     def feed(self, token: str) -> list[str]:
         self._tokens.append(token)
         return []
 
     def flush(self) -> list[str]:
-        tokens = ["".join(self._tokens)] if self._part.joined else self._tokens
-        return [self._part.decoder.decode(tokens)] if self._tokens else []
+        tokens = ["".join(self._tokens)] if self._joined else self._tokens
+        return [self._decoder.decode(tokens)] if self._tokens else []
 
     def spell(self, token: str) -> str:
-        return self._part.decoder.decode([token])
+        return self._decoder.decode([token])
 
 
-def parts_of(decoder: Decoder | None) -> list[Part]:
+def parts_of(decoder: Decoder | None) -> list[DecoderStage]:
     """The parts of a tokenizer's decoder, in their order."""
     if decoder is None:
         return [Spaces()]
@@ -345,14 +265,14 @@ def parts_of(decoder: Decoder | None) -> list[Part]:
         specs = _flat(json.loads(decoder.__getstate__()))
     except Exception:  # a decoder written in Python
         return [Whole(decoder, joined=False)]
-    parts: list[Part] = []
+    parts: list[DecoderStage] = []
     joined = False
     for place, spec in enumerate(specs):
         kind = spec["type"]
         if kind == "Fuse":
             joined = True
             continue
-        part = _joined_part(spec) if joined else _part(spec)
+        part = _part(spec, joined)
         if part is None:
             rest = {"type": "Sequence", "decoders": specs[place:]}
             return [*parts, Whole(_library(rest), joined)]
@@ -373,15 +293,13 @@ def _library(spec: dict[str, Any]) -> Decoder:
     return decoder
 
 
-def _joined_part(spec: dict[str, Any]) -> Part | None:
-    """A part that follows where all tokens have become one."""
-    if spec["type"] == "Strip" and not spec["stop"]:
-        return Beginning(spec["content"], spec["start"])
-    return None
-
-
-def _part(spec: dict[str, Any]) -> Part | None:
+def _part(spec: dict[str, Any], joined: bool) -> DecoderStage | None:
+    """``joined``: it follows where all tokens have become one."""
     match spec["type"]:
+        case "Strip" if joined:
+            return None if spec["stop"] else DropBeginning(spec["content"] * spec["start"])
+        case _ if joined:
+            return None
         case "Replace":
             return Single(_library(spec))
         case "Metaspace" | "WordPiece":
@@ -391,7 +309,7 @@ def _part(spec: dict[str, Any]) -> Part | None:
         case "BPEDecoder":
             return WordEnd(spec["suffix"])
         case "ByteFallback":
-            return ByteFallback()
+            return ByteRun()
         case "ByteLevel":
             return ByteLevel()
     return None

@@ -7,14 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from paceline.request.decoders import (
-    ByteLevelStage,
-    ByteRun,
-    DecoderStage,
-    DropBeginning,
-    Whole,
-    parts_of,
-)
+from paceline.request.decoders import ByteRun, DecoderStage, DropBeginning, Whole, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +48,7 @@ class Spelling:
         """The bytes a token stands for in the middle of a text; none if it has no name."""
         text = self.name(token, skip_special=False) or ""
         for part in self.parts:
-            piece = part.stage().spell(text)
+            piece = part.spell(text)
             if isinstance(piece, bytes):
                 return piece
             text = piece
@@ -128,8 +121,7 @@ class Detokeniser:
         """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
         characters are wanted."""
         for stage in self._stages if whole else ():
-            if isinstance(stage, (ByteRun, ByteLevelStage)):
-                stage.drop_unfinished()
+            stage.drop_unfinished()
         return self._flush(self._stages)
 
     def _edges(self, prompt: Sequence[int]) -> list[str]:
@@ -154,7 +146,7 @@ class Detokeniser:
         return first + last[::-1]
 
     def _read(self, names: list[str]) -> list[DecoderStage]:
-        stages = [part.stage() for part in self._spelling.parts]
+        stages = [part.begun() for part in self._spelling.parts]
         for name in names:
             _through(stages, [name])
         return stages

@@ -123,6 +123,18 @@ def _state(service: Service) -> APIRouter:
     async def ready() -> Response:
         return _status(service.loop.ready, "ready", "not ready: starting or shutting down")
 
+    @routes.get("/load")
+    @routes.get("/get_load", include_in_schema=False)  # where routers of SGLang's line ask
+    async def load() -> dict[str, Any]:
+        now = service.loop.load
+        return {
+            "server_load": now.requests,  # vLLM's name, and theirs
+            "load": now.requests,
+            "sequences": now.sequences,
+            "capacity": now.capacity,
+            "ready": service.loop.ready,
+        }
+
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
@@ -135,7 +147,8 @@ def _state(service: Service) -> APIRouter:
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": __version__}
+        facts = service.loop.facts
+        return {"version": __version__, "backend": facts.backend, "dtype": facts.dtype}
 
     return routes
 

@@ -45,6 +45,15 @@ SCRAPE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
+class Load:
+    """What is under way: HTTP requests and their sequences, and how many of these are taken."""
+
+    requests: int
+    sequences: int
+    capacity: int
+
+
+@dataclass(frozen=True)
 class Limits:
     """``max_queue``: requests that may wait beside those that run; ``deadline`` seconds a request
     may take from its arrival, None for no limit."""
@@ -136,6 +145,11 @@ class Ticket:
             self._expire(SlowReaderError())
 
     @property
+    def open(self) -> int:
+        """Sequences that are not complete."""
+        return self._open
+
+    @property
     def complete(self) -> bool:
         return not self._open
 
@@ -185,6 +199,13 @@ class EngineClient(ABC):
     @property
     def idle(self) -> bool:
         return not self._tickets
+
+    @property
+    def load(self) -> Load:
+        """Known here, without asking the engine: balancers ask often, and when it is busy."""
+        tickets = self._tickets.values()
+        capacity = self.facts.max_batch_size + self.limits.max_queue
+        return Load(len(tickets), sum(ticket.open for ticket in tickets), capacity)
 
     async def submit(
         self,

@@ -182,7 +182,11 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 # What pydantic adds to a place: which member of a union, or which check, a value was tried as.
-_TRIED = re.compile(r"(str|int|float|bool|list\[|dict\[|literal\[|function-|[A-Z]).*")
+_TRIED = re.compile(r"(str|int|float|bool)(\W.*)?|(list\[|dict\[|literal\[|function-|[A-Z]).*")
+
+# The field that a line about a whole body begins with, and what pydantic calls a JSON object.
+_ABOUT = re.compile(r"([a-z_]+) (?:and|goes|is|names|needs)\b")
+_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
 
 def invalid(
@@ -210,8 +214,8 @@ def invalid(
         return APIError(message, param=param, code="unknown_field")
     if complaint["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")
-    reason = str(complaint["msg"]).removeprefix("Value error, ")
+    reason = _OBJECT.sub("object", str(complaint["msg"]).removeprefix("Value error, "))
     if not param:  # of a whole body: its line begins with the field it is about
-        param = (re.match(r"[a-z_]+", reason) or [""])[0]
-        return APIError(reason, param=param if "_" in param else None, code="invalid_value")
+        about = _ABOUT.match(reason)
+        return APIError(reason, param=about[1] if about else None, code="invalid_value")
     return APIError(f"{param}: {reason}", param=param, code="invalid_value")

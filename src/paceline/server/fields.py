@@ -27,6 +27,10 @@ NOTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_retention": _ANY,
     "prompt_cache_options": _ANY,
     "user": _ANY,
+    # where a conversation goes: for routers in front, which read it and pass it on
+    "session_id": _ANY,
+    "session_params": _ANY,
+    "user_id": _ANY,
     "include_obfuscation": _ANY,
     "cache_control": _ANY,
     "cache_salt": _ANY,
@@ -60,6 +64,14 @@ NOTED: Mapping[str, tuple[Any, ...]] = {
     "tfs_z": (1,),
     "top_a": (0,),
     "mirostat": (0,),
+}
+# What vllm-router writes into every request that it passes on; so said, nothing is asked for.
+ROUTER_DEFAULTS: Mapping[str, bool] = {
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
 }
 # Why not, for what clients do ask.
 REFUSED: Mapping[str, str] = {
@@ -105,7 +117,7 @@ class Body(BaseModel):
             if name in known:
                 if value is not None or known[name]:
                     kept[name] = value
-            elif name in cls._passed_over or value is None:
+            elif name in cls._passed_over or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
             elif taken(name, value):
                 note(name)

@@ -11,7 +11,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from paceline.core.batch import Commit
 from paceline.engine.clock import PHASES
@@ -79,6 +79,10 @@ class Metrics:
         self.running = self._gauge("requests_running", "Sequences being decoded.")
         self.waiting = self._gauge("requests_waiting", "Sequences that wait for room.")
         self.cache_usage = self._gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
+        # Labels as the Kubernetes inference gateway reads them, whatever the device is.
+        self.cache_config = Info(
+            "paceline_cache_config", "How the cache is laid out.", registry=self.registry
+        )
         self.batch = self._histogram("batch_size", "Sequences of a step.", _SIZES)
         self.prefix_hits = self._counter(
             "prefix_cache_hit_tokens", "Tokens of prompts that were cached already."
@@ -198,6 +202,14 @@ class Metrics:
         self.running.set_function(lambda: len(engine.scheduler.running))
         self.waiting.set_function(lambda: loop.waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
+        cache = engine.cache
+        self.cache_config.info(
+            {
+                "block_size": str(cache.block_size),
+                "num_gpu_blocks": str(cache.num_blocks),
+                "enable_prefix_caching": str(cache.shares),
+            }
+        )
 
     def render(self) -> str:
         """All of them as Prometheus reads them."""

@@ -14,6 +14,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
     "cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "cache_config": ("cache_config",),
     "requests": ("request_success",),
     "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
     "prefix_cache_hit_tokens": ("prefix_cache_hits",),
@@ -28,7 +29,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
 }
-_LABELS = {"outcome": "finished_reason", "position": "position", "le": "le"}
+_LABELS = {
+    "outcome": "finished_reason",
+    **{name: name for name in ("position", "le", "block_size", "num_gpu_blocks")},
+    "enable_prefix_caching": "enable_prefix_caching",
+}
 
 
 class VllmNames(Collector):

@@ -81,7 +81,9 @@ class Facts(WireRecord):
     drafters: tuple[str, ...]
     dtype: str
     device: str
+    backend: str
     notes: tuple[str, ...] = ()
+    max_batch_size: int = 1
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -90,7 +92,9 @@ class Facts(WireRecord):
             tuple(llm.drafters),
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),
+            llm.target.backend_reason,
             tuple(llm.notes),
+            llm.engine.scheduler.config.max_batch_size,
         )
 
 

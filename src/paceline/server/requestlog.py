@@ -27,7 +27,7 @@ log = logging.getLogger("paceline.server")
 _LONGEST_PATH = 200
 _MOST_NOTES = 32
 # Asked every few seconds by machines; a line each would bury the rest.
-_POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready"})
+_POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready", "/load", "/get_load"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +13,19 @@ import numpy as np
 import torch
 
 from paceline.errors import DataError
+from paceline.model.held import is_few
 from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.target import CausalModel
 from paceline.stages import stage
 from paceline.train.data import encode_stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from paceline.model.target import CausalModel
-
 WINDOW = 512  # tokens that are read together; a longer text is read in such parts
+EVALUATED = 4096  # tokens
 _ROWS = 128  # rows whose logits are held at once
+_OWN_TEXT = Path(__file__).parent / "bench" / "shipped"  # evaluated on where no file is named
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ def read_windows(
     return found
 
 
+def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
+    """The questions that ``paceline bench`` asks, as plain text: token ids, so many in all."""
+    lines = [
+        line
+        for file in sorted(_OWN_TEXT.glob("*.jsonl"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    texts = ["\n\n".join(json.loads(line)["turns"]) for line in lines]
+    found = [ids[:WINDOW] for ids in tokenizer(texts)["input_ids"] if len(ids) > 1]
+    kept = 0
+    return [ids for ids in found if (kept := kept + len(ids)) <= most_tokens]
+
+
 @torch.inference_mode()
 def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexity:
     """Of every token but the first of each window, as ``model`` computes it in the engine."""
@@ -96,3 +112,65 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
             cache.free(0)
             progress.advance()
     return Perplexity(tokens, nats)
+
+
+@dataclass(frozen=True)
+class TextPerplexity:
+    """A target's on one text, and that of the model it was quantised from where that is known."""
+
+    text: str
+    model: str
+    own: Perplexity
+    quantised: bool
+    original: str | None = None
+    theirs: Perplexity | None = None
+
+    @property
+    def rise(self) -> float | None:
+        """Share by which quantising raised it."""
+        return None if self.theirs is None else self.own.value / self.theirs.value - 1
+
+    @property
+    def line(self) -> str:
+        tokens = f"{self.own.tokens:,} tokens of {self.text}"
+        if self.theirs is not None:
+            return (
+                f"perplexity {self.own.value:.2f} on {tokens}; the original, {self.original}, has "
+                f"{self.theirs.value:.2f} ({self.rise:+.1%})"
+            )
+        missing = "; name the model it was made of by --original" if self.quantised else ""
+        return f"perplexity {self.own.value:.2f} on {tokens}{missing}"
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "model": self.model,
+            "quantised": self.quantised,
+            "target": self.own.record(),
+            "original": None if self.theirs is None else self.theirs.record(),
+            "original_model": self.original,
+            "rise": self.rise,
+        }
+
+
+def beside_original(
+    target: CausalModel,
+    tokenizer: PreTrainedTokenizerFast,
+    file: Path | None,
+    original: str | None,
+    most_tokens: int = EVALUATED,
+) -> TextPerplexity:
+    """The perplexity of a target on ``file`` (None: the shipped prompts), and that of ``original``
+    in the target's dtype, loaded for this. Raises DataError, and what loading a model raises."""
+    if file is None:
+        windows, text = shipped_windows(tokenizer, most_tokens), "the shipped prompts"
+    else:
+        windows, text = read_windows(file, tokenizer, most_tokens), file.name
+    longest = target.max_positions
+    windows = [part for ids in windows if len(part := ids[:longest]) > 1]
+    own, theirs = perplexity(target, windows), None
+    if original is not None:
+        with stage(f"loading {original}, the original"):
+            beside = CausalModel.load(original, target.dtype, str(target.device))
+        theirs = perplexity(beside, windows)
+    return TextPerplexity(text, target.name, own, is_few(target.hf), original, theirs)

@@ -19,10 +19,15 @@ from paceline.model.quantised.checkpoint import METHOD, quantization_config, ten
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.target import CausalModel
 from paceline.stages import say, stage
-from paceline.tools.perplexity import WINDOW, Perplexity, perplexity, read_windows
+from paceline.tools.perplexity import (
+    EVALUATED,
+    Perplexity,
+    perplexity,
+    read_windows,
+    shipped_windows,
+)
 
-_OWN_TEXT = Path(__file__).parent / "bench" / "shipped"  # evaluated on where no file is named
-_EVALUATED = 4096  # tokens
+_OWN_TEXT = "shipped"  # prompts, where no file is named
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
     kind = "nearest" if read is None else "GPTQ"
-    text = str((options.evaluate or options.calibrate or _OWN_TEXT).name)
+    text = (options.evaluate or options.calibrate or Path(_OWN_TEXT)).name
     report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, found)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, options.scheme)
@@ -106,33 +111,20 @@ def _texts(
     """Windows to evaluate on and, to round by, others."""
     if options.calibrate is None:
         if options.evaluate is not None:
-            return read_windows(options.evaluate, tokenizer, _EVALUATED), None
-        return _own_windows(tokenizer), None
+            return read_windows(options.evaluate, tokenizer, EVALUATED), None
+        return shipped_windows(tokenizer, EVALUATED), None
     if options.evaluate is not None:
         read = read_windows(options.calibrate, tokenizer, options.tokens, seed=options.seed)
-        return read_windows(options.evaluate, tokenizer, _EVALUATED), read
-    wanted = options.tokens + _EVALUATED
+        return read_windows(options.evaluate, tokenizer, EVALUATED), read
+    wanted = options.tokens + EVALUATED
     found = read_windows(options.calibrate, tokenizer, wanted, seed=options.seed)
-    kept = max(1, round(len(found) * _EVALUATED / wanted))
+    kept = max(1, round(len(found) * EVALUATED / wanted))
     if len(found) < 2:
         raise ConfigError(
             f"{options.calibrate} has one text only, which cannot both be rounded by and evaluated "
             "on; give more text, or --evaluate"
         )
     return found[:kept], found[kept:]
-
-
-def _own_windows(tokenizer: Any) -> list[list[int]]:
-    """The questions that ``paceline bench`` asks, as plain text."""
-    lines = [
-        line
-        for file in sorted(_OWN_TEXT.glob("*.jsonl"))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
-    texts = ["\n\n".join(json.loads(line)["turns"]) for line in lines]
-    found = [ids[:WINDOW] for ids in tokenizer(texts)["input_ids"] if len(ids) > 1]
-    kept = 0
-    return [ids for ids in found if (kept := kept + len(ids)) <= _EVALUATED]
 
 
 def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplexity:

@@ -59,6 +59,11 @@ class Table:
                 own = self.expanded.setdefault(tree.item.seq.seq_id, [])
                 for token in tree.fresh.tolist():
                     parent = tree.expanded_parents[len(own)]
+                    if tree.ancestors is not None:  # the parents say no more than depths
+                        above = tree.ancestors[len(own)].nonzero().flatten().tolist()
+                        assert above.pop() == len(own)
+                        assert len(above) == (len(own[parent]) if parent >= 0 else 0)
+                        parent = above[-1] if above else -1
                     own.append((*(own[parent] if parent >= 0 else ()), token))
                     rows.append(self.after(tree.item.seq, own[-1]))
                 assert len(own) == len(tree.expanded_parents)

@@ -148,6 +148,16 @@ def test_two_models_in_one_process() -> None:
         assert torch.equal(logits(second), wanted[1]) and torch.equal(logits(first), wanted[0])
 
 
+@pytest.mark.parametrize(("token", "position"), [(-1, 0), (10**6, 0), (3, -1), (3, 9)])
+def test_what_is_out_of_range(token: int, position: int) -> None:
+    model = native_model("llama", torch.float32)
+    cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
+    row = torch.tensor([0])
+    batch = Batch(row + token, row + position, row, (Span(0, 0, 0, 1),), ((0,),))
+    with pytest.raises(IndexError, match="a token id or a position is out of range"):
+        model(batch, cache)
+
+
 def test_an_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="backend 'cuda' is not known; use one of auto, native"):
         CausalModel.load("paceline/tiny", backend="cuda")

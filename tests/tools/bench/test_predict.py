@@ -329,7 +329,7 @@ def test_a_machine_without_overheads_runs_as_predicted(
     assert made is not None
     assert made.plain_step == pytest.approx(10.5)
     # Over all steps: those that end a request draft less than four tokens.
-    assert made.step == pytest.approx(4 * 1.1 + 12.5, rel=0.01)
+    assert made.step == pytest.approx(4 * 1.1 + 12.5, rel=0.02)
     found = {item.name: item for item in made.items}
     # After a full draft the draft model has two tokens to read, 0.1 s each.
     for name, most in (

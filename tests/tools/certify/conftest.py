@@ -22,6 +22,13 @@ def loaded(folders: tuple[str, str]) -> LLM:
     return LLM(folders[0], folders[1], dtype="float32", draft_length=2, max_batch_size=64, seed=1)
 
 
+@pytest.fixture(scope="session")
+def on_reference(folders: tuple[str, str]) -> LLM:
+    """The same on torch, whose rows' bits depend on the rows beside them."""
+    kind = {"dtype": "float32", "backend": "reference"}
+    return LLM(folders[0], folders[1], draft_length=2, max_batch_size=64, seed=1, **kind)
+
+
 @pytest.fixture
 def llm(loaded: LLM) -> Iterator[LLM]:
     engine = loaded.engine

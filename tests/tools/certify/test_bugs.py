@@ -174,11 +174,13 @@ def test_a_cache_row_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.Mo
     assert all(item.difference.gap > 1e-3 for item in bugs)
 
 
-def test_positions_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_off_by_one(
+    on_reference: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shifted(span: Span) -> list[int]:
         base = span.context + span.pending
         depths = depths_of(span.parents)[span.first_new :]
         return [*range(span.context, base), *(base + depth for depth in depths)]
 
     monkeypatch.setattr(Span, "positions", property(shifted))
-    assert {"greedy", "seeded", "sampling"} <= parts(outcome(llm, prompts))
+    assert {"greedy", "seeded", "sampling"} <= parts(outcome(on_reference, prompts))

@@ -51,6 +51,28 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
     assert found.report().sections[0].title == "Parts"
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        PlantedServer(logprobs="records"),
+        PlantedServer(strict=True),
+        PlantedServer(cuts=True),
+    ],
+    ids=["records", "strict", "cuts"],
+)
+def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
+    """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
+    found = outcome(planted, effort=ServerEffort(requests=250, max_tokens=24))
+    assert found.lossless, (found.verdict, found.problems)
+    assert found.tests[0].samples > 200
+
+
+def test_faults_show_in_the_other_layout_too() -> None:
+    for fault in ("zeros", "corrupt"):
+        found = outcome(PlantedServer(fault, logprobs="records"))
+        assert FAULTS[fault] in {what.partition(":")[0] for what in found.problems}
+
+
 @pytest.mark.parametrize("compared", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> None:
@@ -82,7 +104,7 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
 
 
 def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:
-    found = outcome(PlantedServer(chats=False, logprobs=False), PlantedServer(seed=8))
+    found = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
     notes = {note for part in found.parts for note in part.notes}
     assert not found.problems, found.problems
     assert any("no logprobs" in note for note in notes)

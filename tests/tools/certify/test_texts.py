@@ -28,7 +28,7 @@ def task(prompts: Named) -> Task:
 
 @pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
 def test_what_comes_after_a_tie_is_looked_at(
-    llm: LLM,
+    on_reference: LLM,
     task: Task,
     monkeypatch: pytest.MonkeyPatch,
     second: float | None,
@@ -36,6 +36,7 @@ def test_what_comes_after_a_tie_is_looked_at(
     bugs: int,
 ) -> None:
     """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
+    llm = on_reference
     (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
     given: list[tuple[int, ...]] = []
 
@@ -75,3 +76,14 @@ def test_a_standstill_is_noticed(llm: LLM, task: Task, monkeypatch: pytest.Monke
     monkeypatch.setattr(llm.engine, "step", list)
     with pytest.raises(StandstillError, match="committed no token"):
         decode(llm.engine, [task.start], PARAMS, 2)
+
+
+def test_equal_rows_have_no_ties(llm: LLM, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the native backend a row's bits depend on it alone, so that any difference is a bug."""
+    (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
+    other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
+    at = len(plain.tokens) - 1
+    monkeypatch.setattr("paceline.tools.certify.texts.decode", lambda *_: [other])
+    monkeypatch.setattr("paceline.tools.certify.texts.explain", lambda *_: difference(at, 0.0))
+    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    assert (len(check.ties), len(check.bugs)) == (0, 1)

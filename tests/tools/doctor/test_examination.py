@@ -30,6 +30,7 @@ HEALTHY = {
     "early_exit:layers=4": {"draft-own-layers"},
     "layer_skip": {"draft-own-layers"},
     "layer_skip:skip=2-5": {"draft-own-layers"},
+    "quantized": {"draft-own-weights"},
     "none": {"draft-none"},
 }
 
@@ -75,6 +76,7 @@ def test_own_layers() -> None:
         "layer_skip:skip=0-30",
         "layer_skip:depth=3",
         "recycling:share=perhaps",
+        "quantized:int3",
         "model",
         "tree:paceline/tiny-draft,nodes=-1",
         "model:paceline/tiny-draft,colour=red",

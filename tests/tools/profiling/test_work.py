@@ -7,6 +7,7 @@ import torch
 
 from engine_models import VOCAB, adapted
 from paceline.core.tree import chain_parents
+from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.reference.prepack import quicken
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.tools.profiling.work import LARGE, WorkCounter
@@ -17,12 +18,14 @@ PER_LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * FFN
 WEIGHTS = LAYERS * PER_LAYER + VOCAB * WIDTH
 
 
-@pytest.mark.parametrize("prepacked", [True, False])
+@pytest.mark.parametrize("how", ["native", "prepacked", "whole"])
 @torch.inference_mode()
-def test_a_forward(prepacked: bool) -> None:
+def test_a_forward(how: str) -> None:
     """One pending token and two nodes behind five cached tokens, in float32."""
     model = adapted()
-    if prepacked:
+    if how == "native":
+        assert adopt(model)
+    elif how == "prepacked":
         quicken(model)
     cache = PagedCache(model.cache_shapes, 4, 16, model.dtype, "cpu")
     cache.admit(1, [0])
@@ -34,6 +37,7 @@ def test_a_forward(prepacked: bool) -> None:
         model(batch, cache)
     work = counter.phases["target"]
     assert work.weight_elements == WEIGHTS
+    assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
     assert work.parameters == WEIGHTS
     keys = CONTEXT + ROWS
     assert work.cache_bytes == 4 * LAYERS * 2 * KV_HEADS * HEAD * keys
@@ -41,7 +45,8 @@ def test_a_forward(prepacked: bool) -> None:
     assert work.flops == 2 * ROWS * WEIGHTS + attention
     assert work.rows == pytest.approx(ROWS, rel=1e-3)
     # Packed, query, key and value are one product, and so are gate and up.
-    assert work.kernels == LAYERS * (4 if prepacked else 7) + 1 + LAYERS
+    products = LAYERS * (7 if how == "whole" else 4) + 1
+    assert work.kernels == (1 if how == "native" else products + LAYERS)
 
 
 def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:

@@ -48,7 +48,7 @@ def prompts() -> list[BenchPrompt]:
 
 
 def candidates(folders: tuple[str, str]) -> list[DrafterCandidate]:
-    return [*variants("ngram"), *variants(f"model:{folders[1]}"), *variants("suffix")]
+    return [*variants("ngram"), *variants(f"model:{folders[1]}")[:3], *variants("suffix")]
 
 
 @pytest.fixture(autouse=True)

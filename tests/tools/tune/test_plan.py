@@ -52,15 +52,28 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
         "ngram:min=2",
     ]
     free = [c.spec for c in found if not c.given]
-    assert free == ["ngram", "suffix", "recycling", "lookahead", "layer_skip"]
+    assert free == [
+        "model:some/draft,nodes=0,quantize=int8",
+        "model:some/draft,nodes=0,quantize=int4",
+        "ngram",
+        "suffix",
+        "recycling",
+        "lookahead",
+        "layer_skip",
+        "quantized:int4",
+        "quantized:int8",
+    ]
     assert [c.spec for c in at_hand("other", ["suffix"], only=True)] == ["suffix"]
 
 
 @pytest.mark.parametrize(
     ("text", "shapes"),
     [
-        ("some/draft", ["chain", "2x2 tree", "8 nodes"]),
-        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "8 nodes"]),
+        ("some/draft", ["chain", "2x2 tree", "8 nodes", "", ""]),
+        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "8 nodes", "", ""]),
+        ("model:some/draft,quantize=int8", ["chain", "2x2 tree", "8 nodes"]),
+        ("quantized", ["chain", ""]),
+        ("quantized:int8", ["chain"]),
         ("tree:some/draft", ["tree"]),
         ("model:some/draft,branching=3x1", ["3x1"]),
         ("eagle3:head,nodes=32", ["32 nodes"]),

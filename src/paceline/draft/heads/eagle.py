@@ -112,7 +112,6 @@ class _Draft:
 
     base: int
     outputs: torch.Tensor | None = None
-    first: int = -1  # computed index of the first of these rows; -1 is the committed one
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,7 @@ class Eagle(TreeSpec):
     kind = "eagle"
     page = "eagle.md"
     holds = "head"
+    weights = "eagle"
     weight_files = FILES
     examples: ClassVar[tuple[str, ...]] = ("eagle:{eagle},branching=4x2",)
     version: ClassVar[int] = 1
@@ -193,6 +193,7 @@ class Eagle3(Eagle):
     """An EAGLE-3 head, which reads three layers of the target; best-first trees."""
 
     kind = "eagle3"
+    weights = "eagle3"
     examples: ClassVar[tuple[str, ...]] = ("eagle3:{eagle3},nodes=20,width=6",)
     version = 3
     best_first = True
@@ -282,8 +283,9 @@ class EagleDrafter(LevelDrafter):
 
     def _run(self, feeds: Sequence[Feed], inputs: torch.Tensor) -> torch.Tensor:
         """One pass of the head; its outputs ``[R, H]`` at the rows whose logits are wanted."""
-        batch = self.cache.batch_of(feeds)
-        step = AttentionStep.of(batch, self.cache, (FULL,))
+        made, device = self.cache.batch_of(feeds), self.cache.device
+        step = AttentionStep.of(made, self.cache, (FULL,), device=device)
+        batch = step.batch
         attend = partial(paged_attention, step=step)
         embeds = self._embed(batch.input_ids)
         outputs: torch.Tensor = self.head(embeds, inputs, batch.positions, attend)
@@ -315,10 +317,8 @@ class EagleDrafter(LevelDrafter):
             own = self._drafts[seq_id]
             assert own.outputs is not None
             feed = level_feed(tree, self._base(tree.item))
-            above = [parent - own.first for parent in tree.expanded_parents[feed.first_new :]]
-            same = above == list(range(len(own.outputs)))
-            inputs.append(own.outputs if same else own.outputs[to_device(above, self.cache.device)])
-            own.first = feed.first_new
+            above, outputs = tree.above, own.outputs
+            inputs.append(outputs if above is None else outputs.index_select(0, above))
             feeds.append(feed)
             ids.append(seq_id)
             counts.append(len(tree.fresh))

@@ -95,6 +95,7 @@ class Medusa(DraftSpec):
     kind = "medusa"
     page = "medusa.md"
     holds = "head"
+    weights = "medusa"
     weight_files = FILES
     examples = ("medusa:{medusa},nodes=12", "medusa:{medusa},tree=chain")
 

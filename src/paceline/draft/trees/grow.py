@@ -8,18 +8,21 @@ A tree grows level by level. Each pass of a drafter yields logits after the node
 Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
 shape.py finds the best one for a node budget. Best-first trees follow the drafter's own
 probabilities (EAGLE-2, Li et al. 2024, arXiv 2406.16858): every level expands the likeliest
-nodes, and in the end the likeliest of all candidates stay.
+nodes, and in the end the likeliest of all candidates stay. Which they are stays on the device while
+the trees grow; then one transfer tells the shapes of all of them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from itertools import islice
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Slice
 from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, needs_paths
@@ -29,48 +32,71 @@ from paceline.draft.trees.shape import Shape
 from paceline.model.paged.cache import Feed
 
 
-class Growing(Protocol):
+class Growing(ABC):
     """One tree while it grows.
 
-    ``expanded_parents``: the nodes given to the drafter so far, a tree of their own (they may be
-    fewer than the nodes). ``slots[i]``: index of node i among the expanded, -1 if it is not.
+    ``width``: candidates wanted after each newest expanded node. ``samples``: whether they are
+    drawn by ``draft``; otherwise they are the ``likeliest``. ``expanded_parents``: the nodes given
+    to the drafter so far, a tree of their own (they may be fewer than the nodes). Where only the
+    device knows which they are, ``ancestors`` bool ``[expanded, expanded]`` says which nodes a node
+    sees (itself, too), and the parents are any of the right depth. ``above`` int64: the row, among
+    the newest expanded nodes before these, of each newest node's parent; None if they are those
+    rows. ``fresh`` int64: tokens of the newest expanded nodes, the end of ``expanded_parents``.
     """
 
-    item: Slice
-    expanded_parents: tuple[int, ...]
-    fresh: torch.Tensor  # int64: tokens of the newest expanded nodes, the end of expanded_parents
+    samples: bool
 
-    @property
-    def width(self) -> int:
-        """Candidates wanted after each newest expanded node."""
-        ...
+    def __init__(self, item: Slice, width: int, device: torch.device) -> None:
+        self.item, self.width = item, width
+        self.expanded_parents: tuple[int, ...] = ()
+        self.ancestors: torch.Tensor | None = None
+        self.above: torch.Tensor | None = None
+        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
+        self._expanded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._tokens: list[torch.Tensor] = []  # of all candidates or nodes, level by level
 
-    @property
-    def samples(self) -> bool:
-        """Whether candidates are drawn by ``draft``; otherwise they are the ``likeliest``."""
-        ...
+    def _expand(self, fresh: torch.Tensor, above: torch.Tensor | None) -> None:
+        self.fresh, self.above = fresh, above
+        self._expanded.append((fresh, above))
 
     def path_of_rows(self) -> torch.Tensor:
         """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
-        ...
+        path: list[torch.Tensor] = []
+        rows: torch.Tensor | None = None
+        for tokens, above in reversed(self._expanded):
+            path.insert(0, tokens if rows is None else tokens[rows])
+            if above is not None:
+                rows = above if rows is None else above[rows]
+        return torch.stack(path, 1)
 
+    @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         """Take from the candidates ``[rows, >= width]`` after the newest expanded nodes.
 
         ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
         log-probabilities of the likeliest. False if the tree is complete.
         """
-        ...
 
+    def chosen(self) -> torch.Tensor | None:
+        """int64: what of a complete tree's shape only the device knows. None: nothing."""
+        return None
+
+    def settle(self, chosen: list[int]) -> None:
+        """Those values on the host. Without them ``finish`` waits for the device."""
+        raise NotImplementedError
+
+    @abstractmethod
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
-        """The tree, and ``slots``."""
-        ...
+        """The tree, and for each node its index among the expanded, -1 if it is not."""
 
 
 def level_feed(tree: Growing, base: int) -> Feed:
     """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
     parents = tree.expanded_parents
-    return Feed(tree.item.seq.seq_id, base, (), parents, tree.fresh, len(parents) - len(tree.fresh))
+    first_new = len(parents) - len(tree.fresh)
+    return Feed(
+        tree.item.seq.seq_id, base, (), parents, tree.fresh, first_new, ancestors=tree.ancestors
+    )
 
 
 def _rows(tree: Growing) -> int:
@@ -87,17 +113,24 @@ def grow(
     forward: Callable[[list[Growing]], torch.Tensor],
     generator: torch.Generator | None,
 ) -> None:
-    """Grow all trees together. ``logits`` ``[len(trees), vocab]`` follow the committed tokens.
+    """Grow all trees together until they can be finished; at most one wait, at the end.
 
-    ``forward`` runs the ``fresh`` nodes of some trees through the drafter and returns the logits
-    after each of them, ``[rows, vocab]``.
+    ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
+    nodes of some trees through the drafter and returns the logits after each of them, ``[rows,
+    vocab]``.
     """
-    while trees:
-        counts = [_rows(tree) for tree in trees]
-        found = candidates(trees, counts, logits, generator)
-        trees = [tree for tree, part in zip(trees, found, strict=True) if tree.extend(*part)]
-        if trees:
-            logits = forward(list(trees))
+    growing = trees
+    while growing:
+        counts = [_rows(tree) for tree in growing]
+        found = candidates(growing, counts, logits, generator)
+        growing = [tree for tree, part in zip(growing, found, strict=True) if tree.extend(*part)]
+        if growing:
+            logits = forward(list(growing))
+    unknown = [(tree, shape) for tree in trees if (shape := tree.chosen()) is not None]
+    if unknown:
+        values = iter(torch.cat([shape for _, shape in unknown]).tolist())
+        for tree, shape in unknown:
+            tree.settle(list(islice(values, len(shape))))
 
 
 _Part = tuple[torch.Tensor, torch.Tensor | None]
@@ -154,24 +187,13 @@ def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
     return Rows(seqs, depths, paths)
 
 
-@lru_cache(maxsize=4096)
-def _paths(parents: tuple[int, ...], count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count, depth]: nodes from the root to each of the last ``count`` nodes."""
-    result: list[list[int]] = []
-    for node in range(len(parents) - count, len(parents)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        result.append(path)
-    return to_device(result, device)
-
-
 @dataclass(frozen=True)
 class _Level:
     """One level of a static shape: where its nodes come from and which of them are expanded."""
 
     rows: torch.Tensor  # int64 [nodes]: among the newest expanded nodes, the parent of each
     picks: torch.Tensor  # int64 [nodes]: row * width + rank
+    above: torch.Tensor | None  # int64: rows of the expanded nodes; None is all, in their order
     expanded: torch.Tensor | None  # int64: nodes of the level that have children; None is all
     expanded_parents: tuple[int, ...]  # of all levels up to this one
     nodes: int
@@ -189,16 +211,19 @@ def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...
         nodes = [node for node, own in enumerate(depths) if own == depth]
         rows = [newest.index(shape.parents[node]) for node in nodes]
         picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
-        newest = [node for node in nodes if node in inner]
+        before, newest = len(newest), [node for node in nodes if node in inner]
         for node in newest:
             place[node] = len(expanded_parents)
             expanded_parents = (*expanded_parents, place[shape.parents[node]])
         kept = [i for i, node in enumerate(nodes) if node in inner]
+        above = [rows[i] for i in kept]
+        same = above == list(range(before))
         expanded = None if len(kept) == len(nodes) else to_device(kept, device)
         levels.append(
             _Level(
                 to_device(rows, device),
                 to_device(picks, device),
+                None if same else to_device(above, device),
                 expanded,
                 expanded_parents,
                 len(nodes),
@@ -214,27 +239,18 @@ def _slots(shape: Shape) -> tuple[int, ...]:
     return tuple(place.get(node, -1) for node in range(len(shape)))
 
 
-class StaticTree:
+class StaticTree(Growing):
     """Grows into a shape; sampled without replacement (or as a chain) where that is possible."""
 
     samples = True
 
     def __init__(self, item: Slice, shape: Shape, device: torch.device) -> None:
-        self.item = item
+        super().__init__(item, 1 + max(shape.ranks), device)
         self.shape = shape
-        self.width = 1 + max(shape.ranks)
-        self.expanded_parents: tuple[int, ...] = ()
-        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
         self._plan = _levels(shape, self.width, device)
         self._draw = draw_of(item.seq, shape.branches)
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
-        self._tokens: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
-        self._expanded: list[torch.Tensor] = []
-
-    def path_of_rows(self) -> torch.Tensor:
-        tokens = torch.cat(self._expanded)
-        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
@@ -249,8 +265,8 @@ class StaticTree:
             self._probs.append(weights if own else weights.index_select(0, level.rows))
         if len(self._tokens) == len(self._plan):
             return False
-        self.fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
-        self._expanded.append(self.fresh)
+        fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
+        self._expand(fresh, level.above)
         self.expanded_parents = level.expanded_parents
         return True
 
@@ -262,12 +278,13 @@ class StaticTree:
         return TokenTree(tokens, self.shape.parents, self._draw, probs), _slots(self.shape)
 
 
-class BestFirstTree:
+class BestFirstTree(Growing):
     """Expands the ``width`` likeliest nodes of each level; keeps the ``nodes`` likeliest of all.
 
     A node's score is the drafter's log-probability of its whole path, so no node outranks its
-    parent. The nodes are point masses: they are chosen, not drawn (EAGLE-2, section 4). Which
-    nodes a level expands is known to the device first: one synchronisation a level and tree.
+    parent. The nodes are point masses: they are chosen, not drawn (EAGLE-2, section 4). Candidate
+    ``c`` of a level stands below its expanded node ``c // width``: which candidates those are
+    stays on the device until the tree is complete.
     """
 
     samples = False
@@ -275,21 +292,13 @@ class BestFirstTree:
     def __init__(
         self, item: Slice, depth: int, width: int, nodes: int, device: torch.device
     ) -> None:
-        self.item = item
-        self.width = width
-        self.expanded_parents: tuple[int, ...] = ()
-        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
+        super().__init__(item, width, device)
         self._depth, self._nodes = depth, nodes
-        self._tokens: list[torch.Tensor] = []  # of all candidates, level by level
         self._scores: list[torch.Tensor] = []
         self._parents: list[int] = []  # of each candidate, among the expanded nodes
-        self._expanded: list[torch.Tensor] = []
-        self._candidate_of: list[int] = []  # the candidate that each expanded node is
+        self._places: list[torch.Tensor] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
-
-    def path_of_rows(self) -> torch.Tensor:
-        tokens = torch.cat(self._expanded)
-        return tokens[_paths(self.expanded_parents, len(self.fresh), tokens.device)]
+        self._chosen: list[int] = []
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None
@@ -305,35 +314,57 @@ class BestFirstTree:
         self._scores.append(flat)
         if len(self._tokens) == self._depth:
             return False
-        best = flat.topk(min(self.width, len(flat)))
-        order = best.indices.sort().values
+        order = flat.topk(min(self.width, len(flat))).indices.sort().values
         self._newest_scores = flat.index_select(0, order)
-        self.fresh = ids.index_select(0, order)
-        self._expanded.append(self.fresh)
-        chosen = [before + place for place in order.tolist()]
-        self.expanded_parents += tuple(self._parents[candidate] for candidate in chosen)
-        self._candidate_of += chosen
+        above = order.div(width, rounding_mode="floor")
+        self._expand(ids.index_select(0, order), above)
+        self._places.append(order + before)
+        if transfer.apart(above.device):
+            self.ancestors = self._seen(above, first)
+            self.expanded_parents += (first,) * len(order)
+        else:  # there is nothing to wait for
+            self.expanded_parents += tuple([first + row for row in above.tolist()])
         return True
 
-    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+    def _seen(self, above: torch.Tensor, first: int) -> torch.Tensor:
+        """The ancestors with those of further nodes, below the nodes ``first + above``."""
+        known, count = len(self.expanded_parents), len(above)
+        seen = torch.eye(known + count, dtype=torch.bool, device=above.device)
+        if self.ancestors is not None:
+            seen[:known, :known] = self.ancestors
+            seen[known:, :known] = self.ancestors[first + above]
+        return seen
+
+    def chosen(self) -> torch.Tensor:
+        """The candidates that stay, in order, behind as many -1 as there are too few of them; then
+        the candidate that each expanded node is."""
         scores = torch.cat(self._scores)
         best = scores.topk(min(self._nodes, len(scores)))
         # Minus infinity is no candidate: there was nothing to propose, or not so much.
-        places = torch.where(best.values > -torch.inf, best.indices, -1).sort().values.tolist()
+        self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
+        return torch.cat([self._stay, *self._places])
+
+    def settle(self, chosen: list[int]) -> None:
+        self._chosen = chosen
+
+    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+        known = self._chosen or self.chosen().tolist()
+        places, candidate_of = known[: len(self._stay)], known[len(self._stay) :]
         kept = [place for place in places if place >= 0]
         node_of: dict[int, int] = {}
-        expanded_of = {candidate: index for index, candidate in enumerate(self._candidate_of)}
+        expanded_of = {candidate: index for index, candidate in enumerate(candidate_of)}
         parents: list[int] = []
-        chosen: list[int] = []
         for candidate in kept:
             above = self._parents[candidate]
-            parent = node_of.get(self._candidate_of[above]) if above >= 0 else -1
+            parent = node_of.get(candidate_of[above]) if above >= 0 else -1
             if parent is None:
                 continue  # its parent tied with it and was left out
-            node_of[candidate] = len(chosen)
-            chosen.append(candidate)
+            node_of[candidate] = len(parents)
             parents.append(parent)
-        tokens = torch.cat(self._tokens)
-        tokens = tokens.index_select(0, to_device(chosen, tokens.device))
-        slots = tuple(expanded_of.get(candidate, -1) for candidate in chosen)
+        stay = self._stay[len(places) - len(kept) :]
+        if len(node_of) < len(kept):
+            rest = [place for place, candidate in enumerate(kept) if candidate in node_of]
+            stay = stay.index_select(0, to_device(rest, stay.device))
+        tokens = torch.cat(self._tokens).index_select(0, stay)
+        slots = tuple(expanded_of.get(candidate, -1) for candidate in node_of)
         return TokenTree(tokens, tuple(parents)), slots

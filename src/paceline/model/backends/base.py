@@ -11,7 +11,8 @@ from torch import nn
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.paged.pieces import KeyValueStore
 
-BACKENDS = ("auto", "native", "reference")
+NATIVE, REFERENCE = "native", "reference"
+BACKENDS = ("auto", NATIVE, REFERENCE)
 
 
 class Backend(Protocol):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import to_device
 from paceline.model.paged.blocks import BlockPool, prefix_digest
@@ -34,6 +35,7 @@ class Feed:
     nodes: torch.Tensor | None = None  # int64 [len(parents) - first_new]: tokens of the new nodes
     first_new: int = 0
     wants_logits: bool = True  # of the last pending row and all node rows
+    ancestors: torch.Tensor | None = None  # see Batch
     scored: int = 0  # first pending rows whose logits are wanted, too
 
 
@@ -93,7 +95,7 @@ class PagedCache:
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
         # Hears of every move, as slots; other processes may hold the rest of these keys and values.
-        self.moved: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[num_slots, kv_heads, width]``."""
@@ -186,14 +188,14 @@ class PagedCache:
         """Copy rows ``(seq_id, from index, to index)`` in all layers, reading before writing."""
         if not moves:
             return
-        source = to_device([self._slot(seq, src) for seq, src, _ in moves], self.device)
-        target = to_device([self._slot(seq, dst) for seq, _, dst in moves], self.device)
+        slots = [(self._slot(seq, src), self._slot(seq, dst)) for seq, src, dst in moves]
         if self.moved is not None:
-            self.moved(source, target)
-        self.copy(source, target)
+            self.moved(slots)
+        self.copy(slots)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy rows between slots, int64 ``[n]`` each, in all layers, reading before writing."""
+    def copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copy rows from slots to slots in all layers, reading before writing."""
+        source, target = to_device(slots, self.device).unbind(1)
         for keys, values in self._layers:
             keys.index_copy_(0, target, keys.index_select(0, source))
             values.index_copy_(0, target, values.index_select(0, source))
@@ -207,45 +209,42 @@ class PagedCache:
     def batch_of(self, feeds: Sequence[Feed]) -> Batch:
         """One ragged batch; the indices it writes must have been reserved."""
         spans: list[Span] = []
+        ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
+        nodes: list[tuple[int, torch.Tensor]] = []
         size = self.block_size
-        row = 0
         for feed in feeds:
-            pending = len(feed.pending)
+            row, pending = len(ids), len(feed.pending)
             span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new)
             spans.append(span)
+            ids.extend(feed.pending)
+            if feed.nodes is not None:
+                nodes.append((len(ids), feed.nodes))
+                ids.extend([0] * (span.rows - pending))
             positions.extend(span.positions)
             blocks = self._tables[feed.seq_id].blocks
-            slots.extend(blocks[i // size] * size + i % size for i in span.indices)
+            slots.extend([blocks[i // size] * size + i % size for i in span.indices])
             wanted.extend(range(row, row + feed.scored))
             if feed.wants_logits:
-                wanted.extend(range(row + max(0, pending - 1), row + span.rows))
-            row += span.rows
+                wanted.extend(range(row + max(0, pending - 1), len(ids)))
+        input_ids, rows, targets = torch.tensor((ids, positions, slots)).unbind()
+        logit_rows = torch.tensor(wanted, dtype=torch.int64) if len(wanted) < len(ids) else None
+        if not transfer.apart(self.device):
+            for first, tokens in nodes:
+                input_ids[first : first + len(tokens)] = tokens
+            nodes = []
         return Batch(
-            input_ids=self._input_ids(feeds),
-            positions=to_device(positions, self.device),
-            slots=to_device(slots, self.device),
+            input_ids,
+            rows,
+            targets,
             spans=tuple(spans),
-            tables=tuple(tuple(self._tables[feed.seq_id].blocks) for feed in feeds),
-            logit_rows=None if len(wanted) == row else to_device(wanted, self.device),
+            tables=tuple([tuple(self._tables[feed.seq_id].blocks) for feed in feeds]),
+            logit_rows=logit_rows,
+            nodes=tuple(nodes),
+            ancestors=tuple([feed.ancestors for feed in feeds]),
         )
-
-    def _input_ids(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """Tokens of all rows; those of the nodes may be known to the device only."""
-        pending = to_device([token for feed in feeds for token in feed.pending], self.device)
-        if all(feed.nodes is None for feed in feeds):
-            return pending
-        pieces: list[torch.Tensor] = []
-        offset = 0
-        for feed in feeds:
-            if feed.pending:
-                pieces.append(pending[offset : offset + len(feed.pending)])
-                offset += len(feed.pending)
-            if feed.nodes is not None:
-                pieces.append(feed.nodes)
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def check(self) -> None:
         """Assert that no block is lost, doubled or shared without being registered."""

@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Span
-from paceline.core.transfer import upload
 from paceline.core.tree import ancestor_mask, depths_of
 
 
@@ -43,17 +42,33 @@ class Pattern:
 
 
 FULL = Pattern()
+_FEW_ROWS = 64  # masks of spans of more rows are not kept
 
 
-def visible(span: Span, pattern: Pattern, columns: int) -> torch.Tensor:
+def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
     """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
+
+    Without ``ancestors``, for one who knows them better, a node sees all that the pattern allows.
 
     Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
     chunks the result does not depend on the span's context, so one mask serves all steps.
     """
-    return _visible(
-        span.pending, span.parents, span.first_new, pattern, pattern.phase(span), columns
-    )
+    if span.rows > _FEW_ROWS:
+        return _visible(*_shape(span, pattern), columns, ancestors)
+    capacity = _capacity(columns)
+    return _kept(*_shape(span, pattern), capacity, ancestors)[:, capacity - columns :]
+
+
+_MaskShape = tuple[int, tuple[int, ...], int, Pattern, int]
+
+
+def _shape(span: Span, pattern: Pattern) -> _MaskShape:
+    return span.pending, span.parents, span.first_new, pattern, pattern.phase(span)
+
+
+def _capacity(columns: int) -> int:
+    """Masks are kept in a few widths: a step takes a view of a wider one."""
+    return max(256, 1 << (columns - 1).bit_length())
 
 
 def _visible(
@@ -63,6 +78,7 @@ def _visible(
     pattern: Pattern,
     phase: int,
     columns: int,
+    ancestors: bool = True,
 ) -> torch.Tensor:
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
@@ -76,7 +92,7 @@ def _visible(
     mask = (key_index < 0) & (key_index <= row_pos[:, None])
     if nodes:
         shown = ancestor_mask(parents)[first_new:, max(0, nodes - columns) :]
-        mask[pending:, max(0, columns - nodes) :] = shown
+        mask[pending:, max(0, columns - nodes) :] = shown if ancestors else True
     if pattern.window is not None:
         mask &= row_pos[:, None] - key_pos < pattern.window
     if pattern.chunk is not None:
@@ -85,61 +101,31 @@ def _visible(
     return mask
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the mask is true, minus infinity elsewhere."""
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+_kept = lru_cache(maxsize=64)(_visible)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
+    """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere.
+
+    ``[repeats * rows, keys]``; of several ``[n, rows, keys]`` it is ``[n, 1, repeats * rows,
+    keys]``.
+    """
+    folded = mask.repeat(repeats, 1) if mask.dim() == 2 else mask.repeat(1, repeats, 1)[:, None]
+    zeros = torch.zeros(folded.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~folded, float("-inf"))
 
 
 @lru_cache(maxsize=64)
-def _template(
-    pending: int,
-    parents: tuple[int, ...],
-    first_new: int,
-    pattern: Pattern,
-    phase: int,
-    capacity: int,
-    repeats: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    mask = _visible(pending, parents, first_new, pattern, phase, capacity)
-    return upload(additive(mask.repeat(repeats, 1), dtype), device)
+def _template(shape: _MaskShape, capacity: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+    return additive(_visible(*shape, capacity), dtype, repeats)
 
 
 def short_mask(
-    span: Span,
-    pattern: Pattern,
-    columns: int,
-    repeats: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    span: Span, pattern: Pattern, columns: int, repeats: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive ``[repeats * rows, columns]`` for a span of few rows.
+    """Additive ``[repeats * rows, columns]`` on the host for a span of few rows.
 
-    Masks are right-aligned and independent of the context, so a step takes a view of a wider
-    one that was built when this shape of draft was first seen.
+    A view of one that was built when this shape of draft was first seen.
     """
-    capacity = 256
-    while capacity < columns:
-        capacity *= 2
-    template = _template(
-        span.pending,
-        span.parents,
-        span.first_new,
-        pattern,
-        pattern.phase(span),
-        capacity,
-        repeats,
-        dtype,
-        device,
-    )
-    return template[:, capacity - columns :]
-
-
-def long_mask(
-    span: Span, pattern: Pattern, columns: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Additive ``[rows, columns]`` for a span of many rows; not kept."""
-    mask = upload(visible(span, pattern, columns), device)
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=device)
-    return zeros.masked_fill_(~mask, float("-inf"))
+    capacity = _capacity(columns)
+    return _template(_shape(span, pattern), capacity, repeats, dtype)[:, capacity - columns :]

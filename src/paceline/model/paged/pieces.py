@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch, Span
-from paceline.core.transfer import to_device, upload
-from paceline.model.paged.masks import FULL, Pattern, long_mask, short_mask
+from paceline.core.transfer import Staging
+from paceline.model.paged.masks import FULL, Pattern, additive, short_mask, visible
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
 # Spans with more keys are attended one by one: to read them in place, or to pad nothing, is then
@@ -61,17 +61,25 @@ class Pieces:
 class AttentionStep:
     """One forward's spans over one cache. ``patterns[layer]`` says what a layer sees.
 
-    Pieces are laid out when the first layer of a pattern asks for them and serve all others.
+    ``batch`` is the one it was made from, brought to the device in one copy with all that the
+    pieces need there; what depends on the layers' heads follows when the first of them asks.
     """
 
+    batch: Batch
     cache: KeyValueStore
-    spans: tuple[Span, ...]
-    tables: tuple[tuple[int, ...], ...]
-    slots: Tensor
     patterns: tuple[Pattern, ...]
     first_slot: int | None  # set when the batch writes consecutive slots
-    together: bool  # several short spans in one call
+    _staging: Staging
+    _layouts: dict[Pattern, _Layout]
     _pieces: dict[tuple[Pattern, int], Pieces] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> Tensor:
+        return self.batch.slots
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.batch.spans
 
     @classmethod
     def of(
@@ -80,21 +88,43 @@ class AttentionStep:
         cache: KeyValueStore,
         patterns: tuple[Pattern, ...],
         together: bool = True,
+        device: torch.device | None = None,
     ) -> AttentionStep:
-        first_slot = None
+        """``together``: several short spans in one call. ``device``: None is the batch's own."""
+        size, first_slot = cache.block_size, None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
-            first_slot = _run_start(batch.tables[0], indices.start, indices.stop, cache.block_size)
-        return cls(cache, batch.spans, batch.tables, batch.slots, patterns, first_slot, together)
+            first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
+        staging = Staging(device or batch.slots.device)
+        layouts = {
+            pattern: _Layout(batch, size, pattern, staging, together)
+            for pattern in dict.fromkeys(patterns)
+        }
+        return cls(_brought(batch, staging), cache, patterns, first_slot, staging, layouts)
 
     def pieces(self, layer: int, group: int, dtype: torch.dtype) -> Pieces:
         """Pieces of a layer whose KV heads serve ``group`` query heads each."""
         pattern = self.patterns[layer]
         found = self._pieces.get((pattern, group))
         if found is None:
-            found = _Layout(self, pattern, group, dtype).pieces()
+            found = self._layouts[pattern].pieces(group, dtype)
             self._pieces[pattern, group] = found
         return found
+
+
+def _brought(batch: Batch, staging: Staging) -> Batch:
+    """The batch on the device, with all else that has been staged."""
+    if staging.direct or batch.slots.device.type != "cpu":
+        staging.send()
+        return batch
+    rows = staging.add(torch.stack((batch.input_ids, batch.positions, batch.slots)))
+    wanted = None if batch.logit_rows is None else staging.add(batch.logit_rows)
+    staging.send()
+    ids, positions, slots = staging.numbers[rows].unbind()
+    for first, tokens in batch.nodes:
+        ids[first : first + len(tokens)] = tokens
+    logit_rows = None if wanted is None else staging.numbers[wanted]
+    return Batch(ids, positions, slots, batch.spans, batch.tables, logit_rows)
 
 
 def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:
@@ -109,30 +139,61 @@ def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | 
 
 
 @dataclass(frozen=True)
+class _Draft:
+    """A piece before its tensors have been sent: what is in their place is their number."""
+
+    piece: AttentionPiece
+    gather: int | None = None
+    pick: int | None = None
+    mask: int | Span | None = None  # a span's mask is built on the host, where it is kept
+    seen: tuple[tuple[int, Tensor], ...] = ()  # place in the piece, which nodes its rows see
+
+    def finished(
+        self, staging: Staging, pattern: Pattern, group: int, dtype: torch.dtype
+    ) -> AttentionPiece:
+        if self.gather is None and self.pick is None and self.mask is None:
+            return self.piece
+        numbers, repeats = staging.numbers, group if self.piece.folded else 1
+        mask = None
+        if isinstance(self.mask, Span):
+            mask = short_mask(self.mask, pattern, self.piece.keys, group, dtype)
+        elif self.mask is not None:
+            allowed = staging.masks[self.mask]
+            for place, nodes in self.seen:
+                own = allowed if allowed.dim() == 2 else allowed[place]
+                own[: len(nodes), own.shape[1] - nodes.shape[1] :] &= nodes
+            mask = additive(allowed, dtype, repeats)
+        return replace(
+            self.piece,
+            gather=None if self.gather is None else numbers[self.gather],
+            pick=None if self.pick is None else numbers[self.pick],
+            mask=mask,
+        )
+
+
 class _Layout:
-    """Builds the pieces of one step for one pattern."""
+    """The pieces of one step for one pattern, laid out on the host."""
 
-    step: AttentionStep
-    pattern: Pattern
-    group: int
-    dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.step.slots.device
-
-    def pieces(self) -> Pieces:
-        items: list[AttentionPiece] = []
+    def __init__(
+        self, batch: Batch, size: int, pattern: Pattern, staging: Staging, together: bool
+    ) -> None:
+        self._spans, self._tables, self._size = batch.spans, batch.tables, size
+        self._ancestors = batch.ancestors or (None,) * len(batch.spans)
+        self._pattern, self._staging, self._together = pattern, staging, together
+        self._drafts: list[_Draft] = []
         order: list[int] = []
         for members in self._groups():
             if len(members) > 1:
-                piece, rows = self._padded(members)
+                order.extend(self._padded(members))
             else:
-                span = self.step.spans[members[0]]
-                piece, rows = self._single(members[0]), list(_row_range(span))
-            items.append(piece)
-            order.extend(rows)
-        return Pieces(tuple(items), self._inverse(order))
+                order.extend(_row_range(self._spans[members[0]]))
+                self._drafts.append(self._single(members[0]))
+        self._order = self._inverse(order)
+
+    def pieces(self, group: int, dtype: torch.dtype) -> Pieces:
+        staging, pattern = self._staging, self._pattern
+        items = [draft.finished(staging, pattern, group, dtype) for draft in self._drafts]
+        return Pieces(tuple(items), None if self._order is None else staging.numbers[self._order])
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are
@@ -143,16 +204,16 @@ class _Layout:
         4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not so where
         there are many keys, see ALONE.
         """
-        spans = self.step.spans
-        if not self.step.together or len(spans) == 1:
+        spans = self._spans
+        if not self._together or len(spans) == 1:
             return [[i] for i in range(len(spans))]
         groups = [[i] for i, span in enumerate(spans) if span.rows > SHORT]
         keys = {
-            i: span.kv_length - self.pattern.first_key(span)
+            i: span.kv_length - self._pattern.first_key(span)
             for i, span in enumerate(spans)
             if span.rows <= SHORT
         }
-        if self.device.type == "cpu":
+        if self._staging.device.type == "cpu":
             groups += [[i] for i, count in keys.items() if count > ALONE]
             keys = {i: count for i, count in keys.items() if count <= ALONE}
         shortest = -1
@@ -163,35 +224,44 @@ class _Layout:
             groups[-1].append(i)
         return [sorted(group) for group in groups]
 
-    def _inverse(self, order: list[int]) -> Tensor | None:
+    def _inverse(self, order: list[int]) -> int | None:
         """Packed row to row among the pieces; -1 in ``order`` marks padding."""
         if order == list(range(len(order))):
             return None
-        inverse = [0] * int(self.step.slots.shape[0])
+        inverse = [0] * sum(span.rows for span in self._spans)
         for place, row in enumerate(order):
             if row >= 0:
                 inverse[row] = place
-        return to_device(inverse, self.device)
+        return self._staging.add(inverse)
 
-    def _single(self, i: int) -> AttentionPiece:
-        span, table = self.step.spans[i], self.step.tables[i]
-        size = self.step.cache.block_size
-        first = self.pattern.first_key(span)
+    def _single(self, i: int) -> _Draft:
+        span, table, size, staging = self._spans[i], self._tables[i], self._size, self._staging
+        first = self._pattern.first_key(span)
         keys = span.kv_length - first
-        slot = _run_start(table, first, span.kv_length, size)
-        piece = AttentionPiece(span.start, 1, span.rows, keys, slot or 0)
+        slot, gather = _run_start(table, first, span.kv_length, size), None
         if slot is None:
-            blocks = to_device(table[first // size : -(-span.kv_length // size)], self.device)
-            piece = replace(piece, gather=blocks, unit=size, skip=first % size)
-        if span.rows == 1 and self._sees_all(span):
-            return piece
-        if span.rows <= SHORT:
-            mask = short_mask(span, self.pattern, keys, self.group, self.dtype, self.device)
-            return replace(piece, mask=mask)
-        if self.pattern == FULL and span.context == 0 and not span.parents:
-            return replace(piece, causal=True, folded=False)
-        mask = long_mask(span, self.pattern, keys, self.dtype, self.device)
-        return replace(piece, mask=mask, folded=False)
+            gather = staging.add(table[first // size : -(-span.kv_length // size)])
+        unit, skip = (size, first % size) if slot is None else (1, 0)
+        start, rows, short = span.start, span.rows, span.rows <= SHORT
+        ancestors, seen = self._ancestors[i], self._seen(i, 0)
+        if short and (rows == 1 and self._sees_all(span)):
+            mask: int | Span | None = None
+        elif not short and self._pattern == FULL and span.context == 0 and not span.parents:
+            piece = AttentionPiece(
+                start, 1, rows, keys, slot or 0, unit=unit, skip=skip, causal=True, folded=False
+            )
+            return _Draft(piece, gather)
+        elif short and staging.direct and ancestors is None:
+            mask = span
+        else:
+            allowed = visible(span, self._pattern, keys, ancestors is None)
+            mask = staging.add_mask(allowed if ancestors is None else allowed.clone())
+        piece = AttentionPiece(start, 1, rows, keys, slot or 0, unit=unit, skip=skip, folded=short)
+        return _Draft(piece, gather, mask=mask, seen=seen)
+
+    def _seen(self, i: int, place: int) -> tuple[tuple[int, Tensor], ...]:
+        ancestors = self._ancestors[i]
+        return () if ancestors is None else ((place, ancestors[self._spans[i].first_new :]),)
 
     def _sees_all(self, span: Span) -> bool:
         """Whether a single row sees every key from first_key on."""
@@ -199,46 +269,49 @@ class _Layout:
             return True
         nodes = len(span.parents)
         on_path = span.parents[-1] == nodes - 2 and span.parents == tuple(range(-1, nodes - 1))
-        return on_path and (self.pattern == FULL or nodes == 1)
+        return on_path and (self._pattern == FULL or nodes == 1)
 
-    def _padded(self, members: list[int]) -> tuple[AttentionPiece, list[int]]:
-        """Short spans in one call: keys right-aligned, absent rows and keys masked."""
-        spans = [self.step.spans[i] for i in members]
-        firsts = [self.pattern.first_key(span) for span in spans]
+    def _padded(self, members: list[int]) -> list[int]:
+        """Short spans in one call: keys right-aligned, absent rows and keys masked.
+
+        Returns the rows in the order of the piece, -1 for absent ones.
+        """
+        spans, staging = [self._spans[i] for i in members], self._staging
+        firsts = [self._pattern.first_key(span) for span in spans]
         lengths = [span.kv_length - first for span, first in zip(spans, firsts, strict=True)]
         keys, rows = max(lengths), max(span.rows for span in spans)
-        size = self.step.cache.block_size
         gather: list[Tensor] = []
         pick: list[int] = []
         order: list[int] = []
-        bias = torch.full((len(spans), self.group, rows, keys), float("-inf"), dtype=self.dtype)
-        host = torch.device("cpu")
-        plain = True  # every row sees every gathered key
+        seen: list[tuple[int, Tensor]] = []
+        mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
+        plain = min(lengths) == keys  # every row sees every gathered key
         for place, (i, span) in enumerate(zip(members, spans, strict=True)):
             first, length = firsts[place], lengths[place]
-            own = _slots(self.step.tables[i], first, span.kv_length, size)
+            own = _slots(self._tables[i], first, span.kv_length, self._size)
             gather.extend((own[:1].expand(keys - length), own))
             here, absent = list(_row_range(span)), rows - span.rows
             pick.extend(here + [here[0]] * absent)
             order.extend(here + [-1] * absent)
-            bias[place, :, :, keys - length :] = 0
+            # An absent row sees something: its softmax must be a number.
+            mask[place, :, keys - length :] = True
             if not (span.rows == 1 and self._sees_all(span)):
-                mask = short_mask(span, self.pattern, length, 1, self.dtype, host)
-                bias[place, :, : span.rows, keys - length :] = mask
+                known = self._ancestors[i] is None
+                allowed = visible(span, self._pattern, length, known)
+                mask[place, : span.rows, keys - length :] = allowed
+                seen += self._seen(i, place)
                 plain = False
-        plain = plain and min(lengths) == keys
         even = pick == list(range(pick[0], pick[0] + len(pick)))
-        folded = bias.view(len(spans), 1, self.group * rows, keys)
-        piece = AttentionPiece(
-            start=pick[0],
-            batch=len(members),
-            rows=rows,
-            keys=keys,
-            gather=upload(torch.cat(gather), self.device),
-            pick=None if even else to_device(pick, self.device),
-            mask=None if plain else upload(folded, self.device),
+        self._drafts.append(
+            _Draft(
+                AttentionPiece(start=pick[0], batch=len(members), rows=rows, keys=keys),
+                gather=staging.add(torch.cat(gather)),
+                pick=None if even else staging.add(pick),
+                mask=None if plain else staging.add_mask(mask),
+                seen=tuple(seen),
+            )
         )
-        return piece, order
+        return order
 
 
 def _row_range(span: Span) -> range:

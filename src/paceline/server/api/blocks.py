@@ -18,6 +18,7 @@ from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tool_stream import Delta
 from paceline.server.errors import invalid
 from paceline.server.records import CompletionRecord, Event
+from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
 
 
@@ -127,6 +128,22 @@ class BlocksAnswer(Answer):
     @abstractmethod
     def _result(self) -> Chunk:
         """The whole answer."""
+
+
+def without_hosted(tools: Any, hosted: tuple[str, ...]) -> Any:
+    """Tools but for those that an API's own servers would run: their types begin with ``hosted``.
+
+    A model here is not shown them, so it cannot call them, and they are noted. Where there is
+    nothing else they stay, to be refused by name: who asks for a search alone wants one.
+    """
+    if not isinstance(tools, list):
+        return tools
+    kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
+    if kept and len(kept) < len(tools):
+        for kind in dict.fromkeys(kind for kind in kinds if kind.startswith(hosted)):
+            note(f"tools={kind[:40]}")
+    return kept or tools
 
 
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.server.api.blocks import as_chat
+from paceline.server.api.blocks import as_chat, without_hosted
 from paceline.server.api.content import Content, text_of
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.errors import APIError
@@ -16,6 +16,9 @@ from paceline.server.fields import Body
 from paceline.server.requestlog import note
 
 MessageFields = dict[str, Any]  # those of a ChatMessage
+
+# Tools that Anthropic's own servers run.
+_HOSTED = ("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool")
 
 
 class Turn(Body):
@@ -83,6 +86,11 @@ class CountRequest(Generation):
     max_tokens: int | None = Field(default=None, ge=1)
     stop_sequences: list[str] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _without_hosted(cls, given: Any) -> Any:
+        return without_hosted(given, _HOSTED)
 
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises APIError."""

@@ -69,9 +69,16 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 def _stops(given: Any) -> Any:
-    """A text is a list of one, and an empty text is none."""
-    return ([given] if given else []) if isinstance(given, str) else given
+    """A text is a list of one, and an empty text is none. Raises ValueError in one sentence."""
+    if isinstance(given, str):
+        return [given] if given else []
+    if not isinstance(given, list):
+        raise ValueError("give a text, or a list of texts")
+    return given
 
 
 Stops = Annotated[
@@ -103,7 +110,7 @@ class Generation(Body):
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -150,7 +157,7 @@ def _prompts(given: Any) -> Any:
 
 
 Prompts = Annotated[
-    list[str | list[int]],
+    list[str | list[TokenId]],
     BeforeValidator(_prompts),
     WithJsonSchema(
         {
@@ -181,7 +188,7 @@ class CompletionRequest(Generation):
         if self.best_of not in (None, self.n) and self.stream:
             raise ValueError("best_of is known at the end only; leave out stream")
         if self.suffix and self.echo:
-            raise ValueError("echo and suffix contradict each other; give one")
+            raise ValueError("suffix and echo contradict each other; give one")
         return self
 
 

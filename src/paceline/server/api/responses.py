@@ -169,12 +169,14 @@ class ResponsesAnswer(BlocksAnswer):
         }
 
     def _new_call(self, call: str, name: str) -> dict[str, Any]:
+        namespace, tool = self._asked.functions[name]
         return {
             "id": new_id("fc_"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": call,
-            "name": name,
+            **({} if namespace is None else {"namespace": namespace}),
+            "name": tool.name,
             "arguments": "",
         }
 

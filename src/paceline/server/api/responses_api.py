@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.server.api.blocks import as_chat
+from paceline.server.api.blocks import as_chat, without_hosted
 from paceline.server.api.content import text_of
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation
 from paceline.server.errors import APIError
@@ -40,7 +40,17 @@ class Reasoning(Body):
     summary: str | None = None
 
 
+# Tools that OpenAI's own servers run.
+_HOSTED = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+    "programmatic_tool_calling",
+)
+
+
 class FlatTool(Body):
+    _passed_over: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "async", "defer_loading", "output_schema"}
+    )
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -55,9 +65,24 @@ class FlatTool(Body):
         return kind
 
 
+class Namespace(Body):
+    """Functions under a name of their own, which a call has beside the function's."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[FlatTool] = Field(max_length=128)
+
+
 class FlatChoice(Body):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+
+
+def named_within(namespace: str | None, name: str) -> str:
+    """A function as the model knows it."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 class ResponsesRequest(Generation):
@@ -69,7 +94,7 @@ class ResponsesRequest(Generation):
     metadata: dict[str, str] = Field(default_factory=dict)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Field(default_factory=Reasoning)
-    tools: list[FlatTool] = Field(default_factory=list, max_length=128)
+    tools: list[FlatTool | Namespace] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
@@ -84,11 +109,25 @@ class ResponsesRequest(Generation):
             raise ValueError("give a text, or a list of items")
         return given
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _without_hosted(cls, given: Any) -> Any:
+        return without_hosted(given, _HOSTED)
+
     @model_validator(mode="after")
     def _one_answer(self) -> ResponsesRequest:
         if self.n != 1:
             raise ValueError("n is 1 here; /v1/chat/completions gives several answers")
         return self
+
+    @property
+    def functions(self) -> dict[str, tuple[str | None, FlatTool]]:
+        """By the names that the model knows, with the namespaces they are in."""
+        groups = [
+            (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
+            for tool in self.tools
+        ]
+        return {named_within(name, tool.name): (name, tool) for name, own in groups for tool in own}
 
     def chat(self, messages: list[MessageFields]) -> ChatRequest:
         """The same as a chat, whose messages have been found. Raises APIError."""
@@ -98,12 +137,13 @@ class ResponsesRequest(Generation):
         if self.reasoning.summary is not None:
             note("reasoning.summary")
         tools = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"})}
-            for tool in self.tools
+            {"type": "function", "function": {**tool.model_dump(exclude={"type"}), "name": name}}
+            for name, (_, tool) in self.functions.items()
         ]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            name = named_within(choice.namespace, choice.name)
+            choice = {"type": "function", "function": {"name": name}}
         logprobs = _LOGPROBS in self.include or self.top_logprobs > 0
         format = self.text.format
         return as_chat(
@@ -188,10 +228,11 @@ def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
 
 
 def _read_call(item: OutputItem, messages: list[MessageFields]) -> None:
+    name = named_within(item.get("namespace"), item["name"])
     call = {
         "id": str(item.get("call_id") or item.get("id") or ""),
         "type": "function",
-        "function": {"name": item["name"], "arguments": item.get("arguments") or "{}"},
+        "function": {"name": name, "arguments": item.get("arguments") or "{}"},
     }
     _assistant(messages).setdefault("tool_calls", []).append(call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,12 @@ import torch
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.errors import ConfigError
+from paceline.model.held import held_matrices
 from paceline.model.loading import load_module
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun
+from paceline.tools.bench.peers.kinds import OwnSide, PeerTools
+from paceline.tools.bench.peers.opening import Peers
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -141,13 +145,19 @@ class Starter:
     ``options`` go to ``LLM.beside``. Prompts are computed anew in every round, by all.
     """
 
-    def __init__(self, llm: LLM, model: str, **options: Any) -> None:
+    def __init__(
+        self, llm: LLM, model: str, tools: PeerTools | None = None, **options: Any
+    ) -> None:
         self._llm, self._model = llm, model
+        self.peers = Peers(tools or PeerTools())
+        self.longest = llm.max_model_len  # most tokens of a request: other engines make room
         self._options = {"seed": 0, "prefix_sharing": False, **options}
         self._modules: dict[str, Any] = {}
 
     def open(self, method: Method, clients: int) -> Contestant:
-        """Raises what loading a drafter or a module raises."""
+        """Raises what loading a drafter or a module or starting another engine raises."""
+        if method.peer is not None:
+            return self.peers.open(method, clients, self._own_side())
         if method.variant is not None:
             assert clients == 1, "transformers answers one request at a time"
             return self._open_theirs(method)
@@ -160,6 +170,21 @@ class Starter:
             )
 
         return Paceline(method, build, clients)
+
+    def _own_side(self) -> OwnSide:
+        llm = self._llm
+        formats = [held.format for held in held_matrices(llm.target.hf)]
+        named = [name for name, _ in Counter(formats).most_common()]
+        dtype = str(llm.target.dtype).removeprefix("torch.")
+        threads, size = torch.get_num_threads(), llm.target.vocab_size
+        words = f"{', '.join(named)}, cache {dtype}"
+        return OwnSide(llm.tokenizer, size, threads, words, self.longest)
+
+    def __enter__(self) -> Starter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peers.close()
 
     def _open_theirs(self, method: Method) -> Transformers:
         module, end = self._module(self._model), self._llm.end_tokens

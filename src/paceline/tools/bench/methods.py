@@ -1,4 +1,5 @@
-"""Method specs: ``plain``, drafters with a length (``ngram@5``), and those of transformers."""
+"""Method specs: ``plain``, drafters with a length (``ngram@5``), those of transformers, and other
+engines (``llamacpp:FILE.gguf``)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from paceline.draft.model import DraftModel
 from paceline.drafters import DRAFTERS, parse_draft
 from paceline.errors import ConfigError
 from paceline.model.names import PREFIX
+from paceline.tools.bench.peers.kinds import NEEDS
 
 PLAIN = "plain"
 DRAFT = "draft"
@@ -25,13 +27,20 @@ Length = int | Literal["auto"]
 class Method:
     """``draft`` is a draft spec; None decodes plainly. ``length`` None: the library's own.
 
-    ``variant`` is what transformers does: "plain", "assisted" or "lookup"; None if it is ours.
+    ``variant`` is what transformers does: "plain", "assisted" or "lookup"; None if it is ours. Of
+    another engine it is its kind, and ``peer`` its folder, file or URL.
     """
 
     name: str
     draft: str | None = None
     length: Length | None = "auto"
     variant: str | None = None
+    peer: str | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it answers one request at a time, as transformers does."""
+        return self.variant is not None and self.peer is None
 
     @property
     def speculates(self) -> bool:
@@ -49,7 +58,11 @@ def offered() -> str:
     """All methods, for the one line that says that there is no such method."""
     kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
     theirs = ", ".join([THEIRS, *(f"{THEIRS}:{name}" for name in _VARIANTS)])
-    return f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, {kinds}, or a draft model's folder"
+    others = ", ".join(f"{kind}:{needs}" for kind, needs in NEEDS.items())
+    return (
+        f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, {others}, {kinds}, or a draft model's "
+        "folder"
+    )
 
 
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
@@ -59,6 +72,8 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     """
     body, own = _split(text.strip())
     head, _, variant = body.partition(":")
+    if head in NEEDS:
+        return _peer(text.strip(), head)
     if head == THEIRS:
         return _theirs(text, variant, draft, own)
     if body in (PLAIN, "none"):
@@ -117,6 +132,13 @@ def _theirs(text: str, variant: str, draft: str | None, length: Length | None) -
     if not isinstance(spec, DraftModel):
         raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
     return Method(text.strip(), spec.path, length, variant)
+
+
+def _peer(text: str, kind: str) -> Method:
+    where = text.partition(":")[2]
+    if not where:
+        raise ConfigError(f"method {text!r} needs what it runs: {kind}:{NEEDS[kind]}")
+    return Method(text, None, None, kind, where)
 
 
 def _split(text: str) -> tuple[str, Length | None]:

@@ -19,10 +19,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """New tokens, and when they came: ``(seconds since the request was sent, tokens)``."""
+    """New tokens, and when they came: ``(seconds since the request was sent, tokens)``.
+
+    ``written``: how many its engine counted, where the ids are those of a text read again.
+    """
 
     tokens: tuple[int, ...]
     arrivals: tuple[tuple[float, int], ...]
+    written: int | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens) if self.written is None else self.written
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class TimedRun:
 
     @property
     def tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(answer.count for answer in self.answers)
 
     @property
     def rate(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.engine.clock import PHASES
 from paceline.tools.bench import cells
 from paceline.tools.bench.figures import OVERALL, Row
+from paceline.tools.bench.peers.page import unequal_table
 from paceline.tools.bench.predictions import Predicted
 from paceline.tools.bench.result import BenchResult, labels
 from paceline.tools.bench.runner import EVERYTHING
@@ -169,6 +170,12 @@ class ResultPages:
             rows: list[list[Cell]] = [[n, *(own[k] for k in _KINDS)] for n, own in found.items()]
             self.report.add("Same text", Table(["method", *_KINDS], rows, note=note))
 
+    def unequal(self) -> None:
+        if self.result.unequal:
+            self.report.add(
+                "What could not be made equal", unequal_table(self.result.unequal, self.label)
+            )
+
 
 def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
@@ -191,6 +198,8 @@ def report_of(result: BenchResult) -> Report:
     pages.steps()
     pages.predictions()
     pages.texts(_TEXTS)
+    pages.unequal()
+    pages.perplexity()
     return pages.report
 
 
@@ -262,7 +271,7 @@ class _Pages(ResultPages):
             return
         rows = [row for count in self.counts for row in self._total(count, temperature)]
         note = _CONCURRENCY
-        if any(method.variant for method in self.result.methods):
+        if any(method.alone for method in self.result.methods):
             note += " transformers answers one request at a time, so it runs at 1 only."
         columns = (_CLIENTS, self.method, _RATE, _SPEEDUP, _LENGTH, _TOKENS, *_LATENCIES)
         series = self.by_method(rows, self.counts, "concurrency", "tokens_per_second.median")
@@ -331,6 +340,11 @@ class _Pages(ResultPages):
             ["measured", *(cells.times(one.measured) for one in seen.values())],
         ]
         return Table(["from predicted to measured speedup", *seen], rows)
+
+    def perplexity(self) -> None:
+        if self.result.perplexities:
+            lines = [Text(found.line) for found in self.result.perplexities]
+            self.report.add("Perplexity of the target", *lines)
 
     # -- rows and columns ----------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.tools.bench.bought import BenchSpending
@@ -13,6 +13,7 @@ from paceline.tools.bench.figures import Row
 from paceline.tools.bench.methods import PLAIN, Method
 from paceline.tools.bench.predictions import Predicted
 from paceline.tools.bench.texts import Comparison
+from paceline.tools.perplexity import TextPerplexity
 from paceline.tuned import MachineIdentity
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class BenchResult:
     price: float | None = None
     interrupted: bool = False
     bought: BenchSpending | None = None
+    unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of other engines
+    perplexities: Sequence[TextPerplexity] = ()
 
     def record(self) -> dict[str, Any]:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
@@ -58,6 +61,8 @@ class BenchResult:
                 "partings": [parting.record() for parting in self.texts.partings],
             },
             "idle": self.idle,
+            "unequal": {name: dict(words) for name, words in self.unequal.items()},
+            "perplexity": [found.record() for found in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": None if self.bought is None else self.bought.record(),

@@ -279,4 +279,4 @@ class Sweep:
 
 def entered(methods: Sequence[Method], concurrency: int) -> list[Method]:
     """transformers answers one request at a time."""
-    return [method for method in methods if concurrency == 1 or method.variant is None]
+    return [method for method in methods if concurrency == 1 or not method.alone]

@@ -80,5 +80,5 @@ def accepted_tokens(runs: Sequence[TimedRun]) -> float | None:
     """Tokens a target step, without the steps that read a prompt: heads cannot draft before."""
     answers = [answer for run in runs for answer in run.answers]
     steps = sum(run.steps for run in runs) - len(answers)
-    tokens = sum(len(answer.tokens) - answer.arrivals[0][1] for answer in answers)
+    tokens = sum(answer.count - answer.arrivals[0][1] for answer in answers)
     return tokens / steps if steps else None

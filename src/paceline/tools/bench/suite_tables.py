@@ -70,6 +70,7 @@ def suite_report(result: SuiteResult) -> Report:
         own = [one for one in result.figures if one.temperature == temperature]
         pages.add(title, own, f" at temperature {temperature:g}", f"speedup-t{temperature:g}")
     pages.texts(_TEXTS)
+    pages.unequal()
     return pages.report
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.model.backends.base import NATIVE
 from paceline.tools.certify.chisquare import holm
 from paceline.tools.certify.columns import DISTRIBUTION_COLUMNS, TEXT_COLUMNS
 from paceline.tools.certify.evidence import Problem, TextCheck
@@ -103,6 +104,7 @@ class Certificate:
     target: str
     draft: str
     dtype: str
+    backend: str
     alpha: float
     texts: tuple[TextCheck, ...]
     distributions: tuple[DistributionResult, ...]
@@ -150,8 +152,7 @@ class Certificate:
         parts = []
         if self.texts:
             tokens = sum(check.tokens for check in self.texts)
-            ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
-            parts.append(f"{tokens} tokens equal to plain decoding's but for {ties}")
+            parts.append(f"{tokens} tokens equal to plain decoding's {self._how_equal}")
         if self.distributions:
             bias = f"{self.smallest_bias:.1%}"
             parts.append(
@@ -162,10 +163,17 @@ class Certificate:
             parts.append(f"the rule is exact to {worst:.0e}")
         return "CERTIFIED: " + "; ".join(parts)
 
+    @property
+    def _how_equal(self) -> str:
+        if not self.ties and self.backend.startswith(NATIVE):
+            return f"bit for bit on {self.backend}"
+        ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
+        return f"but for {ties} on {self.backend}"
+
     def record(self) -> dict[str, Any]:
         """As JSON knows it; infinite gaps are null."""
         judged = ("lossless", "verdict", "complete", "interrupted", "enough", "smallest_bias")
-        about = ("target", "draft", "dtype", "alpha")
+        about = ("target", "draft", "dtype", "backend", "alpha")
         return {
             **{name: getattr(self, name) for name in (*judged, *about)},
             "budget": asdict(self.bought),

@@ -240,6 +240,7 @@ class Certifier:
             target=llm.target.name,
             draft=", ".join(llm.drafters) or llm.engine.drafter.name,
             dtype=str(llm.target.dtype).removeprefix("torch."),
+            backend=llm.target.backend_reason,
             alpha=level,
             texts=tuple(evidence.checks),
             distributions=results,

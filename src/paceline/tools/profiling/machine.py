@@ -13,6 +13,7 @@ from paceline.pace.measure import measure
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SMALLEST_BUFFER, _LARGEST_BUFFER = 64 * 2**20, 512 * 2**20  # bytes
+_LEAST_READ = 64 * 2**10  # bytes, below which a sum takes longer to be called than to be done
 _READ = 32 * 2**20  # bytes read in one timing, again and again where the buffer is smaller
 # Calls in one timing: so few that a scheduler's time slice has room for several timings.
 _CALLS, _FEW_CALLS = 1000, 50
@@ -71,8 +72,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, size: int) -> float:
     """Bytes/s of sums over ``size`` bytes, again and again: from a cache if they fit into one."""
-    data = torch.ones(max(1, size // 4), device=device)
-    times = max(1, _READ // size) if size else 1
+    data = torch.ones(max(_LEAST_READ, size) // 4, device=device)
+    times = max(1, _READ // (4 * data.numel()))
     return times * 4 * data.numel() / _seconds(lambda: _repeat(data.sum, times), device)
 
 

@@ -1,8 +1,9 @@
 """The bytes that a step must move and the FLOPs it does, counted operator by operator.
 
-Every operator that Python calls is seen with its tensors, so the count holds for any model and any
-drafter: a weight counts each time that a product reads it, keys and values as long as attention
-reads them. Other tensors count from 256 KiB on; smaller ones do not leave a core's own cache.
+Every operator that Python calls is seen with its tensors, and our own kernels tell what they do, so
+the count holds for any model and any drafter: a weight counts each time that a product reads it,
+keys and values as long as attention reads them. Other tensors count from 256 KiB on; smaller ones
+do not leave a core's own cache.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from paceline.model.backends.native.witness import OPERATOR, NativeWork, witnessed
 
 LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
 
@@ -48,7 +51,8 @@ _PARTIAL = frozenset(
 
 def is_kernel(name: str) -> bool:
     """Whether an operator is a product or an attention: where the work of a model is."""
-    return name in _PRODUCTS or name in _ATTENTION or name == "aten::einsum"
+    own = name.startswith(OPERATOR)
+    return own or name in _PRODUCTS or name in _ATTENTION or name == "aten::einsum"
 
 
 @dataclass
@@ -96,7 +100,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if name == "step":
-            with self:
+            with self, witnessed(self._native):
                 yield
             return
         before, self._phase = self._phase, name
@@ -104,6 +108,21 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._phase = before
+
+    def _native(self, done: NativeWork) -> None:
+        """A call of our own kernels, which is one operator."""
+        work = self.phases.setdefault(self._phase, Work())
+        work.ops += 1
+        work.kernels += 1
+        for weight in done.products:
+            flops = 2 * weight.elements * weight.rows
+            work.flops += flops
+            work.product_flops += flops
+            work.weight_elements += weight.elements
+            work.weight_bytes += weight.bytes
+            work.weights[weight.key] = (weight.elements, weight.bytes)
+        work.flops += done.attention_flops
+        work.cache_bytes += done.cache_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.defaults import EMBEDDED
-from paceline.defaults import candidates as built_in
+from paceline.defaults import DRAFTS, EMBEDDED
+from paceline.defaults import at_hand as installed
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import DRAFTERS, parse_draft
 from paceline.pace.joined import Hybrid
@@ -35,16 +35,20 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
         return _unique(given)
     own: list[DrafterCandidate] = []
     if not drafts:
-        own = [found for text in built_in(model) for found in variants(text)]
+        # Kinds that share weights are variants of the first of them.
+        records = [*DRAFTERS.values()] if model in DRAFTS else []
+        first = {record.weights: record.kind for record in records[::-1] if record.weights}
+        made = tuple(f"{kind}:{model}-{weights}" for weights, kind in first.items())
+        own = [found for text in installed(made) for found in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
     return _unique([*given, *own, *(found for text in untrained for found in variants(text))])
 
 
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
-    """A draft with the shapes of trees that are tried for it."""
+    """A draft with the shapes of trees and the precisions that are tried for it."""
     spec = parse_draft(text)
-    return [
+    found = [
         DrafterCandidate(
             _label(spec) + (f" {shape}" if own is not spec else ""),
             str(own),
@@ -53,6 +57,11 @@ def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
             given,
         )
         for shape, own in spec.variants().items()
+    ]
+    # Nobody asked for these, so one that cannot be had here is left out.
+    return found + [
+        DrafterCandidate(f"{_label(spec)} {name}", str(own), own.kind, "")
+        for name, own in spec.precisions().items()
     ]
 
 

@@ -33,6 +33,7 @@ class Adoptable(Protocol):
     cache_shapes: list[LayerShape]
     patterns: tuple[Pattern, ...]
     native: Backend | None
+    refused: str | None
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 
@@ -43,26 +44,31 @@ def adopt(model: Adoptable) -> bool:
 
     To be asked before anything else lays out the weights.
     """
+    model.refused = _refusal(model)
+    if model.refused is not None:
+        warn(f"{model.name} runs on the reference backend: {model.refused}")
+    return model.refused is None
+
+
+def _refusal(model: Adoptable) -> str | None:
+    """Adopt the model, or say in a few words why not."""
     try:
         library()
     except NativeUnavailableError as error:
-        warn(f"{model.name} runs on the reference backend: {error}")
-        return False
+        return str(error)
     found = describe(model.hf, model.cache_shapes, model.patterns)
     if isinstance(found, str):
-        warn(f"{model.name} runs on the reference backend: {found}")
-        return False
+        return found
     batch = _probe_batch(model)
     wanted = _logits(model, batch)
     model.native = NativeModel(model.hf, found)
     apart = _difference(_logits(model, batch), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
     if apart < _limit(model):
-        return True
+        return None
     model.native = None
     unpack_modules(model.hf)
-    warn(f"{model.name} runs on the reference backend: the kernels' logits are {apart:.0%} off")
-    return False
+    return f"the kernels' logits are {apart:.0%} off"
 
 
 def _limit(model: Adoptable) -> float:

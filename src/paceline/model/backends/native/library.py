@@ -127,6 +127,8 @@ def choose(name: str) -> bool:
 
 
 def check(status: int) -> None:
-    """Raises MemoryError."""
+    """Raises MemoryError and IndexError."""
+    if status == 2:
+        raise IndexError("a token id or a position is out of range")
     if status:
         raise MemoryError("no memory for a forward of this size")

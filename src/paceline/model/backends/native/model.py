@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.model.backends.base import NATIVE
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.library import (
     DTYPES,
@@ -21,6 +22,7 @@ from paceline.model.backends.native.library import (
 )
 from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
+from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -70,7 +72,7 @@ class NativeModel:
     ``skipped``: layers that are left out; the others keep their numbers, so their cache as well.
     """
 
-    name = "native"
+    name = NATIVE
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""
@@ -157,8 +159,16 @@ class NativeModel:
         arrays = BatchArrays(batch, cache, self._caches.of(cache))
         arrays.give(logits, kept, self.skipped, self.num_layers)
         arrays.turn(self._ropes.reach(arrays.longest))
-        check(library().pl_forward(self._opened.handle, arrays.struct))
+        with traced("forward"):
+            check(library().pl_forward(self._opened.handle, arrays.struct))
+        tell(lambda: self._work(batch, cache, rows, wanted))
         return ModelOutput(logits, {layer: kept[layer] for layer in features})
+
+    def _work(self, batch: Batch, cache: KeyValueStore, rows: int, wanted: int) -> NativeWork:
+        matrices = [held for held in self._held if isinstance(held, Packed)]
+        products = (m.read(wanted if m is self._head else rows) for m in matrices)
+        width = self.decoder.heads * self.decoder.head_dim
+        return NativeWork.of_forward(tuple(products), batch, cache, self.num_layers, width)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final-norm outputs ``[..., hidden]``."""

@@ -21,6 +21,7 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
+from paceline.model.backends.native.witness import NativeWork, WeightRead, tell
 from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
 
 _PANEL = 32
@@ -37,6 +38,7 @@ class Packed:
     inputs: int
     dtype: torch.dtype  # of activations, and of weights that are plain numbers
     form: Form | None = None  # of quantised weights
+    elements: int = 0  # of the matrices, padding left out
 
     @classmethod
     def of(
@@ -56,7 +58,9 @@ class Packed:
             size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
         else:
             size = library().pl_quantised_bytes(empty)
-        packed = cls(torch.zeros(size, dtype=torch.uint8), bias, outputs, inputs, dtype, form)
+        packed = cls(
+            torch.zeros(size, dtype=torch.uint8), bias, outputs, inputs, dtype, form, rows * inputs
+        )
         at = 0
         for place, linear in zip(_places(gated), linears, strict=False):
             begin, count = 0 if gated else at, linear.out_features
@@ -87,6 +91,10 @@ class Packed:
             first,
             self.struct(),
         )
+
+    def read(self, rows: int) -> WeightRead:
+        """What a product of ``rows`` rows with all of it reads."""
+        return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
 
     def struct(self) -> CWeight:
         bias = None if self.bias is None else self.bias.data_ptr()
@@ -133,6 +141,7 @@ class Packed:
                 torch.get_num_threads(),
             )
         )
+        tell(lambda: NativeWork((self.read(rows.shape[0]),)))
         return out.view(*x.shape[:-1], self.outputs)
 
 

@@ -89,3 +89,10 @@ def quicken_norms(root: nn.Module) -> int:
                 module.forward = partial(RMSNorm.__call__, norm)
                 count += 1
     return count
+
+
+def slow_norm(module: nn.Module) -> None:
+    """Give a module that ``quicken_norms`` changed its own forward back."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func is RMSNorm.__call__:
+        del module.forward

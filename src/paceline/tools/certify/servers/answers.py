@@ -149,11 +149,22 @@ class Said:
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> Said:
-        """From OpenAI's layout of /v1/completions."""
+        """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
         found = choice.get("logprobs") or {}
+        text, reason = str(choice.get("text") or ""), choice.get("finish_reason")
+        if "content" in found:
+            records = found["content"] or ()
+            tops = [
+                {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()}
+                for record in records
+            ]
+            names = tuple(record["token"] for record in records)
+            return cls(
+                text, reason, names, tuple(float(r["logprob"]) for r in records), tuple(tops)
+            )
         return cls(
-            str(choice.get("text") or ""),
-            choice.get("finish_reason"),
+            text,
+            reason,
             tuple(found.get("tokens") or ()),
             tuple(float(value) for value in found.get("token_logprobs") or () if value is not None),
             tuple(dict(top or {}) for top in found.get("top_logprobs") or ()),

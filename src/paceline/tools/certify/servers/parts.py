@@ -17,6 +17,10 @@ _SAMPLES, _DEPTH = 16, 4  # of a request, and tokens of each: the first is hardl
 _LETTERS = 12  # of a sample that are compared with the reference's
 _BINS = 10
 _FEW = 10  # samples of both in a cell of its own
+# Sampling from the whole distribution. Some servers cut it unless they are told not to, and some
+# know no such fields.
+_WHOLE: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
+_UNCUT: dict[str, float] = {**_WHOLE, "top_k": -1, "min_p": 0.0}
 _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
@@ -105,22 +109,26 @@ class SamplePart(CheckPart):
     strings: dict[str, tuple[list[str], list[str]]] = field(
         default_factory=lambda: defaultdict(lambda: ([], []))
     )
-    together: int = _SAMPLES
+    # How many samples to ask for at once, and how; what is refused is not asked again.
+    ways: list[tuple[int, dict[str, float]]] = field(
+        default_factory=lambda: [(n, way) for way in (_UNCUT, _WHOLE) for n in (_SAMPLES, 1)]
+    )
 
     def look(self, name: str, prompt: str) -> None:
         asking = self.asking
         for side, server in enumerate((asking.server, asking.reference)):
             if server is None:
                 continue
-            body = {"temperature": 1.0, "top_p": 1.0, "max_tokens": _DEPTH}
             found: list[Said] = []
             while len(found) < _SAMPLES:
+                together, way = self.ways[0]
+                body = {**way, "max_tokens": _DEPTH, "n": together}
                 try:
-                    choices, _ = asking.completions(server, prompt, **body, n=self.together)
+                    choices, _ = asking.completions(server, prompt, **body)
                 except ServerRefusedError:
-                    if self.together == 1:
+                    if len(self.ways) == 1:
                         raise
-                    self.together = 1
+                    del self.ways[0]
                     continue
                 found += choices
             self.strings[prompt][side].extend(said.text[:_LETTERS] for said in found)

@@ -26,7 +26,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     },
     "tool call": {
         "tools": [{"type": "function", "function": {"name": _TOOL, "parameters": _SCHEMA}}],
-        "tool_choice": {"type": "function", "function": {"name": _TOOL}},
+        "tool_choice": "required",  # of the one that there is; more servers know it than its name
     },
 }
 

@@ -1,16 +1,17 @@
 // The C interface: choosing kernels, packing, and the two things that are computed.
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "amx_trial.h"
 #include "forward.h"
 
 namespace {
 
-// The best first. Tiles come after what always works: they are used where they are asked for.
+// The best first.
 const Kernels* const every[] = {
 #if defined(__x86_64__)
-    &kernels_avx512, &kernels_avx2, &kernels_amx,
+    &kernels_amx, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_portable};
 
@@ -238,6 +239,8 @@ int pl_forward(void* opened, const pl_batch* batch) {
     const Kernels& k = kernels();
     static_cast<Forward*>(opened)->run(k, quantised_of(&k), *batch);
     return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
   } catch (const std::bad_alloc&) {
     return 1;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace {
 
@@ -27,6 +28,8 @@ void Forward::lay_out() {
   own_.clear();
   items_.clear();
   blocks_ = 1;
+  for (long r = 0; r < b_.rows; r++)
+    if (b_.ids[r] < 0 || b_.ids[r] >= m_.vocab) throw std::out_of_range("token");
   long most = 0;
   for (long s = 0; s < b_.spans; s++) most += static_cast<long>(b_.span[s].nodes) * b_.span[s].nodes;
   own_.reserve(most);
@@ -42,6 +45,7 @@ void Forward::lay_out() {
       row.shared = static_cast<int32_t>(chain ? base + span.nodes : base);
       row.table = table;
       row.own = nullptr;
+      if (row.position < 0 || row.position >= base + span.nodes) throw std::out_of_range("position");
       blocks_ = std::max(blocks_, row.position / BLOCK + 1);
       if (chain || r < span.pending) continue;
       size_t begin = own_.size();
@@ -51,6 +55,7 @@ void Forward::lay_out() {
       }
       std::reverse(own_.begin() + static_cast<long>(begin), own_.end());
       row.own = own_.data() + begin;
+      if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
       for (long h = 0; h < m_.kv_heads; h++)

@@ -87,7 +87,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 // A model with the memory that its forwards work in; the structure is copied. NULL: no memory.
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);
-int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory
+int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory, 2: an id or a position out of range
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -1,0 +1,116 @@
+"""Our decoding inside transformers beside its own: plain, assisted by a draft model, prompt lookup.
+
+    python benchmarks/assisted.py [MODEL] [--draft SPEC ...] [--assistant FOLDER] [--dtype bfloat16]
+        [--tokens 64] [--rounds 3] [--json]
+
+Each way answers the shipped prompts one by one, greedily; ways take turns, in another order each
+round. A figure is tokens by the sum of each prompt's median seconds, whose range over the rounds
+stands beside it. ``same`` counts answers equal to plain ``generate``'s: with bfloat16 two near
+equal logits may part them, with float32 nothing may. An engine is made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.defaults import default_draft, default_model
+from paceline.integrations.transformers import generate
+from paceline.model.names import resolve
+from prompts import BUILT_IN
+
+Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+def ways_of(models: list[Any], assistant: Any, drafts: list[str], tokens: int) -> dict[str, Way]:
+    """Each way to answer by its name; ours have a model object, and so an engine, each."""
+    own = {"max_new_tokens": tokens, "do_sample": False}
+    first = models[0]
+
+    def assisted(**more: Any) -> Way:
+        return lambda ids: first.generate(ids, **own, **more)
+
+    found: dict[str, Way] = {"plain": assisted()}
+    found["prompt lookup"] = assisted(prompt_lookup_num_tokens=8)
+    if assistant is not None:
+        found["assisted"] = assisted(assistant_model=assistant)
+    for model, draft in zip(models[1:], drafts, strict=True):
+        found[f"paceline {draft}"] = lambda ids, model=model, draft=draft: model.generate(
+            ids, custom_generate=generate, draft=draft, **own
+        )
+    return found
+
+
+def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
+    """Tokens a second of each way, and how many answers were plain's."""
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in ways}
+    answers: dict[str, list[torch.Tensor]] = {}
+    for turn in range(rounds + 1):  # the first is for engines and caches
+        for name in random.Random(turn).sample(list(ways), len(ways)):
+            answers[name] = []
+            for number, ids in enumerate(prompts):
+                began = time.perf_counter()
+                answers[name].append(ways[name](ids))
+                if turn:
+                    seconds[name][number].append(time.perf_counter() - began)
+    figures = {}
+    for name, own in seconds.items():
+        written = sum(a.shape[1] - p.shape[1] for a, p in zip(answers[name], prompts, strict=True))
+        by_round = [sum(turn) for turn in zip(*own, strict=True)]
+        pairs = zip(answers[name], answers["plain"], strict=True)
+        figures[name] = {
+            "tokens_per_second": written / sum(map(statistics.median, own)),
+            "range": [written / max(by_round), written / min(by_round)],
+            "same": sum(torch.equal(a, b) for a, b in pairs),
+            "of": len(prompts),
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=default_model().model)
+    parser.add_argument("--draft", action="append", help="of ours; may be repeated")
+    parser.add_argument("--assistant", help="folder of a draft model for both")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    drafts = options.draft or [default_draft(options.model) or "suffix", "suffix"]
+    if options.assistant:
+        drafts.append(f"model:{options.assistant}")
+    dtype = getattr(torch, options.dtype)
+
+    def load(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype).eval()
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(options.model))
+    texts = [text for suite in BUILT_IN.values() for _, text in suite][: options.prompts]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    models = [load(options.model) for _ in range(1 + len(drafts))]
+    assistant = load(options.assistant) if options.assistant else None
+    ways = ways_of(models, assistant, drafts, options.tokens)
+    figures = measure(ways, prompts, options.rounds)
+    if options.json:
+        print(json.dumps({"model": options.model, "dtype": options.dtype, "ways": figures}))
+        return
+    for name, own in figures.items():
+        low, high = own["range"]
+        print(
+            f"{name:48} {own['tokens_per_second']:8.1f} tokens/s "
+            f"({low:.1f} to {high:.1f})  same {own['same']} of {own['of']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Past this machine: throughput and latency against load, of models that do not fit here.
+
+The real scheduler, cache accounting and adaptive length, in simulated time: forwards take what a
+roofline of an H100 or H200 says (scale_costs.py), drafts are accepted by chance (scale_replica.py).
+Plain decoding stands beside drafts of three tokens and the engine's own choice.
+
+    python benchmarks/scale.py                        # all of docs/scale.md: some minutes
+    python benchmarks/scale.py --chips h100 --models 8b --seconds 5
+    python benchmarks/scale.py --capacity --chips h100 --models 8b    # most that a replica serves
+    python benchmarks/scale.py --check    # the same simulation of this machine, against it
+
+The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from paceline.tools.report.document import Report, Table, Text
+from paceline.tools.report.terminal import print_report
+from scale_costs import CHIPS, HEADS, TARGETS, Roofline
+from scale_replica import Figures, Replica, Settings, Traffic
+
+WAYS: dict[str, int | str] = {"plain": 0, "3 tokens": 3, "auto": "auto"}
+CHIPS_OF = {"8b": 1, "70b": 8}
+LOADS = (2, 8, 16, 32)  # requests a second
+CLIENTS = (1, 8, 32, 64, 128, 256)  # in a closed loop: batches that are always full
+FEWEST = 60
+# Of closed loops: the way, and how many drafted tokens are accepted.
+FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in (0.5, 0.7, 0.85)))
+LATEST, SLOWEST = 1.0, 0.05  # seconds: what counts as served, in `--capacity`
+BURSTS = {"Poisson": 1.0, "bursts": 4.0}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was simulated, and what came out. ``load``: requests a second or, where ``arrivals``
+    are "closed", requests at a time."""
+
+    chip: str
+    model: str
+    arrivals: str
+    load: float
+    way: str
+    acceptance: float
+    figures: Figures
+
+
+def machine(chip: str, model: str) -> Roofline:
+    return Roofline(CHIPS[chip], TARGETS[model], HEADS[model], CHIPS_OF[model])
+
+
+def simulate(
+    costs: Roofline, way: int | str, traffic: Traffic, load: float, seconds: float, batch: int
+) -> Figures:
+    """What comes in ``seconds`` at ``load`` a second, FEWEST at least, and until it is answered.
+
+    The requests are the same whatever the way.
+    """
+    count = max(FEWEST, round(load * seconds))
+    settings = Settings(way, batch=batch, cached_tokens=min(costs.cached_tokens, batch * 4096))
+    requests = traffic.requests(count, load, seed=1)
+    return Replica(costs, settings, drafts=way != 0).run(requests)
+
+
+def full(costs: Roofline, way: int | str, acceptance: float, clients: int) -> Figures:
+    """``clients`` that each send their next request when one is answered."""
+    settings = Settings(way, batch=clients, cached_tokens=min(costs.cached_tokens, clients * 4096))
+    count = clients + max(8, clients // 2)
+    requests = Traffic(output=128, acceptance=acceptance).requests(count, 1.0, seed=1)
+    return Replica(costs, settings, drafts=way != 0).run(requests, clients)
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """Lazily: each is some seconds' work."""
+    for chip in args.chips:
+        for model in args.models:
+            costs = machine(chip, model)
+            for clients in args.clients:
+                for way, rate in FULL:
+                    found = full(costs, WAYS[way], rate, clients)
+                    yield Cell(chip, model, "closed", clients, way, rate, found)
+            for arrivals, burst in BURSTS.items():
+                traffic = Traffic(acceptance=args.acceptance, burst=burst)
+                for load in args.loads:
+                    for way, length in WAYS.items():
+                        found = simulate(costs, length, traffic, load, args.seconds, args.batch)
+                        yield Cell(chip, model, arrivals, load, way, args.acceptance, found)
+
+
+def full_table(found: list[Cell]) -> Table:
+    """Where drafts stop paying: tokens a second of plain decoding, and of drafts by that."""
+    by = {(cell.load, cell.way, cell.acceptance): cell.figures for cell in found}
+    drafted = [(way, rate) for way, rate in FULL if way != "plain"]
+    columns = ["at a time", "plain tokens/s", *(f"{way}, {rate:g}" for way, rate in drafted)]
+    rows = [
+        [
+            f"{load:g}",
+            f"{plain:,.0f}",
+            *(f"{by[load, way, rate].rate / plain:.2f}" for way, rate in drafted),
+        ]
+        for load in dict.fromkeys(load for load, _, _ in by)
+        for plain in [by[(load, *FULL[0])].rate]
+    ]
+    note = "Tokens a second by plain decoding's; behind the comma how many drafted are accepted."
+    return Table(columns, rows, note=note)
+
+
+def load_table(found: list[Cell]) -> Table:
+    """Latencies of plain decoding, drafts of three tokens, and the engine's choice."""
+    by = {(cell.arrivals, cell.load, cell.way): cell.figures for cell in found}
+    shown: dict[str, Callable[[Figures], str]] = {
+        "ms a token": lambda f: f"{1e3 * f.token_gap:.1f}",
+        "first token ms (95 %)": lambda f: f"{1e3 * f.first_token_95:.0f}",
+        "request s (95 %)": lambda f: f"{f.request_95:.1f}",
+        "sequences a step": lambda f: f"{f.sequences:.0f}",
+    }
+    rows = [
+        [arrivals, f"{load:g}"]
+        + [" / ".join(said(by[arrivals, load, way]) for way in WAYS) for said in shown.values()]
+        for arrivals, load in dict.fromkeys((arrivals, load) for arrivals, load, _ in by)
+    ]
+    return Table(["arrivals", "requests/s", *shown], rows, note=" / ".join(WAYS))
+
+
+def report(found: list[Cell], args: argparse.Namespace) -> Report:
+    shown = Report("Throughput and latency against load (computed)")
+    shown.add(
+        "Assumed",
+        Text(
+            f"Arrivals of {args.seconds:g} s, batches of up to {args.batch}, {args.acceptance:g} "
+            "of drafted tokens accepted on average. Nothing here was measured."
+        ),
+    )
+    for chip, model in dict.fromkeys((cell.chip, cell.model) for cell in found):
+        own = [cell for cell in found if (cell.chip, cell.model) == (chip, model)]
+        closed = [cell for cell in own if cell.arrivals == "closed"]
+        title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name}"
+        shown.add(f"{title}: batches always full", full_table(closed))
+        shown.add(f"{title}: by load", load_table([cell for cell in own if cell not in closed]))
+    return shown
+
+
+def most(costs: Roofline, way: int | str, args: argparse.Namespace) -> tuple[float, Figures]:
+    """The highest load, in whole requests a second, that keeps to LATEST and SLOWEST."""
+    traffic = Traffic(acceptance=args.acceptance)
+    low, high, kept = 0, 64, None
+    while high - low > 1:
+        load = (low + high) // 2
+        found = simulate(costs, way, traffic, load, args.seconds, args.batch)
+        if found.first_token_95 <= LATEST and found.token_gap <= SLOWEST:
+            low, kept = load, found
+        else:
+            high = load
+    assert kept is not None, "not even one request a second is served in time"
+    return low, kept
+
+
+def capacity(args: argparse.Namespace) -> dict[str, Any]:
+    """A replica's most, and so many replicas': each gets its share of Poisson arrivals."""
+    shown = Report("Capacity (computed)")
+    figures: dict[str, Any] = {"latest": LATEST, "slowest": SLOWEST, "replicas": {}}
+    for chip in args.chips:
+        for model in args.models:
+            rows = []
+            for way in ("plain", "auto"):
+                load, found = most(machine(chip, model), WAYS[way], args)
+                figures["replicas"][f"{chip} {model} {way}"] = {"load": load, **asdict(found)}
+                for count in (1, 2, 4, 8, 16):
+                    rate = f"{count * found.rate:,.0f}"
+                    rows.append([way, count, count * load, rate, f"{found.token_gap * 1e3:.1f}"])
+            columns = ["drafts", "replicas", "requests/s", "tokens/s", "ms a token"]
+            note = (
+                f"95 % of first tokens within {LATEST:g} s, {SLOWEST * 1e3:g} ms a token at most."
+            )
+            title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name} a replica"
+            shown.add(title, Table(columns, rows, note=note))
+    print_report(shown, Console())
+    return figures
+
+
+def parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    own = argparse.ArgumentParser(description=summary)
+    own.add_argument("--chips", nargs="+", choices=[*CHIPS], default=[*CHIPS])
+    own.add_argument("--models", nargs="+", choices=[*TARGETS], default=[*TARGETS])
+    own.add_argument("--loads", nargs="+", type=float, default=LOADS, help="requests a second")
+    own.add_argument("--clients", nargs="+", type=int, default=CLIENTS, help="of closed loops")
+    own.add_argument("--seconds", type=float, default=10.0, help="of arrivals (default: 10)")
+    own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
+    own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
+    own.add_argument("--capacity", action="store_true", help="the most that a replica serves")
+    own.add_argument("--check", action="store_true", help="predict this machine, and measure it")
+    own.add_argument("--json", help="also write the figures here")
+    return own
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.check:
+        from scale_check import check
+
+        figures = check(Console())
+    elif args.capacity:
+        figures = capacity(args)
+    else:
+        console = Console(stderr=True)
+        each = len(FULL) * len(args.clients) + len(BURSTS) * len(WAYS) * len(args.loads)
+        total = len(args.chips) * len(args.models) * each
+        found = list(track(cells(args), "simulating", total=total, console=console))
+        print_report(report(found, args), Console())
+        figures = {
+            "assumed": asdict(machine(args.chips[0], args.models[0])),
+            "cells": [
+                {
+                    **asdict(cell),
+                }
+                for cell in found
+            ],
+        }
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=1)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

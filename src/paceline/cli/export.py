@@ -1,0 +1,66 @@
+"""``paceline export``: take what was chosen or measured here to another engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import ModelOptions, expand, quiet_libraries
+from paceline.cli.output import print_json
+from paceline.cli.progress import showing
+
+if TYPE_CHECKING:
+    from paceline.tools.export.speculation import Exported
+
+
+@expand
+def export(
+    engine: ModelOptions,
+    to: Annotated[
+        str,
+        typer.Option(metavar="vllm|sglang|tensorrt-llm|llama.cpp|openvino", help="The engine."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write: command, configuration and converted heads."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say the same target, draft, length and rule in another engine's words.
+
+    With --profile it is what `paceline tune` found. What the engine has no equivalent of is
+    refused by name, or approximated, with what that costs.
+    """
+    quiet_libraries()
+    with showing():
+        from paceline.tools.export import export as run
+
+        made = run(
+            to,
+            engine.model,
+            engine.resolved_draft,
+            draft_length=engine.draft_length,
+            rule=engine.rule,
+            max_batch_size=engine.max_batch_size,
+            lossy=engine.lossy,
+            profile=engine.profile,
+            out=out,
+        )
+    if as_json:
+        print_json(made.record())
+    else:
+        _show(made, out)
+
+
+def _show(made: Exported, out: Path | None) -> None:
+    """What there is to run, as it can be pasted, and then what is not the same."""
+    for step in made.steps:
+        print(step)
+    print(made.command_line)
+    for each in made.approximations:
+        typer.echo(f"approximated: {each.line()}", err=True)
+    if made.head is None and out is None and "eagle" in str(made.config):
+        typer.echo("note: the head is not converted; give --out FOLDER for that", err=True)
+    typer.echo(f"checked against {made.version}", err=True)

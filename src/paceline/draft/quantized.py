@@ -1,0 +1,59 @@
+"""The target drafts for itself in fewer bits: self-speculation by precision.
+
+QuantSpec (Tiwari et al. 2025, arXiv 2502.10424) and ML-SpecQD (Georganas et al. 2025, arXiv
+2503.13565) draft with the target's weights in 4 bits. What costs time at small batches is reading
+weights, so a pass of four bits costs about a quarter of one in 16, and says nearly always what the
+target says. Embeddings and norms are the target's own, and so is the cache: the draft reads exact
+keys and values, has no prompt to read, and what it writes is overwritten when the same step is
+verified (see selfspec.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.draft.selfspec import SelfDrafter
+from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
+from paceline.errors import ConfigError
+from paceline.model.held import usual_bits
+from paceline.model.quantised.weights import BITS
+from paceline.model.twin import quantised_twin
+from paceline.model.view import LayerView
+
+
+@dataclass(frozen=True)
+class QuantizedDraft(TreeSpec):
+    """The target's own weights, rounded to ``precision`` "int4" or "int8" when it is loaded."""
+
+    kind = "quantized"
+    page = "quantized.md"
+    tried = "real"
+    examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
+
+    precision: str = "int4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision not in BITS:
+            known = " or ".join(f"quantized:{name}" for name in reversed(BITS))
+            raise ConfigError(f"draft 'quantized:{self.precision}': use {known}")
+
+    def precisions(self) -> dict[str, QuantizedDraft]:
+        return {"int8": replace(self, precision="int8")} if self.precision == "int4" else {}
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        held = usual_bits(target.hf)
+        if 0 < held <= BITS[self.precision]:
+            raise ConfigError(
+                f"draft '{self}': most of {target.name} is held in {held} bits already, so this "
+                "draft would cost what the target costs; leave it out, or use another drafter"
+            )
+        twin = quantised_twin(target, self.precision)
+        view = LayerView(twin, range(twin.num_layers))
+        return Prepared(lambda c: SelfDrafter(view, c.cache, self.policy(), c.generator, self.kind))
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        text = f"drafts with the target itself in {self.precision}, in the target's cache"
+        return self.noted("draft-own-weights", text)

@@ -1,0 +1,199 @@
+"""Speculative decoding as vLLM and SGLang are configured, read as a draft of ours.
+
+``--draft @vllm.json``: the value of vLLM's ``--speculative-config``, or SGLang's ``speculative_*``
+arguments by name, as JSON; also with the rest of an engine's configuration around it, and an
+``export.json`` of ``paceline export``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
+OWN_PROPOSERS = "paceline.integrations.vllm."
+_GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram and suffix"
+
+
+@dataclass(frozen=True)
+class ForeignDraft:
+    """``spec`` is ours, ``length`` in levels; ``rule`` None where nothing was said of one.
+    ``values`` are the engine's own, by their names."""
+
+    engine: str
+    spec: str
+    length: int | None
+    rule: str | None
+    values: Mapping[str, Any]
+
+
+def read_foreign(path: str | Path) -> ForeignDraft:
+    """Raises ConfigError for what cannot be read, and for what has no equivalent here."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise ConfigError(
+            f"the configuration {path} is not JSON; give the value of --speculative-config, or "
+            "SGLang's arguments by name"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"the configuration {path} is no JSON object; {_GENERIC}")
+    return foreign_draft(found, str(path))
+
+
+def foreign_draft(found: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
+    """As ``read_foreign``, of what a file holds. Raises ConfigError."""
+    for key in ("config", "speculative_config", "speculative-config"):
+        inner = found.get(key)
+        if isinstance(inner, dict):
+            found = inner
+    values = {key.lstrip("-").replace("-", "_"): value for key, value in found.items()}
+    if "speculative_algorithm" in values:
+        return _sglang(values, where)
+    if "method" in values or "num_speculative_tokens" in values:
+        return _vllm(values, where)
+    raise ConfigError(
+        f"{where} has neither vLLM's method and num_speculative_tokens nor SGLang's "
+        "speculative_algorithm; give one of them"
+    )
+
+
+def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = values.get(key, default)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{where} has {value!r} for {key}; it must be a whole number above 0")
+    return value
+
+
+def _model(values: Mapping[str, Any], key: str, where: str) -> str:
+    model = values.get(key)
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{where} names no {key}; give the folder of the draft")
+    return model
+
+
+def head_config(model: str) -> Mapping[str, Any]:
+    """The config.json of a local folder, empty where there is none that can be read."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# -- vLLM --------------------------------------------------------------------------------------
+
+
+def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
+    length = _whole(values, "num_speculative_tokens", where)
+    sampling = values.get("rejection_sample_method", "standard")
+    if sampling not in ("standard", "block"):
+        raise ConfigError(
+            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
+            "use standard or block"
+        )
+    spec = _vllm_spec(values, length, where)
+    rule = None
+    if "rejection_sample_method" in values:
+        rule = "block" if sampling == "block" else "token"
+    return ForeignDraft("vllm", spec, length, rule, values)
+
+
+def vllm_method(values: Mapping[str, Any]) -> str:
+    """The method, or what vLLM takes it to be where none is named."""
+    method, model = values.get("method"), str(values.get("model", ""))
+    if method:
+        return str(method)
+    if model in ("ngram", "[ngram]", "suffix"):
+        return model.strip("[]")
+    if model.startswith(OWN_PROPOSERS):
+        return "custom_class"
+    kind = head_config(model).get("speculators_model_type")
+    if kind == "eagle3" or "eagle3" in model.lower():
+        return "eagle3"
+    return "draft_model"
+
+
+def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
+    method = vllm_method(values)
+    if method in ("eagle", "eagle3"):
+        return f"{method}:{_model(values, 'model', where)},nodes=0"
+    if method == "draft_model":
+        return f"model:{_model(values, 'model', where)}"
+    if method == "medusa":
+        return f"medusa:{_model(values, 'model', where)},tree=chain"
+    if method in ("ngram", "ngram_gpu"):
+        low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        most = _whole({"max": high or low or 5}, "max", where)  # 5: vLLM's own default
+        least = _whole({"min": low or high or 5}, "min", where)
+        return f"ngram:min={least},max={most},length={length},candidates=1"
+    if method == "suffix":
+        kept = values.get("suffix_decoding_max_cached_requests", 10_000)
+        return (
+            f"suffix:max_depth={_whole(values, 'suffix_decoding_max_tree_depth', where, 24)},"
+            f"factor={values.get('suffix_decoding_max_spec_factor', 1.0)},"
+            f"min_prob={values.get('suffix_decoding_min_token_prob', 0.1)}"
+            + ("" if kept else ",global=off")
+        )
+    if method == "custom_class":
+        own = str(values.get("model", "")).removeprefix(OWN_PROPOSERS).removesuffix("Proposer")
+        if own in _PROPOSERS:
+            return _PROPOSERS[own]
+        raise ConfigError(f"{where} names the proposer {values.get('model')!r}, which is not ours")
+    raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
+
+
+# -- SGLang ------------------------------------------------------------------------------------
+
+
+def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
+    algorithm = str(values["speculative_algorithm"]).upper()
+    for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if float(values.get(key, 1.0)) != 1.0:
+            raise ConfigError(
+                f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
+            )
+    nodes = _whole(values, "speculative_num_draft_tokens", where, 9) - 1  # without the root
+    if algorithm == "NGRAM":
+        spec = f"ngram:length={max(1, nodes)}"
+        return ForeignDraft("sglang", spec, max(1, nodes), None, values)
+    kinds = {"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"}
+    if algorithm not in kinds:
+        raise ConfigError(
+            f"{where} has SGLang's algorithm {algorithm}; paceline can read {', '.join(kinds)} "
+            "and NGRAM"
+        )
+    kind = kinds[algorithm]
+    model = _model(values, "speculative_draft_model_path", where)
+    steps = _whole(values, "speculative_num_steps", where)
+    topk = _whole(values, "speculative_eagle_topk", where, 1)
+    shape = "nodes=0" if topk == 1 else f"nodes={max(1, nodes)},width={topk}"
+    if kind == "eagle" and topk > 1:
+        kind = "eagle2"  # which grows trees
+    layers = _inputs(model) if kind == "eagle3" else ""
+    rule = "block" if values.get("speculative_use_block_verification") else None
+    if values.get("speculative_use_rejection_sampling"):
+        rule = "token"
+    return ForeignDraft("sglang", f"{kind}:{model},{shape}{layers}", steps, rule, values)
+
+
+def _inputs(model: str) -> str:
+    """The layers of a head that names outputs, as SGLang does, by their inputs: one more."""
+    nested = head_config(model).get("eagle_config")
+    ids = nested.get(_LAYERS) if isinstance(nested, dict) else None
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+        return ""
+    return ",layers=" + "x".join(str(number + 1) for number in ids)

@@ -1,0 +1,15 @@
+"""``model.generate(..., custom_generate=generate, draft="suffix")``: our decoding in transformers.
+
+    from paceline.integrations.transformers import generate
+
+    model.generate(**inputs, custom_generate=generate, draft="ngram", max_new_tokens=64)
+
+The model is the caller's own, in its dtype and on its device; see docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+from paceline.integrations.transformers.decode import SpeculativeOutput as SpeculativeOutput
+from paceline.integrations.transformers.decode import generate as generate
+from paceline.integrations.transformers.shared import forget as forget
+from paceline.integrations.transformers.whole import generate_whole as generate_whole

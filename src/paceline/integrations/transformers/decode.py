@@ -1,0 +1,224 @@
+"""The decoding loop that ``model.generate`` of transformers calls in place of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from paceline.build import EngineOptions
+from paceline.core.sequence import SequenceState
+from paceline.draft.base import Drafter
+from paceline.draft.spec import DraftSpec
+from paceline.engine.driver import Drive, sequence
+from paceline.errors import ConfigError, PacelineError
+from paceline.integrations.transformers.shared import Setup, SharedEngine, engine_over
+from paceline.integrations.transformers.terms import (
+    CriteriaReader,
+    ForbiddenTokens,
+    Terms,
+    read_prompts,
+    read_terms,
+    refuse,
+)
+from paceline.model.loading import check_architecture
+from paceline.request.completion import CompletionStats
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """What ``return_dict_in_generate=True`` gives: ``sequences`` int64 ``[batch, length]``, padded
+    on both sides, and ``stats``, how each row was decoded. Scores and caches are not kept."""
+
+    stats: list[CompletionStats] | None = None
+
+
+def _refuse_others(caller: Mapping[str, Any], synced_gpus: bool) -> None:
+    """Raises ConfigError for ways of decoding that are the library's own."""
+    if caller.get("assistant_model") is not None:
+        raise refuse("assistant_model", "give its folder as draft=...")
+    if synced_gpus:
+        raise refuse("synced_gpus", "decode on one device")
+
+
+def generate(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    draft: str | DraftSpec | Drafter = "suffix",
+    draft_length: int | str = "auto",
+    rule: str = "auto",
+    seed: int | None = None,
+    backend: str = "auto",
+    max_batch_size: int = 8,
+    kv_cache_memory: int | None = None,
+    draft_quantize: str | None = None,
+    target_tokenizer: Any = None,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> torch.Tensor | SpeculativeOutput:
+    """Speculative decoding as ``custom_generate`` of ``model.generate``; the text is the model's.
+
+    ``draft`` is any drafter of Paceline, by its spec or as an object. ``draft_length``, ``rule``,
+    ``backend``, ``max_batch_size`` (rows beyond it wait), ``kv_cache_memory`` in bytes and
+    ``draft_quantize`` are as of ``LLM``. Sampled rows take their seeds from ``seed`` (row r has
+    ``seed + r``), else from PyTorch's global generator: after ``torch.manual_seed`` the text is the
+    same again, whatever the draft. ``rule`` "token" and "block" sample without seeds of their own.
+    ``target_tokenizer``: see docs/transformers.md.
+
+    Returns ids ``[batch, length]`` with the prompts, or a SpeculativeOutput where the configuration
+    asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a
+    stopping criterion, logits processor or streamer raises.
+    """
+    caller = _caller_locals()
+    streamer = caller.get("streamer") if streamer is None else streamer
+    _refuse_others(caller, synced_gpus)
+    check_architecture(model.config)
+    terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
+    prompts = read_prompts(input_ids, model_kwargs)
+    options = EngineOptions(
+        draft_length=draft_length,
+        rule=rule,
+        max_batch_size=max_batch_size,
+        kv_cache_memory=kv_cache_memory,
+        draft_quantize=draft_quantize,
+    )
+    seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
+    drawn = _drawn_seed()
+    with engine_over(model, Setup(draft, options, backend, target_tokenizer)) as shared:
+        shared.generator.manual_seed(drawn)
+        seqs = [
+            _row(shared, terms, input_ids, number, prompt, own)
+            for number, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        pad = _pad_token(generation_config)
+        _decode(shared, seqs, _Columns(streamer, seqs, pad))
+        sequences = _padded(input_ids, seqs, pad)
+        stats = [CompletionStats.of(seq) for seq in seqs]
+    if generation_config.return_dict_in_generate:
+        return SpeculativeOutput(sequences=sequences, stats=stats)
+    return sequences
+
+
+def _caller_locals() -> dict[str, Any]:
+    """Arguments of ``model.generate``, which hands its streamer to no function given to it.
+
+    (transformers 5.17 to 5.23. Its own argument is where it is; nothing else is taken from there.)
+    """
+    frame = sys._getframe(2)
+    return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
+
+
+def _drawn_seed() -> int:
+    """From PyTorch's global generator, so that ``torch.manual_seed`` governs us too."""
+    return int(torch.randint(2**62, ()))
+
+
+def _seed(terms: Terms, seed: int | None, rule: str, number: int) -> int | None:
+    """The seed of a row; None where its randomness is the engine's."""
+    if terms.params.greedy:
+        return None
+    if seed is not None:
+        return (seed + number) % 2**63
+    return _drawn_seed() if rule in ("auto", "coupled") else None
+
+
+def _row(
+    shared: SharedEngine,
+    terms: Terms,
+    input_ids: torch.Tensor,
+    number: int,
+    prompt: list[int],
+    seed: int | None,
+) -> SequenceState:
+    """Row ``number`` as the engine takes it. Raises ConfigError."""
+    target = shared.engine.target
+    limit = shared.engine.scheduler.config.max_positions
+    if len(prompt) >= limit:
+        raise ConfigError(
+            f"a prompt has {len(prompt)} tokens, but the engine takes {limit} with the answer; "
+            "shorten it, or raise kv_cache_memory if the model sees more"
+        )
+    if not all(0 <= token < target.vocab_size for token in prompt):
+        raise ConfigError(f"a prompt has ids outside the vocabulary (0 to {target.vocab_size - 1})")
+    seq = sequence(prompt, replace(terms.params, seed=seed), terms.stop_ids)
+    if terms.criteria:
+        seq.stops = CriteriaReader(terms.criteria, input_ids[number], terms.params.max_tokens)
+    if terms.masks:
+        seq.constraint = ForbiddenTokens(terms.masks, input_ids, number, target.vocab_size)
+    return seq
+
+
+class _Columns:
+    """Gives a streamer what transformers gives it: one token of every row at a time."""
+
+    def __init__(self, streamer: Any, seqs: list[SequenceState], pad: int | None) -> None:
+        self._streamer, self._seqs, self._pad = streamer, seqs, pad
+        self._given = 0
+
+    def give(self, ended: set[int]) -> None:
+        """All columns that are known: a row that has ended has padding behind it."""
+        if self._streamer is None:
+            return
+        running = [seq.generated for seq in self._seqs if seq.seq_id not in ended]
+        known = min(running, default=max(seq.generated for seq in self._seqs))
+        for column in range(self._given, known):
+            tokens = [_token(seq, column, self._pad) for seq in self._seqs]
+            self._streamer.put(torch.tensor(tokens))
+        self._given = max(self._given, known)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _token(seq: SequenceState, column: int, pad: int | None) -> int:
+    """The new token of a row in a column; ConfigError if padding is due and there is none."""
+    if column < seq.generated:
+        return seq.tokens[seq.prompt_length + column]
+    if pad is None:
+        raise ConfigError(
+            "the rows end at different lengths and there is no pad_token_id; give one"
+        )
+    return pad
+
+
+def _decode(shared: SharedEngine, seqs: list[SequenceState], columns: _Columns) -> None:
+    """All rows to their ends. Raises what a criterion, mask or streamer raises, PacelineError."""
+    ended: set[int] = set()
+    with Drive(shared.engine, seqs) as drive:
+        for step in drive:
+            for commit in step.commits:
+                if commit.error is not None:
+                    raise _cause(seqs, commit.seq_id) or PacelineError(commit.error)
+                if commit.finish_reason is not None:
+                    ended.add(commit.seq_id)
+            columns.give(ended)
+    columns.end()
+
+
+def _cause(seqs: list[SequenceState], seq_id: int) -> Exception | None:
+    """What the caller's own functions raised for a row."""
+    seq = next(seq for seq in seqs if seq.seq_id == seq_id)
+    errors = (getattr(reader, "error", None) for reader in (seq.stops, seq.constraint))
+    return next((error for error in errors if error is not None), None)
+
+
+def _pad_token(config: Any) -> int | None:
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad = config.pad_token_id if pad is None else pad
+    return None if pad is None else int(pad)
+
+
+def _padded(input_ids: torch.Tensor, seqs: list[SequenceState], pad: int | None) -> torch.Tensor:
+    """int64 ``[batch, length]``: prompts as they came, then answers padded to the longest."""
+    most = max(seq.generated for seq in seqs)
+    answers = [[_token(seq, column, pad) for column in range(most)] for seq in seqs]
+    return torch.cat((input_ids, input_ids.new_tensor(answers)), 1)

@@ -1,0 +1,176 @@
+"""An engine over a model that somebody else holds: the same weights, modules of its own.
+
+The caller's module stays as it is. The engine gets a copy of the tree of modules around the same
+tensors, which calls our attention function and may be laid out for speed. It is kept for the next
+call, until the weights change or another draft is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.draft.base import Drafter
+from paceline.draft.spec import DraftSpec, Loading
+from paceline.drafters import parse_draft, prepare_one
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.backends.base import BACKENDS
+from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.loading import check_architecture, load_tokenizer
+from paceline.model.probe import ATTENTION, register
+from paceline.model.target import CausalModel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is built from besides the model.
+
+    ``tokenizer`` is the model's own, for drafts that are models of their own; None: it is read
+    from where the model came from.
+    """
+
+    draft: str | DraftSpec | Drafter
+    options: EngineOptions
+    backend: str = "auto"
+    tokenizer: Any = None
+
+    @property
+    def key(self) -> Hashable:
+        draft = self.draft
+        own = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
+        return own, self.options, self.backend, id(self.tokenizer)
+
+
+@dataclass
+class SharedEngine:
+    """An engine, the randomness of its requests without a seed, and what it was built for."""
+
+    key: Hashable
+    weights: tuple[Hashable, ...]
+    engine: Engine
+    generator: torch.Generator
+
+
+@dataclass
+class _Place:
+    """One model's engine; one call has it at a time."""
+
+    lock: Any = field(default_factory=threading.RLock)
+    busy: bool = False
+    found: SharedEngine | None = None
+
+
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+@contextmanager
+def engine_over(model: Any, setup: Setup) -> Iterator[SharedEngine]:
+    """The engine of a transformers ``model``, built or kept from the last call.
+
+    Calls of other threads on the same model wait for each other. Raises UnsupportedModelError,
+    ConfigError, and what the draft gives cause to.
+    """
+    with _guard:
+        place = _places.setdefault(model, _Place())
+    with place.lock:
+        if place.busy:
+            raise ConfigError(
+                "generate was called by a streamer or stopping criterion of itself; "
+                "use another model object there"
+            )
+        weights = _weights(model)
+        if place.found is None or (place.found.key, place.found.weights) != (setup.key, weights):
+            place.found = None  # before the next one: two caches need not fit
+            with torch.random.fork_rng(devices=[]):  # new modules draw weights, in vain
+                place.found = _built(model, setup, weights)
+        place.busy = True
+        try:
+            yield place.found
+        finally:
+            place.busy = False
+
+
+def forget(model: Any) -> None:
+    """Let go of the engine of a model, its cache and its draft. Nothing if there is none."""
+    with _guard:
+        _places.pop(model, None)
+
+
+def _weights(model: Any) -> tuple[Hashable, ...]:
+    """Changes when a weight is written in place, replaced or moved, or an adapter switched.
+
+    Not when it is written through ``.data``, of which PyTorch keeps no count: call ``forget``.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    adapters = [
+        (str(module.active_adapters), bool(module.disable_adapters), str(module.merged_adapters))
+        for module in model.modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
+    ]
+    marks = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    return (*marks, *adapters)
+
+
+def _built(model: Any, setup: Setup, weights: tuple[Hashable, ...]) -> SharedEngine:
+    target = _target(model, setup.backend)
+    draft = parse_draft(setup.draft) if isinstance(setup.draft, str) else setup.draft
+    loading = Loading(
+        target,
+        _tokenizer(model, draft, setup.tokenizer),
+        str(target.dtype).removeprefix("torch."),
+        setup.options.draft_quantize,
+    )
+    generator = seeded_generator(target.device, None)
+    engine = build_engine(target, prepare_one(draft, loading), setup.options, generator)
+    return SharedEngine(setup.key, weights, engine, generator)
+
+
+def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
+    """The model's tokenizer, if a draft has a vocabulary of its own to be held against it."""
+    if given is not None or not isinstance(draft, DraftSpec):
+        return given
+    if all(own.holds != "model" for own in draft.members()):
+        return None
+    try:
+        return load_tokenizer(str(model.name_or_path))
+    except ModelLoadError as error:
+        raise ConfigError(
+            f"a draft model needs the target's tokenizer, and {error}; give "
+            "target_tokenizer=AutoTokenizer.from_pretrained(...)"
+        ) from None
+
+
+def _target(model: Any, backend: str) -> CausalModel:
+    """The model as engines take it: modules of its own around the same weights."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+    kind = type(model).__name__
+    check_architecture(model.config)
+    tensors = (*model.parameters(), *model.buffers())
+    places = {str(tensor.device) for tensor in tensors}
+    if len(places) != 1 or "meta" in places:
+        where = ", ".join(sorted(places))
+        raise ConfigError(
+            f"the weights of this {kind} are on {where}; put all of them on one device to decode "
+            "speculatively (no device_map that splits or offloads)"
+        )
+    register()
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    module = copy.deepcopy(model, shared)
+    module.set_attn_implementation(ATTENTION)
+    target = CausalModel(module, str(model.name_or_path) or kind)
+    target.asked = backend
+    if backend == "native" and adopt(target):
+        return target
+    return quicken(target)

@@ -1,0 +1,251 @@
+"""What a call of transformers' ``generate`` asks for, in our words; or it is refused by name.
+
+``generate`` turns its configuration into lists of logits processors and stopping criteria before it
+calls us, so those are what is read here, together with what callers put into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as processing
+from transformers.generation import stopping_criteria as stopping
+
+from paceline.core.params import MAX_LOGIT_BIAS, SamplingParams
+from paceline.errors import ConfigError
+
+# Logits processors that do nothing but forbid tokens: any number of them is one constraint.
+_FORBIDDING: tuple[type, ...] = (
+    processing.NoRepeatNGramLogitsProcessor,
+    processing.NoBadWordsLogitsProcessor,
+    processing.PrefixConstrainedLogitsProcessor,
+    processing.ForcedBOSTokenLogitsProcessor,
+    processing.ForcedEOSTokenLogitsProcessor,
+    processing.SuppressTokensLogitsProcessor,
+    processing.SuppressTokensAtBeginLogitsProcessor,
+)
+# Options of the configuration that lead to another way of decoding, or ask for what is not kept.
+_UNKNOWN_OPTIONS = {
+    "output_scores": "run the model over the returned sequences for scores",
+    "output_logits": "run the model over the returned sequences for logits",
+    "output_attentions": "run the model over the returned sequences for attentions",
+    "output_hidden_states": "run the model over the returned sequences for hidden states",
+    "prompt_lookup_num_tokens": 'draft="ngram" looks up in the prompt and the answer',
+    "assistant_early_exit": 'draft="early-exit" drafts with the first layers',
+    "use_mtp": "leave it out",
+    "speculation_type": "leave it out and say draft=...",
+    "assistant_ensemble_weight": "it is not lossless; leave it out",
+    "cache_implementation": "the engine has a paged cache of its own; leave it out",
+}
+_HARMLESS = {"cache_implementation": ("dynamic",)}
+# What ``generate`` itself hands on; None for what we need no value of.
+_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
+
+def refuse(what: str, instead: str) -> ConfigError:
+    return ConfigError(f"{what} cannot be honoured by speculative decoding here; {instead}")
+
+
+@dataclass
+class Terms:
+    """``params`` of all rows but for their seeds; ``masks`` forbid tokens; ``criteria`` are asked
+    after every token of a row; ``stop_ids`` end one."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    masks: list[Any] = field(default_factory=list)
+    criteria: list[Any] = field(default_factory=list)
+
+
+def read_terms(
+    config: Any, processors: Sequence[Any], criteria: Sequence[Any], length: int
+) -> Terms:
+    """Of prepared lists, for prompts padded to ``length``. Raises ConfigError."""
+    _check_config(config)
+    stop_ids, most, own_criteria = _read_criteria(criteria)
+    most = min(most, config.max_length) - length
+    if most < 1:
+        raise ConfigError(
+            f"the prompt has {length} tokens and max_length is {config.max_length}: nothing may be "
+            "generated; raise max_new_tokens"
+        )
+    values: dict[str, Any] = {}
+    masks, least = [], 0
+    for processor in processors:
+        if type(processor) in _FORBIDDING:
+            masks.append(processor)
+        elif type(processor) is not processing.LogitNormalization:  # which moves all alike
+            found = _sampling_value(processor, length)
+            least = max(least, found.pop("min_tokens", 0))
+            if found.keys() & values.keys():
+                raise refuse(f"{next(iter(found))} given twice", "give it once")
+            values |= found
+    if not config.do_sample:
+        values["temperature"] = 0.0
+    elif values.get("min_p") and values.get("top_p", 1.0) < 1.0:
+        raise refuse("min_p together with top_p", "their order matters: give one of them")
+    values = {"temperature": 1.0, "min_tokens": min(least, most)} | values
+    params = SamplingParams(max_tokens=most, **values)
+    return Terms(params, frozenset(stop_ids), masks, own_criteria)
+
+
+def _check_config(config: Any) -> None:
+    mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
+    if mode not in ("greedy search", "sample"):
+        raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
+    for name, instead in _UNKNOWN_OPTIONS.items():
+        value = getattr(config, name, None)
+        if value not in (None, False, *_HARMLESS.get(name, ())):
+            raise refuse(f"{name}={value!r}", instead)
+
+
+def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
+    """End tokens, the most tokens of a row with its prompt, and criteria that must be asked."""
+    stop_ids: set[int] = set()
+    lengths, others = [], []
+    for criterion in criteria:
+        if type(criterion) is stopping.EosTokenCriteria:
+            stop_ids.update(int(token) for token in criterion.eos_token_id.flatten())
+        elif type(criterion) is stopping.MaxLengthCriteria:
+            lengths.append(int(criterion.max_length))
+        else:
+            others.append(criterion)
+    return stop_ids, min(lengths, default=1 << 62), others
+
+
+def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
+    """The fields of SamplingParams that one processor stands for. Raises ConfigError."""
+    kind = type(processor)
+    if kind is processing.TemperatureLogitsWarper:
+        return {"temperature": float(processor.temperature)}
+    if kind is processing.TopKLogitsWarper:
+        return {"top_k": int(processor.top_k)}
+    if kind is processing.TopPLogitsWarper:
+        return {"top_p": float(processor.top_p)}
+    if kind is processing.MinPLogitsWarper:
+        return {"min_p": float(processor.min_p)}
+    if kind is processing.MinLengthLogitsProcessor:
+        return {"min_tokens": max(0, int(processor.min_length) - length)}
+    if kind is processing.MinNewTokensLengthLogitsProcessor:
+        return {"min_tokens": int(processor.min_new_tokens)}
+    if kind is processing.RepetitionPenaltyLogitsProcessor:
+        if processor.prompt_ignore_length is not None:
+            raise refuse("a repetition penalty with prompt_ignore_length", "leave that out")
+        return {"repetition_penalty": float(processor.penalty)}
+    if kind is processing.SequenceBiasLogitsProcessor:
+        biases = {tuple(ids): float(bias) for ids, bias in _pairs(processor.sequence_bias)}
+        if all(len(ids) == 1 and abs(bias) <= MAX_LOGIT_BIAS for ids, bias in biases.items()):
+            return {"logit_bias": {ids[0]: bias for ids, bias in biases.items()}}
+        raise refuse(
+            "a sequence_bias of several tokens or beyond 100",
+            "bias single tokens, from -100 to 100",
+        )
+    raise refuse(
+        f"the logits processor {kind.__name__}",
+        "leave it out; temperature, top_k, top_p, min_p, repetition_penalty, single-token biases, "
+        "minimum lengths and whatever only forbids tokens can be",
+    )
+
+
+def _pairs(biases: Any) -> list[tuple[Sequence[int], float]]:
+    return list(biases.items()) if isinstance(biases, dict) else [tuple(pair) for pair in biases]
+
+
+def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[int]]:
+    """The token ids of every row without its padding; ``inputs`` is what the model would be given.
+
+    Raises ConfigError for what would make a row another one than its tokens say.
+    """
+    for name, value in inputs.items():
+        if value is not None and name not in _KNOWN_INPUTS:
+            raise refuse(f"the model input {name}", "give input_ids and attention_mask only")
+    cache = inputs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise refuse(
+            "past_key_values of an earlier call",
+            "leave them out: prompts that begin alike share what is cached",
+        )
+    mask = inputs.get("attention_mask")
+    kept = torch.ones_like(input_ids) if mask is None else mask
+    if kept.shape != input_ids.shape:
+        raise ConfigError(
+            f"the attention_mask has shape {list(kept.shape)} and input_ids "
+            f"{list(input_ids.shape)}; give one number a token"
+        )
+    kept = kept.bool()
+    if not bool(kept.any(-1).all()):
+        raise ConfigError("the attention_mask hides all of a prompt; give it at least one token")
+    if not bool(kept[:, -1].all()):
+        raise ConfigError("a prompt is padded on the right; set tokenizer.padding_side = 'left'")
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        usual = kept.long().cumsum(-1) - 1
+        given = positions.to(usual.device).expand_as(usual) if positions.dim() == 2 else None
+        if given is None or bool((given != usual)[kept].any()):
+            raise refuse("position_ids of your own", "leave them out")
+    return [row[keep].tolist() for row, keep in zip(input_ids, kept, strict=True)]
+
+
+class CriteriaReader:
+    """Stopping criteria along one row: asked after every token, as transformers asks them.
+
+    They see the row alone, ``[1, length]`` with its padding, as rows of a batch are not equally
+    long here; scores are None. ``error`` is what one of them raised.
+    """
+
+    def __init__(self, criteria: Sequence[Any], row: torch.Tensor, most: int) -> None:
+        """``row`` int64 ``[length]``, the padded prompt; ``most`` tokens may follow."""
+        self._criteria = criteria
+        self._ids = torch.cat((row, row.new_zeros(most))).unsqueeze(0)
+        self._length = row.shape[0]
+        self.error: Exception | None = None
+
+    def read(self, tokens: Sequence[int]) -> int | None:
+        for count, token in enumerate(tokens, 1):
+            self._ids[0, self._length] = token
+            self._length += 1
+            ids = self._ids[:, : self._length]
+            try:
+                done = [bool(torch.as_tensor(ask(ids, None)).any()) for ask in self._criteria]
+            except Exception as error:
+                self.error = error
+                raise
+            if any(done):
+                return count
+        return None
+
+
+class ForbiddenTokens:
+    """Logits processors that only forbid tokens, as the constraint of one row."""
+
+    def __init__(self, masks: Sequence[Any], rows: torch.Tensor, number: int, width: int) -> None:
+        """``rows`` int64 ``[batch, length]``, the padded prompts; this is row ``number``."""
+        self._masks, self._number, self._width = masks, number, width
+        self._ids = rows[: number + 1]
+        self.error: Exception | None = None
+
+    def read(self, tokens: Sequence[int]) -> int | None:
+        self._ids = self._behind(tuple(tokens))
+        return None
+
+    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        ids = self._behind(path)
+        scores = torch.zeros(1, self._width, device=ids.device)
+        try:
+            for mask in self._masks:
+                if type(mask) is processing.PrefixConstrainedLogitsProcessor:
+                    # It counts rows to say which one it is asked about.
+                    scores = mask(ids, scores.expand(len(ids), -1).clone())[-1:]
+                else:
+                    scores = mask(ids[-1:], scores)
+        except Exception as error:
+            self.error = error
+            raise
+        return (scores[0] > -torch.inf).cpu()
+
+    def _behind(self, path: tuple[int, ...]) -> torch.Tensor:
+        tail = self._ids.new_tensor(path).expand(len(self._ids), -1)
+        return torch.cat((self._ids, tail), 1)

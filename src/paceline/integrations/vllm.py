@@ -1,0 +1,191 @@
+"""Our look-up drafters inside vLLM, as proposers of its ``method: "custom_class"``.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class",
+        "model": "paceline.integrations.vllm.HybridProposer", "num_speculative_tokens": 8}'
+
+vLLM (0.32) makes one object of the class with its configuration and calls ``propose`` once a step
+with the texts of all rows; it has no trees, so drafts are chains. It names no requests: rows are
+told apart by their texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.core.batch import Commit, Slice
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
+from paceline.draft.ngram import NGram, NGramDrafter
+from paceline.draft.suffix import Suffix, SuffixDrafter
+
+_MEMORY = 0.9  # of what a member's drafts were worth, a step later
+_BITS = 6  # matches of 32 tokens and more are one class
+
+
+@dataclass
+class _Row:
+    """A text that is being written, how it began, and the draft that it was last given."""
+
+    seq: SequenceState
+    member: int = 0
+    level: int = 0
+    drafted: tuple[int, ...] = ()
+
+
+@dataclass
+class _Worth:
+    """Accepted tokens of a member's drafts, by the bits of the match that they came from."""
+
+    means: list[float] = field(default_factory=lambda: [0.5 * bits for bits in range(_BITS + 1)])
+
+    def learn(self, level: int, accepted: int) -> None:
+        self.means[level] = _MEMORY * self.means[level] + (1 - _MEMORY) * accepted
+
+
+class LookupProposer:
+    """The members propose, and the one whose drafts of such matches were worth most is taken.
+
+    ``config`` is vLLM's VllmConfig; of it the model's length and vocabulary and the number of
+    speculative tokens are read.
+    """
+
+    kinds: tuple[type[NGram] | type[Suffix], ...] = (NGram, Suffix)
+
+    def __init__(self, config: Any) -> None:
+        self.length = int(config.speculative_config.num_speculative_tokens)
+        self.limit = int(config.model_config.max_model_len)
+        vocab = int(config.model_config.get_vocab_size())
+        self._members: list[NGramDrafter | SuffixDrafter] = [
+            NGramDrafter("cpu", NGram(length=self.length, candidates=1))
+            if kind is NGram
+            else SuffixDrafter("cpu", vocab, Suffix())
+            for kind in self.kinds
+        ]
+        self._worth = [_Worth() for _ in self._members]
+        self._rows: dict[int, _Row] = {}  # by the place in vLLM's batch
+        self._next = 0
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """vLLM asks every proposer; there is nothing to load."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray[Any, Any],
+        token_ids_cpu: np.ndarray[Any, Any],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """At most ``length`` tokens for each row; none for one that is still reading its prompt.
+
+        ``token_ids_cpu[row, :num_tokens_no_spec[row]]`` is the text with the tokens of this step.
+        """
+        before, self._rows = self._rows, {}
+        drafts: list[list[int]] = []
+        for place, sampled in enumerate(sampled_token_ids):
+            count = int(num_tokens_no_spec[place])
+            if not sampled or count >= self.limit:
+                drafts.append([])
+                continue
+            text: list[int] = token_ids_cpu[place, :count].tolist()
+            row = self._found(before, place, text) or self._begun(text, len(sampled))
+            self._advance(row, text)
+            self._rows[place] = row
+            drafts.append(self._draft(row, min(self.length, self.limit - count - 1)))
+        for row in before.values():
+            self._end(row)
+        return drafts
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _found(self, before: dict[int, _Row], place: int, text: list[int]) -> _Row | None:
+        """The row that this text goes on from, mostly the one in its place; taken out."""
+        for other in (place, *before):
+            row = before.get(other)
+            if row is not None:
+                known = row.seq.tokens
+                if len(known) < len(text) and text[: len(known)] == known:
+                    return before.pop(other)
+        return None
+
+    def _begun(self, text: list[int], sampled: int) -> _Row:
+        self._next += 1
+        tokens, params = text[:-sampled], SamplingParams(max_tokens=self.limit)
+        row = _Row(SequenceState(self._next, tokens, len(tokens), params))
+        for member in self._members:
+            if isinstance(member, SuffixDrafter):
+                member.begin(row.seq.view())
+        return row
+
+    def _advance(self, row: _Row, text: list[int]) -> None:
+        """What came since, as a commit; and how much of the last draft it holds."""
+        new = text[len(row.seq.tokens) :]
+        if row.drafted:
+            pairs = zip(row.drafted, new, strict=False)
+            accepted = next(
+                (n for n, (ours, theirs) in enumerate(pairs) if ours != theirs),
+                min(len(row.drafted), len(new)),
+            )
+            self._worth[row.member].learn(row.level, accepted)
+        row.seq.tokens += new
+        self._tell(row, Commit(row.seq.seq_id, tuple(new)))
+
+    def _end(self, row: _Row) -> None:
+        """It has ended, or waits: what it said is remembered by those who do."""
+        self._tell(row, Commit(row.seq.seq_id, (), finish_reason="stop"))
+        for member in self._members:
+            member.forget(row.seq.seq_id)
+
+    def _tell(self, row: _Row, commit: Commit) -> None:
+        for member in self._members:
+            if isinstance(member, SuffixDrafter):
+                member.note(commit)
+
+    # -- drafts --------------------------------------------------------------------------------
+
+    def _draft(self, row: _Row, length: int) -> list[int]:
+        row.drafted = ()
+        if length < 1:
+            return []
+        best = 0.0
+        item = Slice(row.seq.view(), 1, length)
+        for number, member in enumerate(self._members):
+            chain = chain_of(*member.guess(item))[:length]
+            level = min(_BITS, int(member.confidence(row.seq.seq_id)).bit_length())
+            worth = min(self._worth[number].means[level], float(len(chain)))
+            if chain and worth > best:
+                best, row.member, row.level, row.drafted = worth, number, level, tuple(chain)
+        return list(row.drafted)
+
+
+class NGramProposer(LookupProposer):
+    """The latest occurrence of the longest match, as ``--draft ngram`` with one candidate."""
+
+    kinds = (NGram,)
+
+
+class SuffixProposer(LookupProposer):
+    """Suffix decoding over the request and earlier answers, as ``--draft suffix``."""
+
+    kinds = (Suffix,)
+
+
+class HybridProposer(LookupProposer):
+    """Both, as ``--draft hybrid:suffix+ngram``."""
+
+    kinds = (Suffix, NGram)
+
+
+def chain_of(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Of a drafted tree the path of first children: the likeliest, as they are made in order."""
+    chain: list[int] = []
+    at = -1
+    while True:
+        child = next((node for node, parent in enumerate(parents) if parent == at), None)
+        if child is None:
+            return chain
+        chain.append(tokens[child])
+        at = child

@@ -1,0 +1,83 @@
+"""What a call of the kernels reads and computes, for those who count work.
+
+Operators of torch can be watched from outside; one call of the library is a whole forward, and only
+who makes it knows what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from paceline.core.batch import Batch
+from paceline.model.paged.pieces import KeyValueStore
+
+
+@dataclass(frozen=True)
+class WeightRead:
+    """A packed matrix that ``rows`` rows were multiplied with, read once."""
+
+    key: object
+    elements: int
+    bytes: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class NativeWork:
+    """One call: its products, and bytes of keys and values that its attention read."""
+
+    products: tuple[WeightRead, ...]
+    cache_bytes: int = 0
+    attention_flops: int = 0
+
+    @classmethod
+    def of_forward(
+        cls,
+        products: tuple[WeightRead, ...],
+        batch: Batch,
+        cache: KeyValueStore,
+        layers: int,
+        width: int,
+    ) -> NativeWork:
+        """Of ``layers`` layers with queries of ``width`` numbers; windows are not looked at."""
+        keys = cache.kv(0)[0]
+        entry = keys.shape[-2] * keys.shape[-1]  # numbers of a position, in keys or in values
+        read = sum(span.kv_length for span in batch.spans)
+        pairs = sum(span.rows * span.kv_length for span in batch.spans)
+        size = 2 * layers * entry * keys.dtype.itemsize
+        return cls(products, size * read, 4 * layers * width * pairs)
+
+
+OPERATOR = "paceline_native::"  # and its name, in traces
+Witness = Callable[[NativeWork], None]
+_witnesses: list[Witness] = []
+
+
+@contextmanager
+def witnessed(by: Witness) -> Iterator[None]:
+    """Tell ``by`` of every call made meanwhile."""
+    _witnesses.append(by)
+    try:
+        yield
+    finally:
+        _witnesses.remove(by)
+
+
+def traced(name: str) -> AbstractContextManager[Any]:
+    """A call as an operator in what torch's profiler records."""
+    recorded = profiler._is_profiler_enabled
+    return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
+
+
+def tell(work: Callable[[], NativeWork]) -> None:
+    """Of a call that was made. ``work`` is asked only if somebody wants to know."""
+    if _witnesses:
+        done = work()
+        for witness in _witnesses:
+            witness(done)

@@ -1,0 +1,85 @@
+"""What all peers have in common: their specs, and what could not be made equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+from paceline.tools.bench.outcome import Ask, TimedAnswer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+OPENVINO, LLAMACPP, URL = "openvino", "llamacpp", "url"
+NEEDS = {OPENVINO: "FOLDER", LLAMACPP: "FILE.gguf", URL: "http://HOST:PORT"}
+EQUAL = "equal"
+ASPECTS = ("template", "ids", "ignore_eos", "precision", "cache", "threads")
+
+
+class PeerFailedError(PacelineError):
+    """Another engine could not be started, or did not answer."""
+
+
+@dataclass(frozen=True)
+class PeerTools:
+    """Where the other engines are. None: the usual places, see ``llamacpp.py`` and
+    ``openvino.py``."""
+
+    llama_server: str | None = None
+    openvino_python: str | None = None
+
+
+@dataclass(frozen=True)
+class OwnSide:
+    """What a peer is held against: our tokenizer and its width, threads, the words for our
+    precision, and the most tokens of a request, answer included."""
+
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: int
+    threads: int
+    precision: str
+    longest: int
+
+
+@dataclass
+class PeerDifferences:
+    """What of a peer's runs was not as ours were, in words; ``EQUAL`` where it was.
+
+    The prompts are rendered by the target's own template and sent as ids, or as the text that these
+    stand for.
+    """
+
+    template: str = EQUAL
+    ids: str = EQUAL
+    ignore_eos: str = EQUAL
+    precision: str = EQUAL
+    cache: str = EQUAL  # of prompts: whether an answer may begin where an earlier one's prompt did
+    threads: str = EQUAL
+    answers: int = field(default=0, repr=False)
+    short: int = field(default=0, repr=False)
+
+    def saw(self, ask: Ask, answer: TimedAnswer, read: int | None) -> None:
+        """``read``: tokens of the prompt as the peer counted them."""
+        self.answers += 1
+        if read is not None and read != len(ask.prompt):
+            self.ids = f"read {read} tokens where the prompt has {len(ask.prompt)}"
+        if ask.params.ignore_eos and answer.count < ask.params.max_tokens:
+            self.short += 1
+
+    def record(self) -> dict[str, str]:
+        found = {name: str(getattr(self, name)) for name in ASPECTS}
+        if self.short:
+            found["ignore_eos"] = f"{self.short} of {self.answers} answers ended early"
+        return found
+
+
+def shares(total: int, weights: list[int]) -> list[int]:
+    """``total`` dealt out over deliveries in the proportion of ``weights``, exactly."""
+    whole, before, done, found = sum(weights), 0, 0, []
+    for weight in weights:
+        before += weight
+        reached = total * before // whole if whole else total
+        found.append(reached - done)
+        done = reached
+    return found

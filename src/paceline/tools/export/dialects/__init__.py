@@ -1,0 +1,1 @@
+"""One engine's words each: how its command, configuration and heads say what was chosen here."""

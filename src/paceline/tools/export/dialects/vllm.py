@@ -1,0 +1,105 @@
+"""vLLM 0.32: ``--speculative-config`` with JSON; no trees; heads in the layout of speculators."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paceline.draft.heads.eagle import Eagle
+from paceline.draft.heads.medusa import Medusa
+from paceline.draft.model import DraftModel
+from paceline.draft.ngram import NGram
+from paceline.draft.suffix import Suffix
+from paceline.pace.joined import Hybrid
+from paceline.tools.export.heads import eagle_of, medusa_of, write_eagle, write_medusa
+from paceline.tools.export.speculation import (
+    Approximation,
+    Exported,
+    ExportedDraft,
+    usual_approximations,
+)
+
+VERSION = "vllm 0.32.0"
+_PROPOSER = "paceline.integrations.vllm.{}Proposer"
+
+
+def to_vllm(it: ExportedDraft) -> Exported:
+    """Raises ConfigError for drafts that it has nothing like."""
+    notes = usual_approximations(it, rules=("token", "block"))
+    config, head = _config(it, notes)
+    config.setdefault("num_speculative_tokens", it.length)
+    if it.rule == "block" and config["method"] in ("draft_model", "eagle", "eagle3"):
+        config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
+    elif config["method"] in ("draft_model", "eagle3"):
+        config["draft_sample_method"] = "probabilistic"  # the default drafts greedily
+    text = json.dumps(config)
+    command = ("vllm", "serve", it.path, "--max-num-seqs", str(it.batch))
+    return Exported(
+        "vllm",
+        VERSION,
+        (*command, "--speculative-config", text),
+        config,
+        {"vllm.json": json.dumps(config, indent=2) + "\n"},
+        approximations=tuple(notes),
+        head=head,
+    )
+
+
+def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, Any], str | None]:
+    """The method and what belongs to it, and the folder of a head."""
+    draft, head = it.draft, None if it.out is None else str((it.out / "head").resolve())
+    if isinstance(draft, DraftModel):
+        return {"method": "draft_model", "model": it.draft_path}, None
+    if isinstance(draft, Eagle):
+        method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
+        if it.out is not None:
+            write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, layout)
+        return {"method": method, "model": head or it.draft_path}, head
+    if isinstance(draft, Medusa):
+        heads = medusa_of(draft, it.target)
+        if it.out is not None:
+            write_medusa(heads, it.out / "head")
+        length = min(it.length, heads.config.heads)
+        config = {"method": "medusa", "model": head or it.draft_path}
+        return config | {"num_speculative_tokens": length}, head
+    if isinstance(draft, Suffix):
+        return _suffix(draft, it.batch), None
+    if isinstance(draft, NGram):
+        if draft.candidates > 1 or draft.source != "both":
+            notes.append(_one_candidate(draft))
+        look = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
+        return {"method": "ngram"} | look, None
+    if isinstance(draft, Hybrid):
+        kinds = {type(part) for part in draft.parts}
+        if kinds <= {NGram, Suffix}:
+            notes.append(_proposer("the hybrid of look-ups"))
+            return {"method": "custom_class", "model": _PROPOSER.format("Hybrid")}, None
+    raise it.refuse(
+        "vLLM", "export eagle3, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
+    )
+
+
+def _suffix(draft: Suffix, batch: int) -> dict[str, Any]:
+    return {
+        "method": "suffix",
+        "suffix_decoding_max_tree_depth": draft.max_depth,
+        "suffix_decoding_max_spec_factor": draft.factor,
+        "suffix_decoding_min_token_prob": draft.min_prob,
+        "suffix_decoding_max_cached_requests": 10_000 if draft.shared else 0,
+    }
+
+
+def _one_candidate(draft: NGram) -> Approximation:
+    return Approximation(
+        f"{draft.candidates} candidates from {draft.source}",
+        "one, the earliest match, from prompt and answer",
+        "fewer tokens a step where a text was continued in several ways",
+    )
+
+
+def _proposer(what: str) -> Approximation:
+    return Approximation(
+        what,
+        "paceline.integrations.vllm, which must be installed beside vLLM",
+        "chains only; an interface that vLLM calls experimental",
+    )

@@ -1,0 +1,159 @@
+"""The target's own form in fewer bits as its draft: what is rounded, shared and refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from engine_models import adapted, random_llama, reference_logits
+from paceline import LLM, SamplingParams
+from paceline.draft.selfspec import SelfDrafter
+from paceline.draft.spec import Loading
+from paceline.drafters import prepare_one
+from paceline.errors import ConfigError
+from paceline.model.held import held_matrices, usual_bits
+from paceline.model.precision import quantise_loaded
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+from paceline.model.twin import quantised_twin
+from paceline.train.tokenizer import train_tokenizer
+from tiny_models import SENTENCES, write_tiny_model
+
+TOKENS = [5, 9, 61, 2, 30, 31]
+LAYOUTS = ("as loaded", "reference", "native")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("target") / "model"))
+
+
+def loaded(folder: str, layout: str, quantize: str | None = None) -> CausalModel:
+    if layout == "as loaded":
+        return CausalModel.load(folder, "float32", "cpu", quick=False, quantize=quantize)
+    return CausalModel.load(folder, "float32", "cpu", backend=layout, quantize=quantize)
+
+
+def dense(model: CausalModel) -> dict[str, torch.Tensor]:
+    """What the matrices of a model stand for, in any layout."""
+    named = model.hf.named_modules()
+    return {n: m.weight.float() for n, m in named if n.endswith(("proj", "lm_head"))}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_twin_is_the_model_quantised_when_loaded(
+    folder: str, layout: str, precision: str
+) -> None:
+    model = loaded(folder, layout)
+    before = {name: weight.clone() for name, weight in dense(model).items()}
+    twin = quantised_twin(model, precision)
+    wanted = dense(loaded(folder, "as loaded", precision))
+    found = dense(twin)
+    assert found.keys() == wanted.keys() == before.keys() and len(found) == 15
+    for name, weight in found.items():
+        assert torch.equal(weight, wanted[name]), name
+        assert not torch.equal(weight, before[name]), name
+        assert torch.equal(dense(model)[name], before[name]), "the model itself stays"
+    assert usual_bits(twin.hf) == {"int8": 8, "int4": 4}[precision] and usual_bits(model.hf) == 32
+    assert quantised_twin(model, precision) is twin, "rounded once"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_embedding_and_norms_are_the_models_own(folder: str, layout: str) -> None:
+    model = loaded(folder, layout)
+    twin = quantised_twin(model, "int8")
+    own, theirs = dict(model.hf.named_parameters()), dict(twin.hf.named_parameters())
+    shared = [name for name in theirs if "norm" in name or "embed" in name]
+    assert len(shared) == 6
+    assert all(theirs[name].data_ptr() == own[name].data_ptr() for name in shared)
+    assert twin.cache_shapes == model.cache_shapes
+
+
+def test_hooks_on_the_twin_are_not_the_models() -> None:
+    model = adapted()
+    twin = quantised_twin(model, "int8")
+    twin.hf.model.norm.register_forward_hook(lambda *call: call[2] * 0)
+    assert reference_logits(model, TOKENS).any()
+
+
+def test_matrices_that_do_not_divide_stay_and_are_shared() -> None:
+    model = adapted()  # its feed-forward is 48 wide: no groups of 32
+    twin = quantised_twin(model, "int8")
+    layer, own = twin.hf.model.layers[0], model.hf.model.layers[0]
+    assert type(layer.mlp.gate_proj) is not nn.Linear
+    assert layer.mlp.down_proj.weight.float().equal(own.mlp.down_proj.weight.float())
+
+
+def test_it_drafts_what_the_quantised_model_says(folder: str) -> None:
+    """Nearly always what the target says; and the text is the target's."""
+    llm = LLM(folder, dtype="float32", backend="native")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = ["The quick brown fox", "def add(a, b):"]
+    plain = [c.token_ids for c in llm.generate(prompts, params)]
+    drafted = llm.beside("quantized:int8", draft_length=3)
+    found = drafted.generate(prompts, params)
+    assert [c.token_ids for c in found] == plain
+    assert sum(c.stats.accepted_tokens for c in found) > 40
+    drafter = drafted.engine.drafter
+    assert isinstance(drafter, SelfDrafter) and drafter.cache is drafted.engine.cache
+
+
+def refused(model: CausalModel, spec: str) -> str:
+    tokenizer = train_tokenizer(SENTENCES, 320)
+    with pytest.raises(ConfigError) as caught:
+        prepare_one(spec, Loading(model, tokenizer, "float32"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_target_of_as_few_bits_needs_no_such_draft(folder: str, layout: str) -> None:
+    eight, four = (loaded(folder, layout, precision) for precision in ("int8", "int4"))
+    assert "held in 8 bits already" in refused(eight, "quantized:int8")
+    assert "held in 4 bits already" in refused(four, "quantized")
+    assert "held in 4 bits already" in refused(four, "quantized:int8")
+    twin = quantised_twin(eight, "int4")
+    assert usual_bits(twin.hf) == 4
+
+
+def test_a_model_without_groups_is_refused() -> None:
+    hf = random_llama()
+    model = CausalModel(hf, "narrow")
+    for layer in hf.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, Foreign(child))
+    hf.lm_head = Foreign(hf.lm_head)
+    assert "no matrix of narrow divides into groups" in refused(model, "quantized")
+
+
+class Foreign(nn.Module):
+    """A linear layer that is none of those we know."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inner = (linear,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner[0](x)
+        return result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_matrices_are_held_as(folder: str, layout: str, tmp_path: Path) -> None:
+    plain = list(held_matrices(loaded(folder, layout).hf))
+    assert {held.format for held in plain} == {"float32"} and len(plain) == 15
+    elements = sum(held.elements for held in plain)
+    assert sum(held.bytes for held in plain) == pytest.approx(4 * elements, rel=0.2)
+    model = copy.deepcopy(random_llama())
+    quantise_loaded("it", model, "int4")
+    found = [held for held in held_matrices(model) if held.format != "float32"]
+    assert {(h.format, h.bits) for h in found} == {("int4", 4), ("int8", 8)}
+    layers = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
+    assert sum(h.elements for h in found) == sum(m.quantised.codes.numel() for m in layers)

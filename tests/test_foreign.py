@@ -1,0 +1,134 @@
+"""``--draft @FILE``: vLLM's and SGLang's speculative configurations as drafts of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.drafters import parse_draft
+from paceline.errors import ConfigError
+from paceline.foreign import foreign_draft, read_foreign
+
+EAGLE3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+NGRAM = {"speculative_algorithm": "NGRAM"}
+
+
+@pytest.mark.parametrize(
+    ("found", "spec", "length", "rule"),
+    [
+        ({"method": "eagle3", "model": "head"}, "eagle3:head,nodes=0", 4, None),
+        ({"method": "eagle", "model": "head"}, "eagle:head,nodes=0", 4, None),
+        ({"model": "small"}, "model:small", 4, None),
+        (
+            {"method": "draft_model", "model": "small", "rejection_sample_method": "block"},
+            "model:small",
+            4,
+            "block",
+        ),
+        ({"method": "medusa", "model": "heads"}, "medusa:heads,tree=chain", 4, None),
+        ({"method": "ngram"}, "ngram:min=5,max=5,length=4,candidates=1", 4, None),
+        (
+            {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2},
+            "ngram:min=2,max=3,length=4,candidates=1",
+            4,
+            None,
+        ),
+        ({"method": "suffix"}, "suffix:max_depth=24,factor=1.0,min_prob=0.1", 4, None),
+        (
+            {"method": "custom_class", "model": "paceline.integrations.vllm.HybridProposer"},
+            "hybrid:suffix+ngram",
+            4,
+            None,
+        ),
+    ],
+)
+def test_vllm(found: dict[str, Any], spec: str, length: int, rule: str | None) -> None:
+    taken = foreign_draft({"speculative_config": found | {"num_speculative_tokens": 4}})
+    assert (taken.engine, taken.spec, taken.length, taken.rule) == ("vllm", spec, length, rule)
+    parse_draft(taken.spec)
+
+
+@pytest.mark.parametrize(
+    ("found", "spec", "length"),
+    [
+        (EAGLE3 | {"speculative_num_steps": 5}, "eagle3:head,nodes=0", 5),
+        (
+            {
+                "--speculative-algorithm": "EAGLE",
+                "--speculative-draft-model-path": "head",
+                "--speculative-num-steps": "3",
+                "--speculative-eagle-topk": "4",
+                "--speculative-num-draft-tokens": "16",
+            },
+            "eagle2:head,nodes=15,width=4",
+            3,
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
+            "ngram:length=7",
+            7,
+        ),
+    ],
+)
+def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
+    taken = foreign_draft(found)
+    assert (taken.engine, taken.spec, taken.length) == ("sglang", spec, length)
+    parse_draft(taken.spec)
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ({"method": "mtp", "model": "x", "num_speculative_tokens": 2}, "mtp"),
+        ({"method": "eagle3", "model": "x"}, "num_speculative_tokens"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "names no model"),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "rejection_sample_method": "synthetic",
+            },
+            "not lossless",
+        ),
+        (
+            EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": 0.5},
+            "lossless",
+        ),
+        ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
+        (
+            {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},
+            "not ours",
+        ),
+        ({"draft": "x"}, "neither"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused(found: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        foreign_draft(found)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_foreign(tmp_path / "absent.json")
+    for text, named in (("{", "not JSON"), ("[]", "no JSON object")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            read_foreign(tmp_path / "bad.json")
+
+
+def test_the_option_gives_draft_length_and_rule(tmp_path: Path) -> None:
+    from paceline.cli.options import ModelOptions
+
+    file = tmp_path / "vllm.json"
+    spec = {"method": "ngram", "num_speculative_tokens": 6, "rejection_sample_method": "standard"}
+    file.write_text(json.dumps(spec))
+    taken = ModelOptions(draft=f"@{file}")
+    assert taken.resolved_draft == "ngram:min=5,max=5,length=6,candidates=1"
+    assert (taken.draft_length, taken.rule) == (6, "token")
+    own = ModelOptions(draft=f"@{file}", draft_length=2, rule="block")
+    assert (own.draft_length, own.rule) == (2, "block")
+    assert str(parse_draft(f"@{file}")) == "ngram:min=5,max=5,length=6,candidates=1"
