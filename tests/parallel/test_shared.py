@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,10 @@ from engine_models import write_pair
 from medusa_models import write_medusa
 from model_folders import write_gpt2
 from paceline import LLM, SamplingParams
+from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.parallel import group, team
+from paceline.parallel.orders import CacheOrder, batch_order
 from paceline.tools.doctor import examine
 from random_heads import write_eagle
 from served_process import ServedProcess
@@ -199,6 +203,28 @@ def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
     with pytest.raises(EngineLostError):
         shared.generate(PROMPTS, GREEDY)
     assert time.monotonic() - began < 30 and told == ["rank 1 of 2 was killed by SIGKILL"]
+
+
+def test_an_order_carries_what_only_the_device_knows() -> None:
+    """Beside a GPU the tokens and ancestors of drafted trees are not on the host."""
+    rows, mask = torch.arange(5), torch.tensor([[True, False], [True, True]])
+    batch = Batch(
+        rows,
+        rows,
+        rows + 8,
+        (Span(0, 0, 3, 1), Span(1, 1, 2, 1, (-1,)), Span(2, 3, 4, 0, (-1, 0))),
+        ((0,), (1,), (2,)),
+        nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
+        ancestors=(None, None, mask),
+    )
+    order, numbers = batch_order(CacheOrder(0, 4, 16), batch)
+    assert numbers is not None and len(numbers) == order.following == 3 + 4
+    again = pickle.loads(pickle.dumps(order)).whole(numbers)
+    assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
+    assert again.ancestors[:2] == (None, None) and torch.equal(again.ancestors[2], mask)
+    assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
+    plain, nothing = batch_order(CacheOrder(0, 4, 16), replace(batch, nodes=(), ancestors=(None,)))
+    assert nothing is None and plain.following == 0
 
 
 # -- without a model ---------------------------------------------------------------------------

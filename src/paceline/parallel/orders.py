@@ -1,7 +1,7 @@
 """What rank 0 tells the other ranks: plain data, sent over a CPU group.
 
-What of a batch only rank 0's device knows, tokens that it has just drafted, follows as one tensor over
-the group of the devices: rank 0 need not wait for them.
+What of a batch only rank 0's device knows, tokens that it has just drafted, follows as one tensor
+over the group of the devices: rank 0 need not wait for them.
 """
 
 from __future__ import annotations
