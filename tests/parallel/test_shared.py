@@ -148,7 +148,10 @@ def test_the_cache_has_the_least_memory_of_all_ranks(
 
 
 def test_prefixes_are_shared(twins: Twins) -> None:
-    llms = [llm.beside("ngram", kv_cache_memory=MEMORY) for llm in (twins.alone, twins.shared)]
+    llms = [
+        llm.beside("ngram", draft_length=3, kv_cache_memory=MEMORY)
+        for llm in (twins.alone, twins.shared)
+    ]
     prompts = [[7 + n % 90 for n in range(40)] + [last] for last in (5, 6)]
     one, other = ([llm.generate(prompt, GREEDY)[0] for prompt in prompts] for llm in llms)
     assert [done.token_ids for done in other] == [done.token_ids for done in one]
@@ -158,7 +161,7 @@ def test_prefixes_are_shared(twins: Twins) -> None:
 def test_a_preempted_sequence_is_read_again(twins: Twins) -> None:
     params = [GREEDY, SEEDED, GREEDY]
     prompts = [*PROMPTS, "What is 12 + 30?"]
-    memory = 16 * 5 * 2 * (2 * 2 * 8) * 4  # five blocks of the model in one process
+    memory = 16 * 3 * 2 * (2 * 2 * 8) * 4  # three blocks of the model in one process
     spec = f"model:{twins.folders['draft']}"
     found = []
     for llm, share in ((twins.alone, 2), (twins.shared, 1.5)):  # the draft's cache is whole
@@ -169,7 +172,8 @@ def test_a_preempted_sequence_is_read_again(twins: Twins) -> None:
 
 
 def test_a_cancelled_request_leaves_nothing_behind(twins: Twins, expected: list[list[int]]) -> None:
-    own = twins.shared.beside(f"model:{twins.folders['draft']}", kv_cache_memory=MEMORY)
+    spec = f"model:{twins.folders['draft']}"
+    own = twins.shared.beside(spec, draft_length=3, kv_cache_memory=MEMORY)
     stream = own.stream(PROMPTS, [GREEDY, SEEDED])
     next(stream)
     stream.close()
@@ -202,6 +206,7 @@ def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
         list(stream)
     with pytest.raises(EngineLostError):
         shared.generate(PROMPTS, GREEDY)
+    shared.close()
     assert time.monotonic() - began < 30 and told == ["rank 1 of 2 was killed by SIGKILL"]
 
 
@@ -292,7 +297,7 @@ def test_a_server_ends_with_its_ranks(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     options = ["--draft", draft, "--draft-length", "2", "--kv-cache-memory", "1M"]
     arguments = [target, *options, "--dtype", "float32", "--tensor-parallel", "2"]
-    with ServedProcess(["--model", *arguments]) as server:
+    with ServedProcess(arguments) as server:
         answer = server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4})
         assert answer.status == 200, answer.read()
         (rank,) = ranks_below(server.process.pid)
