@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--drafts", default=DRAFTS, help="Specs, parted by commas.")
     parser.add_argument("--length", type=int, default=6, help="Tokens drafted a step.")
     parser.add_argument("--tokens", type=int, default=48, help="Of each of three answers.")
-    parser.add_argument("--memory", default="0", help="For layers that stay in memory.")
+    parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
     parser.add_argument("--folder", help="Where the copy goes; by default beside temporary files.")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()

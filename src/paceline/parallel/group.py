@@ -34,7 +34,7 @@ class RankGroup:
         with surroundings(rank):
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
-                store=dist.FileStore(store, size),
+                store=dist.FileStore(store, size),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=size,
                 timeout=_LOADING,
