@@ -35,6 +35,7 @@ from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
+from paceline.stages import say
 
 _Model = TypeVar("_Model", bound="DraftModel")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -107,6 +108,8 @@ class DraftModel(TreeSpec):
             backend=target.asked,
             offload=loading.offload,
         )
+        if draft.note:
+            say(f"the draft: {draft.note}")
         folder = Path(resolve(self.path))
         own = tokenizer
         if (

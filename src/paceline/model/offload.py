@@ -11,6 +11,7 @@ does not depend on its rows, so a speculated step gains what it saves in forward
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +96,14 @@ def load_offloaded(
     # Where transformers writes weights that are on disk in another form than the model's.
     cache_folder().mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
-    module = load_module(name, dtype, device, device_map=plan.places, offload_folder=folder.name)
+    library = logging.getLogger("accelerate")  # which warns of what was asked for
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        places = {"device_map": plan.places, "offload_folder": folder.name}
+        module = load_module(name, dtype, device, **places)
+    finally:
+        library.setLevel(level)
     module.offload_folder = folder  # lives as long as the module
     return module, plan
 
