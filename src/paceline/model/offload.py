@@ -81,18 +81,9 @@ def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> Non
 
 
 def load_offloaded(
-    name: str,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    offload: str,
-    memory: int | None = None,
-) -> tuple[Any, OffloadPlan]:
-    """The module of a model of which ``memory`` bytes stay on the device (None: half of what is
-    free there), the other layers on "cpu" or "disk".
-
-    Raises ConfigError, ModelLoadError and UnsupportedModelError.
-    """
-    plan = plan_offload(name, dtype, device, offload, memory)
+    name: str, dtype: str | torch.dtype, device: str | torch.device, plan: OffloadPlan
+) -> Any:
+    """The module of a model, its layers where the plan has them. Raises ModelLoadError."""
     # Where transformers writes weights that are on disk in another form than the model's.
     cache_folder().mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
@@ -100,12 +91,13 @@ def load_offloaded(
     level = library.level
     library.setLevel(logging.ERROR)
     try:
-        places = {"device_map": plan.places, "offload_folder": folder.name}
-        module = load_module(name, dtype, device, **places)
+        module = load_module(
+            name, dtype, device, device_map=plan.places, offload_folder=folder.name
+        )
     finally:
         library.setLevel(level)
     module.offload_folder = folder  # lives as long as the module
-    return module, plan
+    return module
 
 
 def plan_offload(
@@ -115,8 +107,9 @@ def plan_offload(
     offload: str,
     memory: int | None = None,
 ) -> OffloadPlan:
-    """What ``load_offloaded`` does with a model, from its configuration and the tables of its
-    files. Raises what that does."""
+    """Where a model's layers stay, of which ``memory`` bytes may be on the device (None: half of
+    what is free there), the others on "cpu" or "disk"; from its configuration and the tables of its
+    files. Raises ConfigError and ModelLoadError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     place = resolve_device(device)

@@ -92,18 +92,19 @@ class CausalModel:
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
-        from paceline.model.offload import load_offloaded, refuse_with_offload
+        from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
         from paceline.model.tensorfile import check_finite
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
-            module, plan = load_offloaded(name_or_path, dtype, device, offload, weights_memory)
-            model = cls(module, name_or_path)
-            model.asked, model.note = backend, plan.in_words()
-            model.refused = f"layers stay on {offload}"
-            return model
+            plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
+            if plan.away:
+                model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
+                model.asked, model.note = backend, plan.in_words()
+                model.refused = f"layers stay on {offload}"
+                return model
         module = load_module(name_or_path, dtype, device)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
