@@ -1,6 +1,6 @@
 """A target whose layers stay on disk: tokens a second plainly and with drafts.
 
-The model is copied in bf16 into a folder that no other process has open. Before every forward of
+The model is copied in float32 into a folder that no other process has open. Before every forward of
 the target that copy is dropped from the page cache (posix_fadvise DONTNEED), so that each forward
 reads its layers from the disk; the bytes that did come from there are the kernel's count
 (read_bytes of /proc/self/io, Linux). All contestants decode the same chats greedily, one at a
@@ -44,7 +44,7 @@ CHATS = (
     "Write a short story about a girl who finds a map.",
     "Correct the spelling: Teh quick brown fox jumsp over teh lazy dog.",
 )
-DRAFTS = "none,ngram,eagle3:paceline/smollm2-eagle3"
+DRAFTS = "none,ngram,hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
 
 
 class ColdTarget:
@@ -76,8 +76,8 @@ def bytes_from_disk() -> int:
 
 
 def copy_of(model: str, folder: Path) -> Path:
-    """The model in bf16, written and out of the page cache's way."""
-    load_module(model, torch.bfloat16, "cpu", "sdpa").save_pretrained(folder)
+    """The model in float32, where drafts yield the tokens of plain decoding."""
+    load_module(model, torch.float32, "cpu", "sdpa").save_pretrained(folder)
     load_tokenizer(model).save_pretrained(folder)
     os.sync()  # what has not been written yet cannot be dropped
     return folder
@@ -138,7 +138,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         model = copy_of(given.model, Path(folder) / "model")
-        plain = LLM(str(model), offload="disk", weights_memory=parse_bytes(given.memory))
+        kept = parse_bytes(given.memory)
+        plain = LLM(str(model), dtype="float32", offload="disk", weights_memory=kept)
         files = weight_files(model)
         drafts = ["none", *(draft for draft in given.drafts.split(",") if draft != "none")]
         found = [decode(plain, d, files, given.tokens, given.length) for d in drafts]
