@@ -115,13 +115,14 @@ SANITIZE := -std=c++17 -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefin
 	-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
 CXX ?= g++
 
-CHECKED := $(addprefix build/native/,portable.o avx2.o avx512.o amx.o \
+CHECKED := $(addprefix build/native/,portable.o avx2.o avx512.o amx.o dpbf16.o \
 	quantised_portable.o quantised_avx2.o quantised_vnni.o)
 
 build/native/avx2.o build/native/quantised_avx2.o: INSTRUCTIONS := -mavx2 -mfma -mf16c -DPACELINE_AVX2
-build/native/avx512.o build/native/amx.o build/native/quantised_vnni.o: INSTRUCTIONS := -mavx512f -mavx512bw \
+build/native/avx512.o build/native/amx.o build/native/dpbf16.o build/native/quantised_vnni.o: INSTRUCTIONS := -mavx512f -mavx512bw \
 	-mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -DPACELINE_AVX512
 build/native/amx.o: INSTRUCTIONS += -mamx-tile -mamx-bf16 -DPACELINE_AMX
+build/native/dpbf16.o: INSTRUCTIONS += -mavx512bf16 -DPACELINE_DPBF16
 
 build/native/quantised_%.o: $(wildcard $(KERNELS)/*)
 	@mkdir -p $(@D)
@@ -132,7 +133,7 @@ build/native/%.o: $(wildcard $(KERNELS)/*)
 	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/kernels.cpp -o $@
 
 native-check: $(CHECKED)  ## the native kernels under the address and undefined-behaviour sanitizers
-	$(CXX) $(SANITIZE) $(addprefix $(KERNELS)/,api.cpp forward.cpp amx_trial.cpp) \
+	$(CXX) $(SANITIZE) $(addprefix $(KERNELS)/,api.cpp forward.cpp experts.cpp medusa.cpp amx_trial.cpp) \
 		tests/model/backends/native_check.cpp $(CHECKED) -o build/native/check
 	OMP_NUM_THREADS=3 build/native/check
 

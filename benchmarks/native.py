@@ -1,9 +1,11 @@
 """The native backend's forward beside the reference's: rows, context and prompts, taking turns.
 
-    python benchmarks/native.py [MODEL] [--dtype bfloat16] [--context 64] [--rounds 5] [--json]
+    python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
 ``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
+With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain ones: its
+arithmetic for quantised weights is there to be read.
 """
 
 from __future__ import annotations
@@ -40,14 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="paceline/smollm2")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     models = {
-        name: CausalModel.load(options.model, options.dtype, "cpu", backend=name)
-        for name in ("reference", "native")
+        name: CausalModel.load(options.model, options.dtype, "cpu", quantize=bits, backend=name)
+        for name, bits in (("reference", None), ("native", options.quantize))
     }
     lengths = (options.prompt,) if options.prompt else ROWS
     blocks = -(-(options.context + max(lengths)) // 16) + 1

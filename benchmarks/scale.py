@@ -6,7 +6,7 @@ Plain decoding stands beside drafts of three tokens and the engine's own choice.
 
     python benchmarks/scale.py                        # all of docs/scale.md: some minutes
     python benchmarks/scale.py --chips h100 --models 8b --seconds 5
-    python benchmarks/scale.py --capacity --chips h100 --models 8b    # most that a replica serves
+    python benchmarks/scale.py --capacity --chips h100 --models 8b    # a sheet, by formula
     python benchmarks/scale.py --check    # the same simulation of this machine, against it
 
 The last line of the output is one JSON object.
@@ -25,17 +25,17 @@ from rich.progress import track
 
 from paceline.tools.report.document import Report, Table, Text
 from paceline.tools.report.terminal import print_report
-from scale_costs import CHIPS, HEADS, TARGETS, Roofline
+from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows
 from scale_replica import Figures, Replica, Settings, Traffic
 
 WAYS: dict[str, int | str] = {"plain": 0, "3 tokens": 3, "auto": "auto"}
 CHIPS_OF = {"8b": 1, "70b": 8}
 LOADS = (2, 8, 16, 32)  # requests a second
-CLIENTS = (1, 8, 32, 64, 128, 256)  # in a closed loop: batches that are always full
+CLIENTS = (1, 8, 32, 64, 128)  # in a closed loop: batches that are always full
 FEWEST = 60
 # Of closed loops: the way, and how many drafted tokens are accepted.
 FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in (0.5, 0.7, 0.85)))
-LATEST, SLOWEST = 1.0, 0.05  # seconds: what counts as served, in `--capacity`
+SHEET_BATCHES, REPLICAS = (8, 32, 64, 128), (1, 2, 4, 8, 16)
 BURSTS = {"Poisson": 1.0, "bursts": 4.0}
 
 
@@ -73,7 +73,7 @@ def simulate(
 def full(costs: Roofline, way: int | str, acceptance: float, clients: int) -> Figures:
     """``clients`` that each send their next request when one is answered."""
     settings = Settings(way, batch=clients, cached_tokens=min(costs.cached_tokens, clients * 4096))
-    count = clients + max(8, clients // 2)
+    count = 2 * clients + max(8, clients // 2)
     requests = Traffic(output=128, acceptance=acceptance).requests(count, 1.0, seed=1)
     return Replica(costs, settings, drafts=way != 0).run(requests, clients)
 
@@ -148,40 +148,46 @@ def report(found: list[Cell], args: argparse.Namespace) -> Report:
     return shown
 
 
-def most(costs: Roofline, way: int | str, args: argparse.Namespace) -> tuple[float, Figures]:
-    """The highest load, in whole requests a second, that keeps to LATEST and SLOWEST."""
-    traffic = Traffic(acceptance=args.acceptance)
-    low, high, kept = 0, 64, None
-    while high - low > 1:
-        load = (low + high) // 2
-        found = simulate(costs, way, traffic, load, args.seconds, args.batch)
-        if found.first_token_95 <= LATEST and found.token_gap <= SLOWEST:
-            low, kept = load, found
-        else:
-            high = load
-    assert kept is not None, "not even one request a second is served in time"
-    return low, kept
+def sheet(costs: Roofline, batch: int, drafted: int, acceptance: float) -> tuple[float, float]:
+    """Tokens a second of a replica whose batch is full, and seconds of a step without prompts.
+
+    A step takes its forwards and the host; on the way to each token stands the share of a prompt
+    that must be read for it::
+
+        rate = b t / (step + (b t / output) * reading),   t = 1 + a + ... + a^drafted
+    """
+    traffic = Traffic()
+    tokens = sum(acceptance**position for position in range(drafted + 1))
+    context = traffic.prompt + traffic.output // 2
+    work = [Rows(1 + drafted, context)] * batch
+    step = costs.forward(work) + costs.host(work)
+    step += drafted * costs.draft_pass([Rows(1, context)] * batch)
+    # Beside the others a prompt's rows add their arithmetic; the weights are read anyway.
+    alone = costs.forward([Rows(1, context)])
+    reading = costs.forward([Rows(traffic.prompt, 0)]) - alone
+    reading += costs.draft_pass([Rows(traffic.prompt, 0)]) if drafted else 0.0
+    gained = batch * tokens
+    return gained / (step + gained / traffic.output * max(reading, 0.0)), step
 
 
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
-    """A replica's most, and so many replicas': each gets its share of Poisson arrivals."""
+    """The sheet of docs/deploy.md: what so many replicas serve, by the formula of ``sheet``."""
     shown = Report("Capacity (computed)")
-    figures: dict[str, Any] = {"latest": LATEST, "slowest": SLOWEST, "replicas": {}}
+    figures: dict[str, Any] = {}
     for chip in args.chips:
         for model in args.models:
-            rows = []
-            for way in ("plain", "auto"):
-                load, found = most(machine(chip, model), WAYS[way], args)
-                figures["replicas"][f"{chip} {model} {way}"] = {"load": load, **asdict(found)}
-                for count in (1, 2, 4, 8, 16):
-                    rate = f"{count * found.rate:,.0f}"
-                    rows.append([way, count, count * load, rate, f"{found.token_gap * 1e3:.1f}"])
-            columns = ["drafts", "replicas", "requests/s", "tokens/s", "ms a token"]
-            note = (
-                f"95 % of first tokens within {LATEST:g} s, {SLOWEST * 1e3:g} ms a token at most."
-            )
+            rows: list[list[str]] = []
+            for batch in SHEET_BATCHES:
+                for drafted in (0, 3):
+                    rate, step = sheet(machine(chip, model), batch, drafted, args.acceptance)
+                    figures[f"{chip} {model} {batch} {drafted}"] = rate
+                    many = [f"{count * rate:,.0f}" for count in REPLICAS]
+                    asked = f"{rate / Traffic().output:.1f}"
+                    rows.append([str(batch), str(drafted), f"{1e3 * step:.1f}", asked, *many])
+            columns = ["batch", "drafted", "ms a step", "requests/s of one"]
+            columns += [f"tokens/s of {count}" for count in REPLICAS]
             title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name} a replica"
-            shown.add(title, Table(columns, rows, note=note))
+            shown.add(title, Table(columns, rows))
     print_report(shown, Console())
     return figures
 
@@ -196,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--seconds", type=float, default=10.0, help="of arrivals (default: 10)")
     own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
     own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
-    own.add_argument("--capacity", action="store_true", help="the most that a replica serves")
+    own.add_argument("--capacity", action="store_true", help="a sheet, by a formula")
     own.add_argument("--check", action="store_true", help="predict this machine, and measure it")
     own.add_argument("--json", help="also write the figures here")
     return own

@@ -87,8 +87,9 @@ class Served:
 
 @dataclass
 class Figures:
-    """Of one run. ``rate``: tokens a second of work from the first answer's end to the last
-    request's coming, so that neither an empty beginning nor a thin end counts. Latencies in
+    """Of one run. ``rate``: tokens a second of work until the last request has come, in a
+    closed loop from when half of its first requests are answered: neither a beginning in which
+    all read their prompts nor a thin end counts. Latencies in
     seconds; ``token_gap``: of a request's tokens after its first."""
 
     rate: float
@@ -156,7 +157,7 @@ class Replica:
                 number += 1
             before, gained = self.now, self._gained
             self._step()
-            if waiting and self._finished:
+            if waiting and self._finished > (clients or 0) // 2:
                 self._steady += self.now - before
                 self._steady_tokens += self._gained - gained
         return self._figures()

@@ -105,6 +105,10 @@ class PlantedServer:
         tops = [dict(sorted(own.items(), key=lambda i: -i[1])[:5]) for _, own in said]
         value = (lambda p: 0.0) if self.fault == "zeros" else math.log
         names, values = [word for word, _ in said], [value(own[word]) for word, own in said]
+        if self.fault == "bare":  # what was drafted is said without its chances
+            drafted = [place % 5 in (2, 3) for place in range(len(said))]
+            tops = [{} if own else top for own, top in zip(drafted, tops, strict=True)]
+            values = [0.0 if own else v for own, v in zip(drafted, values, strict=True)]
         logprobs: dict[str, Any] = {
             "tokens": names,
             "token_logprobs": values,
@@ -170,6 +174,7 @@ class PlantedServer:
 FAULTS = {
     "biased": "sampling",
     "zeros": "logprobs",
+    "bare": "logprobs",
     "corrupt": "greedy",
     "lost": "streams",
     "deaf": "limits",

@@ -236,3 +236,21 @@ def test_costs_of_a_batch() -> None:
     assert target(4, 8) == 5.0
     assert costs.target_costs(3).batches == (1, 2)
     assert costs.passes_of("model") is None
+
+
+# -- elsewhere -------------------------------------------------------------------------------
+
+
+def test_an_export_takes_what_was_tuned(
+    profile: TunedProfile, path: Path, random_pair: tuple[str, str]
+) -> None:
+    from paceline.tools.export import export
+
+    made = export("vllm", random_pair[0], profile=path)
+    assert made.config["model"] == str(Path(random_pair[1]).resolve())
+    assert made.config["rejection_sample_method"] == profile.engine.rule
+    assert made.command[made.command.index("--max-num-seqs") + 1] == "3"
+    assert "adaptive draft length" in [each.what for each in made.approximations]
+    own = export("vllm", random_pair[0], "ngram", profile=path, draft_length=2, max_batch_size=5)
+    assert (own.config["method"], own.config["num_speculative_tokens"]) == ("ngram", 2)
+    assert "--max-num-seqs" in own.command and "5" in own.command

@@ -224,9 +224,9 @@ class LoadSettings:
     )
     quantize: str | None = _engine(
         None,
-        "Round the weights when loading, on a processor.",
-        choices=("int8", "int4"),
-        shown="no",
+        "Round the weights when loading, on a processor; none: dequantise those of a file.",
+        choices=("int8", "int4", "none"),
+        shown="as they are",
         but=("beside",),
     )
     tensor_parallel: int = _engine(

@@ -116,7 +116,7 @@ def test_expectations_are_held_against_figures() -> None:
 
 def test_every_drafter_of_the_issue_has_a_row() -> None:
     names = [entry.name for entry in entries(Weights("t", "d", "m", "e", "e3"))]
-    assert names[0] == PLAIN and sorted(names[1:]) == sorted(ISSUE.split(","))
+    assert names[0] == PLAIN and {*ISSUE.split(",")} <= {*names}
     assert all(entry.spec for entry in entries(Weights("t", "d", "m", "e", "e3")))
     without = {entry.name for entry in entries(Weights("t")) if not entry.spec}
     assert without == {"draft", "draft_tree", "medusa", "eagle", "eagle2", "eagle3", "hybrid"}

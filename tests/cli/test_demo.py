@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from paceline import LLM
 from paceline.cli import pull
 from paceline.cli.demo import Measurement, total
 from paceline.cli.main import app
@@ -109,6 +111,12 @@ def test_the_real_model_is_asked_real_questions_twice(
 ) -> None:
     """A second time the look-ups know the answer: a step yields more than one token."""
     plant(monkeypatch, tmp_path, tiny_pair.target)
+    opened = LLM.__init__
+
+    def fixed(self: LLM, *given: Any, **named: Any) -> None:
+        opened(self, *given, **{**named, "draft_length": 4})  # whether it pays is another matter
+
+    monkeypatch.setattr(LLM, "__init__", fixed)
     result = CliRunner().invoke(app, [*QUICK, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)

@@ -17,6 +17,10 @@ from typing import Any
 
 import pytest
 
+# A busy machine starts Ray's proxy in more than the five seconds that it is given. Read at import.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
+os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+
 ray = pytest.importorskip("ray", reason="ray[serve] is not installed; see make test-routers")
 serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 

@@ -121,7 +121,10 @@ def nodes_for(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(rng.sample(range(3, VOCAB), len(parents)))
 
 
-NATIVE = ("llama", "llama_mha", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3")
+NATIVE = (
+    *("llama", "llama_mha", "mistral", "mixtral", "qwen2", "qwen2_window", "qwen3"),
+    *("gemma2", "gemma3"),
+)
 
 
 @pytest.fixture(scope="module", params=[*sorted(SPECS), *(f"native {name}" for name in NATIVE)])

@@ -62,7 +62,7 @@ def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> 
 def test_quantisations(quantisation: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation=quantisation)
-    (ours,) = LLM(str(path), dtype="float32").generate(
+    (ours,) = LLM(str(path), dtype="float32", quantize="none").generate(
         [PROMPT], SamplingParams(max_tokens=12, ignore_eos=True)
     )
     assert ours.token_ids == theirs(path, 12)
@@ -252,10 +252,12 @@ def findings(path: Path, *arguments: str) -> dict[str, dict[str, str]]:
 def test_doctor_says_what_it_takes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     module = write_gguf(path, quantisation="Q4_1", pre="smollm")
-    found = findings(path, "--dtype", "float32")
+    kept = findings(path, "--dtype", "float32")
+    assert "Q4_1 stay as they are" in kept["gguf-kept"]["found"]
+    found = findings(path, "--dtype", "float32", "--backend", "reference")
     said = found["gguf-dequantised"]["found"]
     count = sum(parameter.numel() for parameter in module.parameters())
-    assert "Q4_1" in said and f"{count * 4 / 1024:.1f} KiB in float32" in said
+    assert "Q4_1 stay as they are" in said and f"{count * 4 / 1024:.1f} KiB in float32" in said
     assert "memory-fits" in found and "architecture-supported" in found
     assert not {"weights-absent", "tokenizer-absent", "gguf-tokenizer-unsure"} & found.keys()
 

@@ -53,7 +53,7 @@ def run(*words: str) -> dict[str, Any]:
 
 def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Path) -> None:
     model = ["--model", tiny_pair.target, "--dtype", "float32", "--draft", "none"]
-    few = ["--per-category", "1", "--category", "code", "--max-tokens", "4"]
+    few = ["--per-category", "1", "--category", "code", "--max-tokens", "4", "--allow-idle"]
     state = ["--state", str(tmp_path / "state")]
     options = [*model, "--quantize", "int8", "--perplexity", str(text)]
     (found,) = run("bench", *options, *few, "--rounds", "1", "--seconds", "0", *state)["perplexity"]
@@ -70,6 +70,7 @@ def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Pa
 
 def test_a_text_that_is_not_there_is_refused_first(tiny_pair: TinyPair) -> None:
     for command in ("bench", "certify"):
-        words = [command, "--model", tiny_pair.target, "--perplexity", "nowhere.jsonl"]
+        words = [command, "--model", tiny_pair.target, "--draft", "ngram"]
+        words += ["--perplexity", "nowhere.jsonl"]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 1 and "there is no file nowhere.jsonl" in result.output

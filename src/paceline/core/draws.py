@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.noise import exponential, fresh_exponential, race
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import argmax, inversion, largest
+from paceline.core.ranking import argmax, inversion, largest, top
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
@@ -162,9 +162,10 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
             log_probs = torch.where(
                 greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_probs
             )
-    best = log_probs.topk(k, dim=-1)
+    tokens = top(log_probs, k)
+    values = log_probs.gather(1, tokens)
     # Of a row that is not a distribution no token is likely at all.
-    return best.indices, torch.where(best.values.isnan(), -torch.inf, best.values)
+    return tokens, torch.where(values.isnan(), -torch.inf, values)
 
 
 def _race(

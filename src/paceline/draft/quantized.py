@@ -56,4 +56,4 @@ class QuantizedDraft(TreeSpec):
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         text = f"drafts with the target itself in {self.precision}, in the target's cache"
-        return self.noted("draft-own-weights", text)
+        return replace(self.noted("draft-own-weights", text), target_in=self.precision)

@@ -136,13 +136,14 @@ class Examined:
     """What a kind tells ``paceline doctor`` about one draft.
 
     The rest counts numbers that it keeps beside the target: weights, and per token in a cache and
-    in features.
+    in features. ``target_in``: the precision in which it holds the target's matrices again.
     """
 
     notes: tuple[Note, ...]
     parameters: int = 0
     cache_values: int = 0
     feature_values: int = 0
+    target_in: str | None = None
 
 
 def reduced(size: int, target: Target) -> list[Note]:

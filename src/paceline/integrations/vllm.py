@@ -154,7 +154,8 @@ class LookupProposer:
         item = Slice(row.seq.view(), 1, length)
         for number, member in enumerate(self._members):
             chain = chain_of(*member.guess(item))[:length]
-            level = min(_BITS, int(member.confidence(row.seq.seq_id)).bit_length())
+            match = member.confidence(row.seq.seq_id)  # of suffixes in bits already
+            level = min(_BITS, match if isinstance(member, SuffixDrafter) else match.bit_length())
             worth = min(self._worth[number].means[level], float(len(chain)))
             if chain and worth > best:
                 best, row.member, row.level, row.drafted = worth, number, level, tuple(chain)

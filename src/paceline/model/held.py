@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.model.backends.native.packing import PackedLinear
-from paceline.model.backends.reference.products import MergedPart, PrepackedLinear
+from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
 from paceline.model.quantised.weights import QuantisedLinear
 
 _FEW_BITS = 8
@@ -40,8 +40,7 @@ def _held(module: Any) -> HeldMatrix | None:
     if isinstance(module, PackedLinear):
         elements = module.in_features * module.out_features
         packed, form = module.packed, module.packed.form
-        total = packed.outputs * (2 if module.place else 1) * packed.inputs
-        size = packed.data.nbytes * elements // max(1, total)
+        size = packed.data.nbytes * elements // max(1, packed.elements)
         return (
             _numbers(packed.dtype, elements, size)
             if form is None
@@ -58,11 +57,11 @@ def _held(module: Any) -> HeldMatrix | None:
         dtype = whole.prepacked.dtype
         return _numbers(dtype, elements, elements * dtype.itemsize)
     if isinstance(module, nn.Linear):
-        weight = module.weight.detach()
-        if type(weight) is torch.Tensor and weight.is_floating_point():
-            return _numbers(weight.dtype, weight.numel(), weight.nbytes)
+        numbers = module.weight.detach()
+        if is_plain(numbers) and numbers.is_floating_point():
+            return _numbers(numbers.dtype, numbers.numel(), numbers.nbytes)
         elements = module.in_features * module.out_features
-        size = weight.nbytes
+        size = numbers.nbytes
         return HeldMatrix(type(module).__name__, 8 * size // max(1, elements), elements, size)
     return None
 

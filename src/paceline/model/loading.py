@@ -14,6 +14,7 @@ import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.gguf import SUFFIX, dequantising, gguf_file, read_gguf
+from paceline.model.gguf_weights import keep_blocks
 from paceline.model.names import resolve
 from paceline.model.precision import (
     dense_tensors,
@@ -44,12 +45,20 @@ def load_module(
     dtype: str | torch.dtype,
     device: str | torch.device,
     attention: str | None = None,
+<<<<<<< HEAD
     **placement: Any,
+=======
+    packed: bool = False,
+>>>>>>> main
 ) -> Any:
     """A transformers module in eval mode that calls our attention function.
 
     ``attention`` names another one of transformers' instead, for use outside the engine.
+<<<<<<< HEAD
     ``placement`` goes to ``from_pretrained``, which then says where the weights are.
+=======
+    ``packed`` keeps the weights of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be.
+>>>>>>> main
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
@@ -58,7 +67,10 @@ def load_module(
         path = str(Path(path).expanduser())
     gguf = gguf_file(path)
     if gguf is not None:
-        return _of_gguf(name, gguf, number, attention).to(place)
+        module = _of_gguf(name, gguf, number, attention)
+        if packed and place.type == "cpu" and read_gguf(gguf).quantised:
+            keep_blocks(gguf, read_gguf(gguf).architecture, module)
+        return module.to(place)
     if is_path(path):
         check_folder(name, Path(path))
         _check_weights(name, Path(path))
@@ -190,6 +202,11 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
             f"folder {name} has no config.json, so it is not a transformers model; "
             "give the folder written by save_pretrained or downloaded from the hub"
         )
+    return read_options(config)
+
+
+def read_options(config: Path) -> dict[str, Any]:
+    """What a config.json holds. Raises ModelLoadError."""
     try:
         options = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:

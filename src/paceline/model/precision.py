@@ -81,8 +81,7 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
             module = hf.get_submodule(layer)
         except AttributeError:
             module = None
-        fits = weight.group % ROW_GROUP == 0 and weight.shape[1] % ROW_GROUP == 0
-        if type(module) is not nn.Linear or not fits:
+        if type(module) is not nn.Linear or not weight.fits:
             left += 1
             continue
         parent, _, last = layer.rpartition(".")
@@ -95,7 +94,13 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
 
 
 def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
-    """Quantise a module that was just loaded, the head in 8 bits. Raises ConfigError."""
+    """Quantise a module that was just loaded, the head in 8 bits; "none": dequantise it.
+
+    Raises ConfigError.
+    """
+    if precision == "none":
+        dequantise(hf)
+        return hf
     if is_quantised(hf):
         raise ConfigError(
             f"{name} is quantised already, and quantize={precision!r} would round it again; leave "
@@ -109,6 +114,15 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
     with stage(f"quantising {name} to {precision}"):
         quantise_module(hf, Scheme(precision, head="int8", zero="free"))
     return hf
+
+
+def dequantise(hf: Any) -> int:
+    """Plain layers of the same numbers in place of quantised ones; returns how many there were."""
+    found = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
+    for name, module in found:
+        parent, _, last = name.rpartition(".")
+        setattr(hf.get_submodule(parent), last, module.plain().to(hf.dtype))
+    return len(found)
 
 
 def is_quantised(hf: nn.Module) -> bool:

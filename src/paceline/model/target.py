@@ -18,10 +18,12 @@ from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
+from paceline.model.gguf import gguf_file
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.pieces import AttentionStep, KeyValueStore
-from paceline.model.precision import is_quantised, quantise_loaded
+from paceline.model.precision import dequantise, is_quantised, quantise_loaded
+from paceline.stages import say
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
@@ -85,9 +87,14 @@ class CausalModel:
         checkpoint's own on CUDA. ``quick`` lays the model out for speed (see prepack.py).
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
+<<<<<<< HEAD
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised).
         ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
         (see offload.py).
+=======
+        ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
+        dequantises those of a quantised file, which are else kept where the kernels run.
+>>>>>>> main
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
@@ -97,6 +104,7 @@ class CausalModel:
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+<<<<<<< HEAD
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
@@ -106,6 +114,10 @@ class CausalModel:
                 model.refused = f"layers stay on {offload}"
                 return model
         module = load_module(name_or_path, dtype, device)
+=======
+        packed = quantize is None and backend != REFERENCE
+        module = load_module(name_or_path, dtype, device, packed=packed)
+>>>>>>> main
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
         if quantize is not None:
@@ -120,7 +132,11 @@ class CausalModel:
             self.refused = "asked for"
         elif self.asked == "auto" and self.device.type != "cpu":
             self.refused = f"the device is {self.device}"
-        return self if self.refused is None and adopt(self) else quicken(self)
+        if self.refused is None and adopt(self):
+            return self
+        if self.asked == "auto" and gguf_file(self.name) and dequantise(self.hf):
+            say(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
+        return quicken(self)
 
     @property
     def backend(self) -> str:
@@ -274,7 +290,9 @@ class CausalModel:
             )
         by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
         self.cache_shapes = [probe.shapes[call] for call in by_layer]
-        self.patterns = tuple(probe.patterns[call] for call in by_layer)
+        known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
+        found = (probe.patterns[call] for call in by_layer)
+        self.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
         self._attention_modules = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
 

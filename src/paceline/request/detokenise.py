@@ -7,7 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from paceline.request.decoders import ByteRun, DecoderStage, DropBeginning, Whole, parts_of
+from paceline.model.decoders import ByteRun, DecoderStage, DropBeginning, Whole, bytes_of, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,13 +46,7 @@ class Spelling:
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes a token stands for in the middle of a text; none if it has no name."""
-        text = self.name(token, skip_special=False) or ""
-        for part in self.parts:
-            piece = part.spell(text)
-            if isinstance(piece, bytes):
-                return piece
-            text = piece
-        return text.encode()
+        return bytes_of(self.parts, self.name(token, skip_special=False) or "")
 
 
 _spellings: WeakKeyDictionary[PreTrainedTokenizerFast, Spelling] = WeakKeyDictionary()

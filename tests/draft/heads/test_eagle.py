@@ -13,6 +13,7 @@ from paceline.draft.base import held_bytes
 from paceline.draft.heads import eagle
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
+from paceline.draft.heads.eagle_step import ReferenceEagle
 from paceline.draft.spec import DraftContext, Prepared
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
@@ -71,8 +72,8 @@ def engine_of(
 
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache([head.cache_shape], torch.float32)
-        embed = target.hf.get_input_embeddings()
-        return Recorder(head, cache, embed, policy, context.generator)
+        step = ReferenceEagle(head, target.hf.get_input_embeddings())
+        return Recorder(step, cache, policy, context.generator)
 
     given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})
     return build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0)), seen

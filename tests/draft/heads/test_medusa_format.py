@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from full_disk import full_disk
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
-from paceline.draft.heads.medusa_head import DraftingHeads, MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
 
@@ -129,18 +129,6 @@ def test_vocabulary_layers_are_cut_to_the_token_map(tmp_path: Path) -> None:
     got = logits(load_medusa(str(tmp_path), TARGET))
     assert torch.allclose(got[..., ids], logits(heads)[..., ids])
     assert torch.isneginf(got).sum() == got.numel() * (VOCAB - 3) // VOCAB
-
-
-@pytest.mark.parametrize("changes", KINDS, ids=str)
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_layout_for_drafting_computes_the_same(changes: dict, count: int) -> None:
-    heads = random_heads(**changes)
-    lm_head = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(2))
-    rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        expected = heads(rows, lambda x: x @ lm_head.T)[:count].transpose(0, 1)
-        got = DraftingHeads(heads, lambda x: x @ lm_head.T)(rows, count)
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def broken(folder: Path, case: str) -> None:

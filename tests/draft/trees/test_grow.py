@@ -17,7 +17,14 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
-from paceline.draft.trees.grow import BestFirstTree, Growing, StaticTree, grow
+from paceline.draft.trees.grow import (
+    BestFirstTree,
+    Growing,
+    Narrow,
+    StaticTree,
+    candidates,
+    grow,
+)
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 
@@ -225,6 +232,23 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
     alone = [Table(5).grow([tree])[0] for tree in make()]
     for (tree, slots), (other, own_slots) in zip(together, alone, strict=True):
         assert strings(tree) == strings(other) and slots == own_slots
+
+
+@pytest.mark.parametrize("kind", ["static", "best first"])
+def test_logits_of_some_tokens(kind: str) -> None:
+    """The same candidates as over the whole vocabulary, where no other token is likely."""
+    item = Slice(request(KINDS["greedy"]), 1, 3)
+    tree: Growing = BestFirstTree(item, 3, 3, 5, CPU)
+    if kind == "static":
+        tree = StaticTree(item, SHAPES["tree"], CPU)
+    ids = torch.arange(1, VOCAB, 2)
+    logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
+    whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
+    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids), None)
+    (wanted, wide), *_ = candidates([tree], [1], whole, None)
+    assert torch.equal(tokens, wanted) and (weights is None) == (wide is None)
+    if weights is not None and wide is not None:
+        assert torch.allclose(weights, wide)
 
 
 # --- the likeliest -------------------------------------------------------------------------------

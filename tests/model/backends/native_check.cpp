@@ -40,6 +40,7 @@ Bytes numbers(int64_t dtype, int64_t count) {
 struct Sizes {
   int64_t dtype, hidden, heads, kv_heads, head_dim, ffn, window;
   bool gemma;
+  int eagle = 0, experts = 0;  // an EAGLE head of this version; experts of a layer
 };
 
 constexpr int LAYERS = 2, VOCAB = 61, LONGEST = 300, BLOCK = 4;
@@ -49,40 +50,60 @@ class Model {
  public:
   explicit Model(const Sizes& s) : size(s), rope(LONGEST * s.head_dim), layers(LAYERS) {
     for (float& x : rope) x = number();
+    states = numbers(s.dtype, VOCAB * state_width());
     for (pl_layer& l : layers) {
       l = pl_layer{};
       int64_t inner = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
-      l.qkv = weight(inner + 2 * kv, s.hidden, PL_PLAIN, true);
+      l.qkv = weight(inner + 2 * kv, s.eagle == 3 ? 2 * s.hidden : s.hidden, PL_PLAIN, true);
       l.out = weight(s.hidden, inner, PL_PLAIN, false);
       l.gate_up = weight(s.ffn, s.hidden, PL_GATE, true);
       l.down = weight(s.hidden, s.ffn, PL_PLAIN, true);
-      l.attention_norm = norm(s.hidden);
+      for (int e = 0; e < s.experts; e++) {
+        gate_up.push_back(weight(s.ffn, s.hidden, PL_GATE, false));
+        down.push_back(weight(s.hidden, s.ffn, PL_PLAIN, false));
+      }
+      l.experts = s.experts, l.chosen = s.experts / 2;
+      if (s.experts) l.router = weight(s.experts, s.hidden, PL_PLAIN, false);
+      if (s.eagle != 1) l.attention_norm = norm(s.hidden);
       l.mlp_norm = norm(s.hidden);
       if (s.gemma) l.attention_after = norm(s.hidden), l.mlp_after = norm(s.hidden);
       l.q_norm = norm(s.head_dim);
       l.k_norm = norm(s.head_dim);
       l.window = &l == &layers[0] ? s.window : 0;
     }
+    for (size_t i = 0; s.experts && i < LAYERS; i++) {
+      layers[i].expert_gate_up = gate_up.data() + i * s.experts;
+      layers[i].expert_down = down.data() + i * s.experts;
+    }
     embedding = numbers(s.dtype, VOCAB * s.hidden);
     model = pl_model{};
-    model.dtype = s.dtype, model.hidden = s.hidden, model.vocab = VOCAB, model.layers = LAYERS;
+    model.dtype = s.dtype, model.hidden = s.hidden, model.vocab = model.words = VOCAB, model.layers = LAYERS;
     model.heads = s.heads, model.kv_heads = s.kv_heads, model.head_dim = s.head_dim, model.ffn = s.ffn;
     model.activation = s.gemma, model.embedding_scale = s.gemma ? 3.0f : 1.0f, model.scaling = 0.4f;
     model.attention_cap = s.gemma ? 2.0f : 0.0f, model.logit_cap = s.gemma ? 4.0f : 0.0f;
     model.embedding = embedding.data(), model.layer = layers.data(), model.final_norm = norm(s.hidden);
+    if (s.eagle) {
+      model.layers = 1;
+      model.fuse = weight(s.hidden, s.eagle == 3 ? 3 * s.hidden : 2 * s.hidden, PL_PLAIN, true);
+      if (s.eagle == 3) model.hidden_norm = norm(s.hidden);
+      if (s.eagle == 1) model.final_norm = pl_norm{};
+    }
     model.head = weight(VOCAB, s.hidden, PL_PLAIN, false);
     opened = pl_open(&model);
   }
   ~Model() { pl_close(opened); }
 
+  int64_t state_width() const { return size.eagle == 3 ? 3 * size.hidden : size.hidden; }
+
   Sizes size;
+  Bytes states;  // an EAGLE head's hidden state for each token
+  std::vector<pl_weight> gate_up, down;
   std::vector<float> rope;
   std::vector<pl_layer> layers;
   Bytes embedding;
   pl_model model;
   void* opened;
 
- private:
   pl_norm norm(int64_t width) {
     floats.emplace_back(new std::vector<float>(width));
     for (float& x : *floats.back()) x = 1.0f + number();
@@ -107,6 +128,7 @@ class Model {
     return w;
   }
 
+  // What the structures point to.
   std::vector<std::unique_ptr<std::vector<float>>> floats;
   std::vector<std::unique_ptr<Bytes>> packed;
 };
@@ -149,6 +171,10 @@ Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int conte
   b.tables = cache.table.data(), b.parents = parents.data(), b.wanted = wanted.data(), b.logits = logits.data();
   b.feature_layers = feature_layers, b.feature = features.data();
   b.keys = keys.data(), b.values = values.data(), b.rope = ropes;
+  Bytes states, outputs(rows * m.size.hidden * each);
+  size_t width = m.state_width() * each;
+  for (int32_t id : ids) states.insert(states.end(), m.states.begin() + id * width, m.states.begin() + (id + 1) * width);
+  if (m.size.eagle) b.hidden = states.data(), b.outputs = outputs.data();
   if (pl_forward(m.opened, &b)) printf("no memory\n"), exit(1);
   logits.insert(logits.end(), feature.begin(), feature.end());
   return logits;
@@ -191,6 +217,23 @@ std::vector<Bytes> run(Model& m, int length) {
   return truth;
 }
 
+// Medusa heads of rows together and of each alone.
+void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
+  Model owner({dtype, width, 1, 1, 8, 16, 0, false});
+  std::vector<pl_weight> block(3 * blocks), head(shared ? 1 : 3);
+  for (pl_weight& w : block) w = owner.weight(width, width, PL_PLAIN, true);
+  for (pl_weight& w : head) w = owner.weight(VOCAB, width, PL_PLAIN, false);
+  pl_medusa heads{dtype, width, VOCAB, 3, blocks, shared, 0.0f, block.data(), head.data()};
+  const int64_t rows = 7, each = dtype == PL_BFLOAT16 ? 2 : 4, row = 3 * VOCAB * each;
+  Bytes x = numbers(dtype, rows * width), all(rows * row), one(row);
+  pl_medusa_logits(&heads, x.data(), rows, 3, all.data(), 3);
+  for (int64_t r = 0; r < rows; r++) {
+    Bytes alone(x.begin() + r * width * each, x.begin() + (r + 1) * width * each);
+    pl_medusa_logits(&heads, alone.data(), 1, 3, one.data(), 1);
+    expect(!memcmp(one.data(), all.data() + r * row, row), "a row of Medusa heads");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -198,17 +241,20 @@ int main() {
       {PL_BFLOAT16, 40, 8, 2, 8, 56, 0, false},  {PL_FLOAT32, 40, 4, 2, 8, 56, 0, false},
       {PL_FLOAT32, 33, 3, 1, 24, 47, 50, true},  {PL_BFLOAT16, 70, 6, 1, 20, 47, 50, true},
       {PL_BFLOAT16, 64, 2, 2, 64, 96, 0, false}, {PL_BFLOAT16, 32, 1, 1, 16, 700, 0, false},
+      {PL_BFLOAT16, 40, 3, 1, 16, 56, 0, false, 3}, {PL_FLOAT32, 33, 3, 1, 24, 47, 0, false, 3},
+      {PL_BFLOAT16, 33, 3, 1, 16, 56, 0, false, 1}, {PL_BFLOAT16, 40, 3, 1, 16, 47, 0, false, 0, 5},
   };
   for (const Sizes& size : all) {
     Model m(size);
     std::vector<Bytes> first;
     unsigned seed = rng();
-    for (const char* name : {"portable", "avx2", "avx512", "amx"}) {
+    for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16"}) {
       if (pl_choose(name)) continue;
       rng.seed(seed);
       std::vector<Bytes> truth = run(m, &size == all ? 270 : 80);  // two blocks of keys, or one
       if (first.empty()) first = truth;
-      expect(truth == first, "this instruction set");
+      medusa(size.dtype, size.hidden, size.ffn % 3, size.gemma);
+      expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
     }
   }
   printf("the kernels: the same bits, and nothing for the sanitizers\n");

@@ -50,6 +50,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 300, "layer_types": LAYERS}),
 }
 

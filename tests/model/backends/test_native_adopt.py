@@ -67,7 +67,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("mixtral", "MixtralForCausalLM is no decoder of a known shape"),
+        ("qwen2_moe", "Qwen2MoeForCausalLM is no decoder of a known shape"),
         ("granite", "GraniteForCausalLM is no decoder of a known shape"),
         ("llama4", "layers that see chunks are not known"),
     ],
@@ -84,12 +84,15 @@ def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     assert said == ["llama runs on the reference backend: no weights in float16"]
 
 
-@pytest.mark.parametrize("change", ["scaling", "windows", "norms"])
+@pytest.mark.parametrize(
+    "name, change",
+    [("mistral", "scaling"), ("mistral", "windows"), ("mistral", "norms"), ("mixtral", "norms")],
+)
 def test_what_disagrees_with_the_reference_is_not_used(
-    change: str, said: Said, monkeypatch: pytest.MonkeyPatch
+    name: str, change: str, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is as it was: its own modules, with the very same weights."""
-    model, _ = tiny_pair("mistral")
+    model, _ = tiny_pair(name)
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
     wanted = logits(model)
     right = adopting.describe
@@ -105,7 +108,7 @@ def test_what_disagrees_with_the_reference_is_not_used(
     assert torch.equal(logits(model), wanted)
     after = model.hf.state_dict()
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_plain_weights_are_given_up_one_by_one() -> None:
@@ -122,7 +125,7 @@ def test_plain_weights_are_given_up_one_by_one() -> None:
 
 def test_its_modules_still_compute_the_same() -> None:
     """What asks the transformers module itself, as a head that shares the target's, is right."""
-    for name in ("qwen2", "gemma2"):
+    for name in ("qwen2", "gemma2", "mixtral"):
         model, reference = tiny_pair(name)
         assert adopt(model)
         native, model.native = logits(model), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError, ModelLoadError, PacelineError
-from paceline.model.loading import load_module
+from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.quantised.checkpoint import pack, unpack
 from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.rounding import nearest
@@ -211,6 +212,12 @@ def damaged(change: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
             tensors["g_idx"] = tensors["g_idx"].flip(0).contiguous()
         elif change == "zero scale":
             tensors["scales"][0, 0] = 0
+        elif change == "no number":
+            tensors["scales"][1, 2] = torch.nan
+        elif change == "other groups":
+            tensors["scales"] = tensors["scales"][:1].contiguous()
+            tensors["qzeros"] = tensors["qzeros"][:1].contiguous()
+            tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
         elif change == "groups":
             tensors["scales"] = torch.ones(3, weight.shape[0])
         elif change == "missing":
@@ -225,6 +232,11 @@ def damaged(change: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     [
         ("order", "desc_act"),
         ("zero scale", r"the scale of model\.layers\.\d.*\.weight at row 0, group 0 is 0"),
+        ("no number", r"the scale of model\.layers\.\d.*\.weight at row 2, group 1 is nan"),
+        (
+            "other groups",
+            r"model\.layers\.0.*\.weight has scales for groups of \d+, and its config.json says 32",
+        ),
         ("groups", r"scales of model\.layers\.0.* divides no weight"),
         ("missing", r"has model\.layers.*qweight but no model\.layers.*scales"),
     ],
@@ -237,11 +249,91 @@ def test_damaged_checkpoints_are_refused_by_the_tensor(
         CausalModel.load(str(folder), dtype="float32", device="cpu")
 
 
-def test_a_missing_library_is_one_line(plain_folder: Path, tmp_path: Path) -> None:
-    config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
-    folder = rewritten(plain_folder, tmp_path / "hqq", config, lambda w: {"weight": w})
-    with pytest.raises(ModelLoadError, match=r"hqq.*pip install hqq"):
-        load_module(str(folder), "float32", "cpu")
+def test_a_truncated_file_is_refused_by_the_tensor_that_is_cut(
+    plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = rewritten(plain_folder, tmp_path / "cut", GPTQ, as_gptq)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * 0.9)])
+    with pytest.raises(ModelLoadError, match=r"tensor model\.\S+ is cut") as caught:
+        CausalModel.load(str(folder), dtype="float32", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_of_several_precisions_side_by_side(plain_folder: Path, tmp_path: Path) -> None:
+    """As mixed recipes write them: the values in 8 bits, the rest of a layer in 4."""
+    out = tmp_path / "mixed"
+    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", zero="none")))
+    file = out / "model.safetensors"
+    tensors, plain = load_file(file), load_file(plain_folder / "model.safetensors")
+    wanted = {}
+    for key in [key for key in tensors if key.endswith("v_proj.weight_packed")]:
+        name = key.removesuffix(".weight_packed")
+        found = nearest(plain[f"{name}.weight"], 8, 32)
+        shifts = 8 * torch.arange(4)
+        words = ((found.codes.long() + 128).reshape(len(found.codes), -1, 4) << shifts).sum(-1)
+        tensors[key] = words.to(torch.uint32).view(torch.int32)
+        tensors[f"{name}.weight_scale"] = found.scales
+        wanted[name] = found.dense()
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = CausalModel.load(str(out), dtype="float32", device="cpu", backend="reference")
+    for name, weight in wanted.items():
+        assert layers(model.hf)[name].quantised.bits == 8
+        assert torch.equal(layers(model.hf)[name].weight, weight)
+    tensors[f"{name}.weight_packed"] = tensors[f"{name}.weight_packed"][:, :3].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(PacelineError, match=r"v_proj\.weight_packed has 3 words for 64 numbers"):
+        CausalModel.load(str(out), dtype="float32", device="cpu")
+
+
+LIBRARIES: dict[str, dict[str, Any]] = {
+    "hqq": {"quant_config": {"weight_quant_params": {"nbits": 4}}},
+    "bitsandbytes": {"load_in_8bit": True, "_load_in_8bit": True},
+    "torchao": {
+        "quant_type": {
+            "default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_a_missing_library_is_one_line(plain_folder: Path, tmp_path: Path, library: str) -> None:
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed")
+    config = {"quant_method": library, **LIBRARIES[library]}
+    folder = rewritten(plain_folder, tmp_path / library, config, lambda w: {"weight": w})
+    with pytest.raises(ModelLoadError, match=rf"{library}.*pip install {library}") as caught:
+        CausalModel.load(str(folder), dtype="float32", device="cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_a_librarys_own_modules_run_on_the_reference(
+    plain_folder: Path, tmp_path: Path, library: str
+) -> None:
+    pytest.importorskip(library)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+    from paceline import LLM, SamplingParams
+
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config: Any = TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    out = tmp_path / library
+    module = AutoModelForCausalLM.from_pretrained(
+        plain_folder, dtype=torch.bfloat16, quantization_config=config
+    )
+    module.save_pretrained(out)
+    load_tokenizer(str(plain_folder)).save_pretrained(out)
+    llm = LLM(str(out), device="cpu")
+    assert llm.target.backend == "reference"
+    (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(found.token_ids) == 8
 
 
 def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.packing import Form, Packed
 from paceline.model.quantised.rounding import Zero, nearest
-from paceline.model.quantised.weights import QuantisedLinear, quantised_product
+from paceline.model.quantised.weights import (
+    QuantisedLinear,
+    QuantisedWeight,
+    alike,
+    quantised_product,
+)
 from paceline.model.target import CausalModel
 from paceline.tools.perplexity import perplexity
 
@@ -30,18 +36,27 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     choose(BEST)
 
 
-def linear_of(bits: int, group: int, zero: Zero, rows: int = 70) -> QuantisedLinear:
+def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLinear:
     generator = torch.Generator().manual_seed(bits + group)
     weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
-    return QuantisedLinear(nearest(weight, bits, group, zero), torch.randn(rows))
+    found = nearest(weight, bits, group, "free" if zero == "least" else cast(Zero, zero))
+    if zero == "least":  # codes of 0 to 15, as in GGUF's Q4_1
+        assert found.offsets is not None
+        offsets = (found.offsets - 8 * found.scales).half().float()
+        codes = found.codes + 8
+        found = QuantisedWeight(codes, found.scales, 4, offsets, from_zero=True)
+    return QuantisedLinear(found, torch.randn(rows))
 
 
-FORMS = [(8, 192, "none"), (8, 32, "none"), (4, 32, "none"), (4, 32, "whole"), (4, 64, "free")]
+FORMS = [
+    *((8, 192, "none"), (8, 32, "none"), (8, 16, "none"), (8, 16, "free")),
+    *((4, 32, "none"), (4, 32, "whole"), (4, 64, "free"), (4, 32, "least"), (4, 96, "least")),
+]
 
 
 @pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
 def test_products_are_those_of_the_readable_truth(
-    kernels: str, bits: int, group: int, zero: Zero
+    kernels: str, bits: int, group: int, zero: str
 ) -> None:
     linear = linear_of(bits, group, zero)
     packed = Packed.of([linear], torch.float32)
@@ -53,12 +68,14 @@ def test_products_are_those_of_the_readable_truth(
 
 @pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
 def test_a_row_has_the_same_bits_alone_and_in_every_instruction_set(
-    kernels: str, bits: int, group: int, zero: Zero
+    kernels: str, bits: int, group: int, zero: str
 ) -> None:
     packed = Packed.of([linear_of(bits, group, zero)], torch.bfloat16)
-    x = torch.randn(40, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(100, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
     every = packed.product(x)
-    for rows in (1, 2, 5, 7, 12, 33):
+    alone = torch.cat([packed.product(row[None]) for row in x])
+    assert torch.equal(alone, every)
+    for rows in (*range(2, 20), 33, 47, 48, 49, 97):  # tiles of every size, and passes of 48
         assert torch.equal(packed.product(x[:rows]), every[:rows])
     choose(BEST)
     assert torch.equal(packed.product(x), every)
@@ -66,7 +83,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_instruction_set(
 
 @pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_what_was_packed_is_had_back(bits: int, group: int, zero: Zero, gated: bool) -> None:
+def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bool) -> None:
     linears = [linear_of(bits, group, zero), linear_of(bits, group, zero)]
     packed = Packed.of(linears, torch.float32, gated)
     for index, linear in enumerate(linears):
@@ -74,8 +91,32 @@ def test_what_was_packed_is_had_back(bits: int, group: int, zero: Zero, gated: b
         found = packed.quantised(place, first, 70)
         assert torch.equal(found.codes, linear.quantised.codes)
         assert torch.equal(found.scales, linear.quantised.scales)
+        assert found.from_zero == linear.quantised.from_zero
         if found.offsets is not None:
             assert torch.equal(found.offsets, linear.quantised.offsets)
+
+
+@pytest.mark.parametrize(
+    ("forms", "bits", "group"),
+    [
+        ([(4, 32, "none"), (4, 32, "whole")], 4, 32),
+        ([(4, 32, "least"), (4, 32, "none")], 8, 32),
+        ([(4, 32, "least"), (8, 16, "none"), (4, 64, "free")], 8, 16),
+        ([(8, 192, "none"), (4, 96, "least")], 8, 96),
+    ],
+)
+def test_matrices_of_several_forms_are_packed_in_one_without_loss(
+    forms: list[tuple[int, int, str]], bits: int, group: int
+) -> None:
+    linears = [linear_of(*form) for form in forms]
+    found = alike([linear.quantised for linear in linears])
+    assert {(w.bits, w.group) for w in found} == {(bits, group)}
+    for weight, linear in zip(found, linears, strict=True):
+        assert torch.equal(weight.dense(), linear.weight)
+    packed = Packed.of(linears, torch.float32)
+    x = torch.randn(9, 192, generator=torch.Generator().manual_seed(3))
+    wanted = torch.cat([quantised_product(x, m.quantised) + m.bias for m in linears], 1)
+    assert float((packed.product(x) - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
 def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
@@ -88,6 +129,15 @@ def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
     assert torch.equal(packed.quantised(0, 0, 70).scales, linear.quantised.scales)
     linear.quantised.scales[0, 0] = 1 / 3
     assert Form.of([linear]).scale_kind == 0
+
+
+def test_what_is_rounded_to_a_free_grid_has_scales_of_two_bytes() -> None:
+    linear = linear_of(4, 32, "free")
+    assert Form.of([linear]).scale_kind == 2
+    tiny = QuantisedLinear(nearest(linear.weight * 1e-5, 4, 32, "free"), None)
+    assert Form.of([tiny]).scale_kind == 0  # half would lose digits of these
+    error = (tiny.weight - linear.weight * 1e-5).norm() / (linear.weight * 1e-5).norm()
+    assert float(error) < 0.01
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

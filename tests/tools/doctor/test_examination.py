@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from doctor_folders import Copy, codes, only
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.backends.base import REFERENCE
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
 from paceline.tools.doctor import Finding, Severity, examine, kinds
+from paceline.tools.doctor.files import read_files
 from paceline.tools.doctor.findings import by_severity, finding
 from paceline.tools.doctor.kinds import KINDS
+from paceline.tools.doctor.machine import DeviceSettings
+from paceline.tools.doctor.models import describe
+from paceline.tools.doctor.precision import Rounding, weight_bytes
 
 TARGET = "paceline/tiny"
 HEALTHY = {
@@ -141,9 +149,60 @@ def test_code_out_of_folders(copy: Copy) -> None:
 
 
 def test_quantised_weights(copy: Copy) -> None:
-    folder = copy("tiny-draft").config(quantization_config={"quant_method": "gptq", "bits": 4})
+    kept = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    folder = copy("tiny-draft").config(quantization_config=kept)
+    found = only(examine(TARGET, str(folder)), "quantised-kept")
+    assert found.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in found.found
+    twice = only(examine(TARGET, str(folder), draft_quantize="int8"), "quantised-twice")
+    assert (twice.severity, twice.about) == (Severity.ERROR, "draft")
+    folder.config(quantization_config={"quant_method": "fp8"})
     found = only(examine(TARGET, str(folder)), "quantised")
-    assert (found.severity, "gptq" in found.found) == (Severity.WARNING, True)
+    assert found.severity is Severity.WARNING and "the package kernels" in found.found
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_memory_of_what_is_rounded_when_loaded(precision: str) -> None:
+    """By the numbers that a loaded model says of itself."""
+    plain = examine(TARGET, dtype="float32", device="cpu")
+    rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)
+    found = only(rounded, "quantised-when-loaded")
+    assert found.severity is Severity.NOTE and precision in found.found
+    module = CausalModel.load(
+        TARGET, "float32", "cpu", False, quantize=precision, backend=REFERENCE
+    )
+    linear = [m.quantised for m in module.hf.modules() if isinstance(m, QuantisedLinear)]
+    rows = sum(w.shape[0] for w in linear if w.bits == 8)
+    exact = sum(w.nbytes for w in linear) - 4 * rows  # a scale a row of eight bits is not counted
+    exact += sum(p.numel() * 4 for p in module.hf.parameters())
+    files = read_files(TARGET)
+    model, _ = describe(files, "target")
+    assert model is not None
+    setting = DeviceSettings(torch.device("cpu"), torch.float32)
+    assert weight_bytes(model, setting, Rounding(precision)) == pytest.approx(exact, rel=1e-3)
+    assert only(plain, "memory-fits").found != only(rounded, "memory-fits").found
+
+
+def test_a_draft_in_fewer_bits_takes_memory() -> None:
+    plain = only(examine(TARGET, "ngram"), "memory-fits").found
+    assert only(examine(TARGET, "quantized:int4"), "memory-fits").found != plain
+    same = examine(TARGET, "quantized:int8", quantize="int8")
+    assert only(same, "draft-as-target").severity is Severity.ERROR
+    assert "draft-own-weights" in codes(examine(TARGET, "quantized:int4", quantize="int8"))
+    small, draft = "model:paceline/tiny-draft", "model:paceline/tiny-draft,quantize=int4"
+    assert "int4" in only(examine(TARGET, draft), "quantised-when-loaded").found
+    whole = only(examine(TARGET, small), "memory-fits").found
+    assert only(examine(TARGET, draft), "memory-fits").found != whole
+
+
+def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(examine(TARGET, backend="reference"), "kernels-run").severity is Severity.OK
+    few = examine(TARGET, backend="reference", quantize="int8")
+    assert only(few, "kernels-readable").severity is Severity.WARNING
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in only(examine(TARGET), "kernels-absent").found
+    assert "no-such-compiler" in only(examine(TARGET, quantize="int4"), "kernels-readable").found
+    with pytest.raises(ConfigError, match="int3"):
+        examine(TARGET, quantize="int3")
 
 
 # -- context and size ----------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_figures_are_those_of_one_step() -> None:
     figures = figures_of("draft", 0.5, work, 4, (0.2, 0.2, 0.1), 10.0)
     assert (figures.calls, figures.kernel_calls, figures.bytes, figures.flops) == (10, 5, 250, 1000)
     assert (figures.parameters, figures.passes, figures.rows) == (50, 2.0, 5.0)
-    assert figures.bytes_per_second == 500
+    assert figures.bytes_per_second == 500 and figures.weight_bits == 16
 
 
 def run_profile(**changes: Any) -> RunProfile:

@@ -17,8 +17,10 @@ import torch
 from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 from paceline.files import replace_files, telling
+from paceline.model.loading import read_options
 from paceline.model.names import resolve
 from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
+from paceline.model.tokenizer import first_line
 
 _WEIGHTS = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
 
@@ -54,14 +56,7 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
         raise ModelLoadError(
             f"folder {name} has no config.json; {kind} need one beside the weights"
         )
-    try:
-        config = json.loads(found.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(
-            f"{found} is not valid JSON ({_line(error)}); copy the file again"
-        ) from None
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{found} holds no JSON object; copy the file again")
+    config = read_options(found)
     for file in files:
         weights = _file(name, path, file, local, kind)
         if weights is not None:
@@ -154,7 +149,7 @@ def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | Non
     except (OSError, ValueError) as error:
         raise ModelLoadError(
             f"{name} is neither a local folder nor {kind} on the hub that can be read "
-            f"({_line(error)}); check the spelling, or give the path of a downloaded folder"
+            f"({first_line(error)}); check the spelling, or give the path of a downloaded folder"
         ) from None
     return None if fetched is None else Path(fetched)
 
@@ -177,7 +172,7 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelLoadError(
-            f"{file} cannot be read as weights ({_line(error)}); download or copy it again"
+            f"{file} cannot be read as weights ({first_line(error)}); download or copy it again"
         ) from None
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
@@ -186,9 +181,3 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             f"{file} holds no table of tensors by name; it is another kind of file"
         )
     return loaded
-
-
-def _line(error: BaseException) -> str:
-    """The first line of a message, without the full stop."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

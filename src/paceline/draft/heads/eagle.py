@@ -15,21 +15,21 @@ Drafted rows are never kept: once a token is accepted its true feature takes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sampling import is_plain_greedy
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
-from paceline.draft.heads.eagle_head import EagleHead, default_feature_layers
-from paceline.draft.heads.eagle_lean import LeanEagle, quicken
+from paceline.draft.heads.eagle_head import default_feature_layers
+from paceline.draft.heads.eagle_step import EagleStep, eagle_step
 from paceline.draft.spec import (
     DraftContext,
     Examined,
@@ -41,16 +41,12 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, level_feed
+from paceline.draft.trees.grow import Growing, Logits, Narrow, level_feed
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token
-from paceline.model.paged.masks import FULL
-from paceline.model.paged.pieces import AttentionStep
 
-Embed = Callable[[torch.Tensor], torch.Tensor]
 # Features kept of a sequence that could draft but does not; the oldest are then given up, which
 # costs a little acceptance and nothing else. With the rows of the last step these are all that is
 # kept, and the cache is sized so that there is room for them (build.py).
@@ -68,6 +64,7 @@ class _State:
 
     start: int
     rows: list[int] = field(default_factory=list)
+    narrow: bool = False  # whether logits of the head's own tokens are enough now
     waiting: list[torch.Tensor] = field(default_factory=list)  # fused later, [n, k * hidden]
     count: int = 0
 
@@ -141,12 +138,16 @@ class Eagle(TreeSpec):
         policy = self.policy(nodes if self.best_first else 0)
         head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+<<<<<<< HEAD
         embed = head.embed_tokens or target.embedding("input")
         quick = quicken(head, target.max_positions)
+=======
+        step = eagle_step(head, target)
+>>>>>>> main
 
         def build(context: DraftContext) -> Drafter:
             cache = context.new_cache([head.cache_shape], target.dtype)
-            return EagleDrafter(quick, cache, embed, policy, context.generator, self.kind)
+            return EagleDrafter(step, cache, policy, context.generator, self.kind)
 
         kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
         cached = bytes_per_token([head.cache_shape], target.dtype)
@@ -200,24 +201,25 @@ class Eagle3(Eagle):
 
 
 class EagleDrafter(LevelDrafter):
-    """Drafts with an EAGLE head. ``embed`` maps the target's ids to embeddings ``[T, H]``."""
+    """Drafts with an EAGLE head."""
 
     reads = True  # what came in while it did not draft
     follows = True  # prompts, chunk by chunk
 
     def __init__(
         self,
-        head: EagleHead | LeanEagle,
+        step: EagleStep,
         cache: PagedCache,
-        embed: Embed,
         policy: Policy,
         generator: torch.Generator | None,
         name: str = "eagle3",
     ) -> None:
-        super().__init__(name, cache, policy, generator, head.config.max_positions)
-        self.head = head
-        self.features = head.config.feature_layers
-        self._embed = embed
+        self.head = step.head
+        super().__init__(name, cache, policy, generator, self.head.config.max_positions)
+        self.features = self.head.config.feature_layers
+        self._step = step
+        # A static level takes so many candidates, whatever the head knows.
+        self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
         self._states: dict[int, _State] = {}
         self._drafts: dict[int, _Draft] = {}
 
@@ -230,17 +232,17 @@ class EagleDrafter(LevelDrafter):
         self._drafts.clear()
         return trees
 
-    def _first(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _first(self, feeds: Sequence[Feed]) -> Logits:
         """Run the rows whose features have come in."""
         inputs = [self._states[feed.seq_id].take() for feed in feeds]
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs = self._run(feeds, self.head.fuse(joined))
+        outputs, logits = self._run(feeds, joined, fused=False)
         drafting = [feed for feed in feeds if feed.wants_logits]
         for feed in drafting:
             self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
         if drafting:
             self._hand_out([feed.seq_id for feed in drafting], outputs, [1] * len(drafting))
-        return self._logits_of(outputs) if drafting else outputs
+        return logits
 
     def _feed(self, item: Slice) -> Feed | None:
         """The rows whose features have come in; None if there is nothing to do."""
@@ -252,6 +254,7 @@ class EagleDrafter(LevelDrafter):
             state = self._states[seq.seq_id] = _State(seq.cached)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
+        state.narrow = self._fits and is_plain_greedy(seq)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
         drafts = item.decodes and item.draft_length > 0 and known
         # A prompt is followed chunk by chunk; a plain step is caught up on later.
@@ -281,26 +284,24 @@ class EagleDrafter(LevelDrafter):
                 state.add(max(position, shared), features[max(0, shared - position) :])
                 position += len(features)
 
-    def _run(self, feeds: Sequence[Feed], inputs: torch.Tensor) -> torch.Tensor:
-        """One pass of the head; its outputs ``[R, H]`` at the rows whose logits are wanted."""
-        made, device = self.cache.batch_of(feeds), self.cache.device
-        step = AttentionStep.of(made, self.cache, (FULL,), device=device)
-        batch = step.batch
-        attend = partial(paged_attention, step=step)
-        embeds = self._embed(batch.input_ids)
-        outputs: torch.Tensor = self.head(embeds, inputs, batch.positions, attend)
-        rows = batch.logit_rows
-        return outputs if rows is None else outputs.index_select(0, rows)
+    def _run(
+        self, feeds: Sequence[Feed], inputs: torch.Tensor, fused: bool
+    ) -> tuple[torch.Tensor, Logits]:
+        """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
+        wanted."""
+        outputs, logits = self._step(self.cache.batch_of(feeds), self.cache, inputs, fused)
+        if not len(outputs) or logits.shape[1] == self.head.config.vocab_size:
+            return outputs, logits
+        known = [self._states[feed.seq_id] for feed in feeds if feed.seq_id in self._states]
+        if self._fits and all(state.narrow for state in known):
+            return outputs, Narrow(logits, self.head.draft_ids)
+        return outputs, self.head.expand(logits)
 
-    def _logits_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        return self.head.expand(self.head.logits(outputs))
-
-    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _logits(self, feeds: Sequence[Feed]) -> Logits:
         """One pass over made-up features, as start-up times it."""
-        like = self._embed(torch.zeros(1, dtype=torch.int64, device=self.cache.device))
         rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
-        hidden = like.new_zeros(rows, self.head.config.hidden_size)
-        return self._logits_of(self._run(feeds, hidden))
+        size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
+        return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
 
     def _base(self, item: Slice) -> int:
         return self._drafts[item.seq.seq_id].base
@@ -309,7 +310,7 @@ class EagleDrafter(LevelDrafter):
         for seq_id, part in zip(ids, torch.split(outputs, list(counts)), strict=True):
             self._drafts[seq_id].outputs = part
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
+    def _level(self, trees: list[Growing]) -> Logits:
         """Feed the newest nodes of some trees, each with its parent's output for a feature."""
         feeds, inputs, ids, counts = [], [], [], []
         for tree in trees:
@@ -322,9 +323,10 @@ class EagleDrafter(LevelDrafter):
             feeds.append(feed)
             ids.append(seq_id)
             counts.append(len(tree.fresh))
-        outputs = self._run(feeds, torch.cat(inputs) if len(inputs) > 1 else inputs[0])
+        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+        outputs, logits = self._run(feeds, joined, fused=True)
         self._hand_out(ids, outputs, counts)
-        return self._logits_of(outputs)
+        return logits
 
     # -- observing ---------------------------------------------------------------------------
 

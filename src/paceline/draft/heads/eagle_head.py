@@ -198,6 +198,7 @@ class EagleHead(nn.Module):
     """
 
     target_head: Callable[[torch.Tensor], torch.Tensor] | None
+    draft_ids: torch.Tensor
     d2t: torch.Tensor
     t2d: torch.Tensor
     rotary: Any
@@ -238,6 +239,7 @@ class EagleHead(nn.Module):
             raise ConfigError(f"draft ids must be {count} ascending ids below {config.vocab_size}")
         known = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
         known[ids] = True
+        self.register_buffer("draft_ids", ids, persistent=False)
         self.register_buffer("d2t", ids - torch.arange(count, device="cpu"))
         self.register_buffer("t2d", known)
 
@@ -296,5 +298,4 @@ class EagleHead(nn.Module):
         config = self.config
         if config.draft_vocab_size == config.vocab_size:
             return logits
-        every = torch.arange(config.draft_vocab_size, device=self.d2t.device)
-        return widened(logits, self.to_target_ids(every), config.vocab_size)
+        return widened(logits, self.draft_ids, config.vocab_size)

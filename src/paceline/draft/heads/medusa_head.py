@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.draft.vocabulary.shared import widened
-from paceline.model.backends.reference.products import PrepackedLinear, Product, can_prepack
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 
@@ -84,18 +83,11 @@ class MedusaHeads(nn.ModuleList):
         ids = torch.arange(config.head_rows) if config.reduced else None
         self.register_buffer("token_map", ids)
 
-    def blocks(self, layer: int) -> list[nn.Linear]:
-        """The linear layers of residual block ``layer``, one per head."""
-        return self._linears(f"{layer}.linear")
-
     def vocabulary_layers(self) -> list[nn.Linear]:
         """The heads' own vocabulary layers; none where they share the target's."""
         if self.config.shared_head:
             return []
-        return self._linears(str(self.config.layers))
-
-    def _linears(self, name: str) -> list[nn.Linear]:
-        found = [self.get_submodule(f"{head}.{name}") for head in range(len(self))]
+        found = [self.get_submodule(f"{head}.{self.config.layers}") for head in range(len(self))]
         return [module for module in found if isinstance(module, nn.Linear)]
 
     def forward(self, features: torch.Tensor, lm_head: Head | None = None) -> torch.Tensor:
@@ -126,60 +118,3 @@ def spread(
     if config.shared_head:  # the target's head knows more tokens than the heads were trained on
         logits = logits.index_select(-1, token_map)
     return widened(logits, token_map, config.vocab_size)
-
-
-class DraftingHeads:
-    """The same heads laid out for few rows: one product a layer, whatever the number of heads.
-
-    Four heads of two blocks and width 256 with a shared head over 4096 tokens take 150
-    microseconds for one row in bf16 (one core of Zen 4), and the same as modules 330.
-    """
-
-    def __init__(self, heads: MedusaHeads, lm_head: Head) -> None:
-        config = self.config = heads.config
-        self._lm_head = lm_head
-        self._token_map = heads.token_map
-        self._first: Product | None = None
-        self._blocks: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for layer in range(config.layers):
-            linears = heads.blocks(layer)
-            weights = torch.stack([linear.weight.detach() for linear in linears])
-            bias = None
-            if config.bias:
-                bias = torch.stack([linear.bias.detach() for linear in linears])
-            if layer == 0:  # all heads see the same rows
-                self._first = _product(
-                    weights.flatten(0, 1), None if bias is None else bias.flatten()
-                )
-            else:
-                self._blocks.append(
-                    (weights.transpose(1, 2), None if bias is None else bias.unsqueeze(1))
-                )
-        self._own = [_product(layer.weight.detach(), None) for layer in heads.vocabulary_layers()]
-
-    def __call__(self, features: torch.Tensor, count: int) -> torch.Tensor:
-        """Logits ``[B, count, vocab]`` of the first ``count`` heads, from features [B, width]."""
-        batch, width = features.shape
-        config = self.config
-        x = features.unsqueeze(0).expand(count, -1, -1)
-        if self._first is not None:
-            first = self._first(features).view(batch, config.heads, width)
-            x = x + F.silu(first[:, :count].transpose(0, 1))
-        for weights, bias in self._blocks:
-            if bias is None:
-                x = x + F.silu(torch.bmm(x, weights[:count]))
-            else:
-                x = x + F.silu(torch.baddbmm(bias[:count], x, weights[:count]))
-        if config.shared_head:
-            rows = x.transpose(0, 1).reshape(batch * count, width)
-            logits = self._lm_head(rows).view(batch, count, -1)
-        else:
-            logits = torch.stack([self._own[head](x[head]) for head in range(count)], dim=1)
-        return spread(logits, self._token_map, config)
-
-
-def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A linear product, its weight laid out for the CPU where that gains."""
-    if can_prepack(weight):
-        return PrepackedLinear(weight, bias).product
-    return lambda x: F.linear(x, weight, bias)

@@ -14,7 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
+from paceline.draft.trees.grow import Growing, Logits, Narrow, candidates, grow, level_feed
 from paceline.draft.trees.policy import Policy
 from paceline.model.paged.cache import Feed, PagedCache
 
@@ -69,17 +69,17 @@ class LevelDrafter(ABC):
         """What has to be run before the first level; None leaves the sequence alone."""
 
     @abstractmethod
-    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """One forward: ``[rows, vocab]`` after the rows that want logits."""
+    def _logits(self, feeds: Sequence[Feed]) -> Logits:
+        """One forward: logits after the rows that want them."""
 
     @abstractmethod
     def _base(self, item: Slice) -> int:
         """Rows of committed tokens in the cache, in front of the nodes."""
 
-    def _first(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _first(self, feeds: Sequence[Feed]) -> Logits:
         return self._logits(feeds)
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
+    def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees."""
         return self._logits([level_feed(t, self._base(t.item)) for t in trees])
 
@@ -96,12 +96,13 @@ class LevelDrafter(ABC):
             made_up = torch.zeros(1, trees[0].width, device=cache.device)
             if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
                 # Trees of one level: their only pass is over the committed token.
-                logits = self._logits([Feed(seq.seq_id, context, (0,)) for seq in seqs])
+                out = self._logits([Feed(seq.seq_id, context, (0,)) for seq in seqs])
+                logits = out.logits if isinstance(out, Narrow) else out
                 draft(logits, Rows(tuple(seqs), (0,) * len(seqs)), 1, self._generator)
                 return
-            logits = self._logits([level_feed(tree, context) for tree in trees])
+            out = self._logits([level_feed(tree, context) for tree in trees])
             counts = [len(tree.fresh) for tree in trees]
-            found = candidates(trees, counts, logits, self._generator)
+            found = candidates(trees, counts, out, self._generator)
             for tree, part in zip(trees, found, strict=True):
                 tree.extend(*part)
                 tree.finish()

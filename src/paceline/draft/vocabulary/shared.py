@@ -8,21 +8,17 @@ so q is exact and renormalised over the intersection, and everything after it wo
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.core.transfer import to_device
+from paceline.model.decoders import ByteRun, bytes_of, parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_BLANK = "\u2581"  # a space in the tokens of SentencePiece
 
 
 class SharedVocabulary:
@@ -59,15 +55,16 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        kinds = _decoder_kinds(tokenizer)
+        parts = parts_of(tokenizer.backend_tokenizer.decoder)
+        runs = [part for part in parts if isinstance(part, ByteRun)]
         added = tokenizer.added_tokens_decoder
         self.strings: dict[int, bytes] = {}
         self.special: dict[int, str] = {}
         self._spare: set[int] = set()  # single bytes, kept for characters that have no token
         for token, index in tokenizer.get_vocab().items():
             if index not in added:
-                self.strings[index] = _bytes_of(token, kinds)
-                if "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
+                self.strings[index] = bytes_of(parts, token)
+                if runs and isinstance(runs[0].spell(token), bytes):
                     self._spare.add(index)
             elif added[index].special:
                 self.special[index] = token
@@ -214,45 +211,3 @@ def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor
     """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
     full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
     return full.index_copy_(-1, ids, logits)
-
-
-# -- what a token of a tokenizer.json stands for ---------------------------------------------------
-
-
-def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """Names of the decoder's steps; "Metaspace" also where it is written as a replacement."""
-    decoder = tokenizer.backend_tokenizer.decoder
-    if decoder is None:
-        return frozenset()
-    steps: list[Any] = [json.loads(decoder.__getstate__())]
-    kinds: set[str] = set()
-    while steps:
-        step = steps.pop()
-        steps += step.get("decoders", [])
-        replaces = step["type"] == "Replace" and step["pattern"].get("String") == _BLANK
-        kinds.add("Metaspace" if replaces else step["type"])
-    return frozenset(kinds)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes (GPT-2, Radford et al. 2019)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {chr(byte): byte for byte in shown}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
-def _bytes_of(token: str, kinds: frozenset[str]) -> bytes:
-    if "ByteLevel" in kinds:
-        if all(letter in _ALPHABET for letter in token):
-            return bytes(_ALPHABET[letter] for letter in token)
-        return token.encode()
-    byte = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
-    if byte is not None:
-        return bytes.fromhex(byte[1])
-    if "WordPiece" in kinds:
-        return token[2:].encode() if token.startswith("##") else b" " + token.encode()
-    return token.replace(_BLANK, " ").encode() if "Metaspace" in kinds else token.encode()

@@ -59,7 +59,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """One forward's spans over one cache. ``patterns[layer]`` says what a layer sees.
+    """One forward's spans over one cache.
 
     ``batch`` is the one it was made from, brought to the device in one copy with all that the
     pieces need there; what depends on the layers' heads follows when the first of them asks.
@@ -67,11 +67,8 @@ class AttentionStep:
 
     batch: Batch
     cache: KeyValueStore
-    patterns: tuple[Pattern, ...]
     first_slot: int | None  # set when the batch writes consecutive slots
-    _staging: Staging
-    _layouts: dict[Pattern, _Layout]
-    _pieces: dict[tuple[Pattern, int], Pieces] = field(default_factory=dict)
+    _layouts: tuple[_Layout, ...]  # by layer
 
     @property
     def slots(self) -> Tensor:
@@ -90,26 +87,23 @@ class AttentionStep:
         together: bool = True,
         device: torch.device | None = None,
     ) -> AttentionStep:
-        """``together``: several short spans in one call. ``device``: None is the batch's own."""
+        """``patterns[layer]`` says what a layer sees. ``together``: several short spans in one
+        call. ``device``: None is the batch's own."""
         size, first_slot = cache.block_size, None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
         staging = Staging(device or batch.slots.device)
-        layouts = {
-            pattern: _Layout(batch, size, pattern, staging, together)
-            for pattern in dict.fromkeys(patterns)
-        }
-        return cls(_brought(batch, staging), cache, patterns, first_slot, staging, layouts)
+        made: dict[int, _Layout] = {}  # a model's equal patterns are one object
+        for pattern in patterns:
+            if id(pattern) not in made:
+                made[id(pattern)] = _Layout(batch, size, pattern, staging, together)
+        layouts = tuple([made[id(pattern)] for pattern in patterns])
+        return cls(_brought(batch, staging), cache, first_slot, layouts)
 
     def pieces(self, layer: int, group: int, dtype: torch.dtype) -> Pieces:
         """Pieces of a layer whose KV heads serve ``group`` query heads each."""
-        pattern = self.patterns[layer]
-        found = self._pieces.get((pattern, group))
-        if found is None:
-            found = self._layouts[pattern].pieces(group, dtype)
-            self._pieces[pattern, group] = found
-        return found
+        return self._layouts[layer].pieces(group, dtype)
 
 
 def _brought(batch: Batch, staging: Staging) -> Batch:
@@ -181,6 +175,7 @@ class _Layout:
         self._ancestors = batch.ancestors or (None,) * len(batch.spans)
         self._pattern, self._staging, self._together = pattern, staging, together
         self._drafts: list[_Draft] = []
+        self._pieces: dict[int, Pieces] = {}  # by group
         order: list[int] = []
         for members in self._groups():
             if len(members) > 1:
@@ -191,9 +186,13 @@ class _Layout:
         self._order = self._inverse(order)
 
     def pieces(self, group: int, dtype: torch.dtype) -> Pieces:
-        staging, pattern = self._staging, self._pattern
-        items = [draft.finished(staging, pattern, group, dtype) for draft in self._drafts]
-        return Pieces(tuple(items), None if self._order is None else staging.numbers[self._order])
+        found = self._pieces.get(group)
+        if found is None:
+            staging, pattern = self._staging, self._pattern
+            items = [draft.finished(staging, pattern, group, dtype) for draft in self._drafts]
+            order = None if self._order is None else staging.numbers[self._order]
+            found = self._pieces[group] = Pieces(tuple(items), order)
+        return found
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are

@@ -39,7 +39,7 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
             continue
         name = key.removesuffix(suffix)
         try:
-            found[name] = reader(name, tensors, options).check(f"{name}.weight")
+            weight = found[name] = reader(name, tensors, options).check(f"{name}.weight")
         except KeyError as error:
             raise ModelLoadError(
                 f"the checkpoint has {key} but no {error.args[0]}; copy its files again"
@@ -48,12 +48,28 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
             raise ModelLoadError(
                 f"the tensors of {name} do not fit together ({error}); copy the files again"
             ) from None
+        _check_group(name, weight, options)
     if not found:
         raise ModelLoadError(
             f"the config.json asks for {method} weights, but the checkpoint has none; "
             "the files do not belong together"
         )
     return found
+
+
+def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError where the scales are those of other groups than config.json says."""
+    groups = options.get("config_groups") or {}
+    stated = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
+    stated = stated or [options.get("group_size", options.get("q_group_size"))]
+    columns = weight.shape[1]
+    sizes = {columns if not isinstance(size, int) or size < 1 else size for size in stated}
+    if weight.group not in sizes and stated != [None]:
+        said = " or ".join(str(size) for size in sorted(sizes))
+        raise ModelLoadError(
+            f"{name}.weight has scales for groups of {weight.group}, and its config.json says "
+            f"{said}; the files do not belong together"
+        )
 
 
 def is_kept(options: Mapping[str, Any]) -> bool:
@@ -94,7 +110,7 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
             zeros = zeros.reshape(scales.shape)
     else:
         rows, columns = (int(size) for size in tensors[f"{name}.weight_shape"])
-        bits = _packed_bits(options)
+        bits = _packed_bits(name, packed.shape[1], columns)
         codes = unpack(packed, bits)[:, :columns]
         if zeros is not None:
             zeros = unpack(zeros.t(), bits)[:, :rows].t()
@@ -107,14 +123,15 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
     return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
 
 
-def _packed_bits(options: Mapping[str, Any]) -> int:
-    found = {group["weights"]["num_bits"] for group in options["config_groups"].values()}
-    if len(found) != 1:
+def _packed_bits(name: str, words: int, columns: int) -> int:
+    """Of the codes in rows of so many words: several precisions may stand side by side."""
+    found = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), None)
+    if found is None:
         raise UnsupportedModelError(
-            f"the checkpoint packs weights of {sorted(found)} bits side by side, which is not read "
-            "here; quantise the model to one precision"
+            f"{name}.weight_packed has {words} words for {columns} numbers, which is neither 4 "
+            "nor 8 bits; take a checkpoint of 4 or 8 bits"
         )
-    return int(found.pop())
+    return found
 
 
 def _gptq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:

@@ -78,6 +78,19 @@ def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
     return best
 
 
+_LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
+
+
+def _free(bits: int, low: torch.Tensor, scales: torch.Tensor) -> Grid:
+    """Scales and offsets in half precision, as they are read with every weight; in float32 where a
+    scale is too small for that, or an offset too large."""
+    halves = scales.half().float()
+    offsets = (low - _least(bits) * halves).half().float()
+    if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
+        return Grid(bits, halves, offsets)
+    return Grid(bits, scales, low - _least(bits) * scales)
+
+
 def _grid(parts: torch.Tensor, bits: int, zero: Zero, shrink: float) -> Grid:
     low, high = parts.amin(-1) * shrink, parts.amax(-1) * shrink
     most = 2 ** (bits - 1) - 1
@@ -90,7 +103,7 @@ def _grid(parts: torch.Tensor, bits: int, zero: Zero, shrink: float) -> Grid:
         scales = (high - low) / (2**bits - 1)
     scales = torch.where(scales == 0, 1.0, scales)
     if zero == "free":
-        return Grid(bits, scales, low - _least(bits) * scales)
+        return _free(bits, low, scales)
     scales = scales.bfloat16().float()
     if zero == "none":
         return Grid(bits, scales, None)

@@ -11,13 +11,16 @@
     x_sums[t, h]   =  sum over the k of group h of  x_codes[t, k]
 
 ``s`` and ``x_sums`` are sums of whole numbers and exact in any order; the groups are added in
-order, in float32. So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride along:
-what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in plain torch; it
-is the readable truth that kernels are held against.
+order, in float32. (Weights of eight bits in groups of 16 have two terms of ``s * scales`` in each,
+the first 16 inputs' first.) So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride
+along: what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in plain
+torch; it is the readable truth that kernels are held against.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +39,15 @@ class QuantisedWeight:
 
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
     ``offsets`` the codes are symmetric around 0. Whole zero points ``z``, as most formats have
-    them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple.
+    them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
+    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     bits: int
     offsets: torch.Tensor | None = None
+    from_zero: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,7 +74,34 @@ class QuantisedWeight:
     def rows(self, part: slice) -> QuantisedWeight:
         """Some of its outputs."""
         offsets = None if self.offsets is None else self.offsets[part]
-        return QuantisedWeight(self.codes[part], self.scales[part], self.bits, offsets)
+        return QuantisedWeight(
+            self.codes[part], self.scales[part], self.bits, offsets, self.from_zero
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether activations in groups of 32 can be multiplied with it."""
+        least = ROW_GROUP // 2 if self.bits == 8 else ROW_GROUP
+        whole = self.group % ROW_GROUP == 0 or self.group == least
+        return whole and self.shape[1] % ROW_GROUP == 0
+
+    def reordered(self, order: torch.Tensor) -> QuantisedWeight:
+        """Its outputs in another order."""
+        offsets = None if self.offsets is None else self.offsets[order]
+        return QuantisedWeight(
+            self.codes[order], self.scales[order], self.bits, offsets, self.from_zero
+        )
+
+    def widened(self, bits: int, group: int, offsets: bool) -> QuantisedWeight:
+        """The same numbers in as many bits or more, in smaller groups, with offsets if wanted."""
+        repeat = self.group // group
+        scales = self.scales.repeat_interleave(repeat, 1)
+        added = None
+        if self.offsets is not None:
+            added = self.offsets.repeat_interleave(repeat, 1)
+        elif offsets:
+            added = torch.zeros_like(scales)
+        return QuantisedWeight(self.codes, scales, bits, added, bits == 4 and self.from_zero)
 
     def check(self, name: str) -> QuantisedWeight:
         """Itself, if it can be a weight. Raises ModelLoadError that names the tensor."""
@@ -115,7 +147,7 @@ class QuantisedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.quantised = weight
         self.bias = None if bias is None else bias.detach()
-        if weight.group % ROW_GROUP or self.in_features % ROW_GROUP:
+        if not weight.fits:
             raise ModelLoadError(
                 f"a weight of {self.in_features} inputs in groups of {weight.group} cannot be "
                 f"multiplied in groups of {ROW_GROUP}; leave it unquantised"
@@ -151,22 +183,37 @@ def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
     """``[T, out]`` float32 from ``x [T, in]``, by the formulas at the top."""
     codes, x_scales = quantise_rows(x)
     groups = x_scales.shape[1]
-    parts = codes.reshape(len(x), groups, ROW_GROUP)
-    x_sums = parts.sum(-1)
-    repeat = weight.group // ROW_GROUP
+    parts = max(1, ROW_GROUP // weight.group)  # of a group of activations, whose scales differ
+    size, repeat = ROW_GROUP // parts, max(1, weight.group // ROW_GROUP)
+    split = codes.reshape(len(x), groups * parts, size)
+    x_sums = split.sum(-1)
     result = torch.empty(len(x), weight.shape[0], device=x.device)
-    step = max(1, _MOST_SUMS // (max(1, len(x)) * groups))
+    step = max(1, _MOST_SUMS // (max(1, len(x)) * groups * parts))
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         part = weight.rows(rows)
         # Whole numbers below 2^24: a float32 product of 32 of them is exact in any order.
-        matrix = part.codes.float().reshape(-1, groups, ROW_GROUP)
-        sums = torch.einsum("tgk,ngk->gtn", parts, matrix)
+        matrix = part.codes.float().reshape(-1, groups * parts, size)
+        sums = torch.einsum("tgk,ngk->gtn", split, matrix)
         total = torch.zeros(len(x), len(matrix), device=x.device)
         for group in range(groups):
-            term = sums[group] * part.scales[:, group // repeat]
-            if part.offsets is not None:
-                term += x_sums[:, group, None] * part.offsets[:, group // repeat]
+            term = torch.zeros_like(total)
+            for place in range(group * parts, (group + 1) * parts):
+                term += sums[place] * part.scales[:, place // repeat]
+                if part.offsets is not None:
+                    term += x_sums[:, place, None] * part.offsets[:, place // repeat]
             total += term * x_scales[:, group, None]
         result[:, rows] = total
     return result
+
+
+def alike(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
+    """Weights of one input in one form, for which those of four bits may have to be widened."""
+    if len({(w.bits, w.group, w.offsets is None, w.from_zero) for w in weights}) < 2:
+        return list(weights)
+    group = math.gcd(*(weight.group for weight in weights))
+    bits = max(weight.bits for weight in weights)
+    if len({weight.from_zero for weight in weights}) > 1 or group % ROW_GROUP:
+        bits = 8
+    offsets = any(weight.offsets is not None for weight in weights)
+    return [weight.widened(bits, group, offsets) for weight in weights]

@@ -11,8 +11,12 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+<<<<<<< HEAD
 from paceline.model.offload import plan_offload
 from paceline.parallel.load import check_shareable
+=======
+from paceline.model.quantised.weights import BITS
+>>>>>>> main
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
@@ -26,6 +30,14 @@ from paceline.tools.doctor.machine import (
     check_offload,
 )
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
+from paceline.tools.doctor.precision import (
+    Rounding,
+    check_kernels,
+    check_precision,
+    held_bits,
+    rounded_bytes,
+    weight_bytes,
+)
 from paceline.tools.doctor.rows import check_padding, check_tied
 from paceline.tools.doctor.tokens import compare
 from paceline.tools.doctor.weights import check_files, check_values
@@ -64,9 +76,15 @@ def examine(
     device: str = "auto",
     max_batch_size: int = 8,
     kv_cache_memory: int | None = None,
+<<<<<<< HEAD
     offload: str | None = None,
     weights_memory: int | None = None,
     tensor_parallel: int = 1,
+=======
+    quantize: str | None = None,
+    draft_quantize: str | None = None,
+    backend: str = "auto",
+>>>>>>> main
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -79,6 +97,8 @@ def examine(
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
+    quantize = None if quantize == "none" else quantize
+    rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
     if tensor_parallel > 1:
         check_shareable(target, tensor_parallel)
@@ -89,11 +109,18 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
+<<<<<<< HEAD
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     own = (model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
     cost = _Cost(*(count // each for count in own))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         noticed, more = _draft(spec, folder, model, setting)
+=======
+    findings += check_precision(model, setting, rounding)
+    cost = _Cost(weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
+        own, more = _draft(spec, folder, model, setting, rounding)
+>>>>>>> main
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
         findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
         cost += more
@@ -102,6 +129,8 @@ def examine(
         findings.append(check_offload(plan, offload))
         cost = replace(cost, weights=cost.weights - model.weight_bytes(setting.dtype) + plan.peak)
     findings += check_dtype(setting, cost.weights)
+    few = any(found.code.startswith("quantised") for found in findings)
+    findings.append(check_kernels(setting, rounding, few))
     load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     return by_severity([*findings, check_memory(setting, load)])
 
@@ -115,13 +144,25 @@ def _folder_of(spec: DraftSpec) -> ModelFiles | None:
 
 
 def _draft(
-    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: DeviceSettings
+    spec: DraftSpec,
+    files: ModelFiles | None,
+    target: Model,
+    setting: DeviceSettings,
+    rounding: Rounding,
 ) -> tuple[list[Finding], _Cost]:
     """Findings on one draft of one kind, and what it takes."""
     if files is None:
-        return noted(spec.examine(target)), _Cost()
+        found = spec.examine(target)
+        if found.target_in is None:
+            return noted(found), _Cost()
+        held = held_bits(target, setting, rounding)
+        if held <= BITS[found.target_in]:
+            text = f"{spec} of a target that is held in {held} bits already"
+            return [finding("draft-as-target", "draft", text)], _Cost()
+        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype))
     if isinstance(spec, DraftModel):
-        return _model(spec, files, target, setting)
+        own = replace(rounding, draft=spec.quantize or rounding.draft)
+        return _model(spec, files, target, setting, own)
     size, findings = check_head(spec, files, target)
     return findings, _Cost.of(size, setting) if size else _Cost()
 
@@ -130,7 +171,11 @@ def _draft(
 
 
 def _model(
-    spec: DraftModel, files: ModelFiles, target: Model, setting: DeviceSettings
+    spec: DraftModel,
+    files: ModelFiles,
+    target: Model,
+    setting: DeviceSettings,
+    rounding: Rounding,
 ) -> tuple[list[Finding], _Cost]:
     other = weights_kind_of(files)
     if other is not None:
@@ -143,7 +188,9 @@ def _model(
     findings += check_tied(model)
     findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
-    return findings, _Cost(model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
+    findings += check_precision(model, setting, rounding)
+    weights = weight_bytes(model, setting, rounding)
+    return findings, _Cost(weights, model.cache_bytes(setting.dtype))
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:

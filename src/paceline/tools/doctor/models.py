@@ -63,11 +63,16 @@ class Model:
         return int(limit or UNLIMITED_POSITIONS)
 
     @property
+    def quantisation_options(self) -> Mapping[str, Any] | None:
+        """What config.json says of packed weights, None if they are plain numbers."""
+        said = self.files.config.get("quantization_config")
+        return said if said is None or isinstance(said, Mapping) else {}
+
+    @property
     def quantisation(self) -> str | None:
         """The method by which the weights are packed, None if they are plain numbers."""
-        said = self.files.config.get("quantization_config")
-        method = said.get("quant_method") if isinstance(said, Mapping) else None
-        return None if said is None else str(method or "unknown")
+        said = self.quantisation_options
+        return None if said is None else str(said.get("quant_method") or "unknown")
 
     @property
     def parameters(self) -> int:
@@ -131,8 +136,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
             findings.append(finding("tokenizer-absent", about, found, ERROR, cure))
     model = Model(about, files, config, config.get_text_config(decoder=True), tokenizer)
     if model.quantisation is not None:
-        text = f"the weights are quantised ({model.quantisation})"
-        return model, [*findings, finding("quantised", about, text)]
+        return model, findings  # precision.py tells of those
     text = (
         f"{config.model_type}: {model.num_layers} attention layers of width "
         f"{model.hidden_size}, {millions(model.parameters)} parameters"

@@ -13,7 +13,6 @@ from paceline.model.gguf import GgufFile
 from paceline.model.tensorfile import verify
 from paceline.tools.doctor.files import ModelFiles, TensorEntry
 from paceline.tools.doctor.findings import Finding, finding
-from paceline.tools.doctor.machine import size
 
 _MATRICES = 8  # sampled of each kind
 _SAMPLE = 4096  # values of each: its standard deviation is then known to about 1 %
@@ -41,14 +40,7 @@ def check_files(files: ModelFiles, about: str) -> Iterator[Finding]:
 
 
 def _gguf(file: GgufFile, about: str) -> Iterator[Finding]:
-    """That it is dequantised and what that takes, and what transformers does not take from it."""
-    kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
-    text = (
-        f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk and, dequantised, "
-        f"{size(file.parameters * torch.bfloat16.itemsize)} of memory in bfloat16 or "
-        f"{size(file.parameters * torch.float32.itemsize)} in float32"
-    )
-    yield finding("gguf-dequantised", about, text)
+    """What transformers does not take from it."""
     if file.splits_otherwise:
         text = f"the file splits text as {file.pre_tokenizer!r} does, which is not known here"
         yield finding("gguf-tokenizer-unsure", about, text)

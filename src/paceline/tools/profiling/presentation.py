@@ -41,6 +41,7 @@ _TIMES = (
 _LIMITS = (
     Column("", "phase", "name"),
     Column("", "moves", "bytes", size),
+    Column("", "bits a weight", "weight_bits", lambda bits: f"{bits:.3g}" if bits else ""),
     Column("", "GB/s", "bytes_per_second", _giga),
     Column("", "of copy", "of_copy_bandwidth", _share),
     Column("", "of read", "of_read_bandwidth", _share),

@@ -245,6 +245,7 @@ def figures_of(
         passes=work.weight_bytes / read_once if read_once else 0.0,
         rows=work.rows,
         bandwidth=bandwidth,
+        weight_bits=8 * work.distinct_bytes / work.parameters if work.parameters else 0.0,
     )
 
 

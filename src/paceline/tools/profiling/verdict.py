@@ -31,7 +31,8 @@ class Figures:
     ``kernels + launches + python == seconds``: in products and attention, but for what the call of
     the smallest costs (on CUDA: in any kernel); in those calls and all other operators; and between
     operators. ``calls`` of operators, of them ``kernel_calls`` of products and attention.
-    ``passes``: how often its ``parameters`` were read. ``bandwidth``: what the machine reads at
+    ``passes``: how often its ``parameters`` were read, each in ``weight_bits`` of memory, scales
+    included. ``bandwidth``: what the machine reads at
     best from where these bytes lie.
     """
 
@@ -48,6 +49,7 @@ class Figures:
     passes: float = 0.0
     rows: float = 0.0
     bandwidth: float = 0.0
+    weight_bits: float = 0.0
 
     @property
     def bytes_per_second(self) -> float:

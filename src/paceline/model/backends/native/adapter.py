@@ -104,6 +104,12 @@ class BatchArrays:
             self._held.append(flags)
         self._held += [layers, places]
 
+    def go_on_from(self, hidden: torch.Tensor, fused: bool, outputs: torch.Tensor) -> None:
+        """What an EAGLE head reads beside tokens, and where its outputs go."""
+        self.struct.hidden, self.struct.fused = hidden.data_ptr(), fused
+        self.struct.outputs = outputs.data_ptr()
+        self._held += [hidden, outputs]
+
     def turn(self, ropes: Sequence[torch.Tensor]) -> None:
         """The tables of cosines and sines."""
         places = (ctypes.c_void_p * len(ropes))(*(table.data_ptr() for table in ropes))

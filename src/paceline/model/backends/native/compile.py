@@ -35,7 +35,7 @@ _LIMIT = 300  # seconds for one compilation
 
 # What is compiled: object, source, options.
 _COMMON = (
-    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "amx_trial")),
+    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "experts", "medusa", "amx_trial")),
     ("portable", "kernels.cpp", ()),
     ("quantised_portable", "quantised.cpp", ()),
 )
@@ -45,11 +45,12 @@ _AMX = ("-mamx-tile", "-mamx-bf16", "-DPACELINE_AMX")  # older compilers do not 
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
     ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
+    ("dpbf16", "kernels.cpp", (*_AVX512, "-mavx512bf16", "-DPACELINE_DPBF16")),
     ("avx2", "kernels.cpp", _AVX2),
     ("quantised_vnni", "quantised.cpp", (*_AVX512, "-mavx512vnni", "-mf16c")),
     ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
-_OPTIONAL = {"amx"}
+_OPTIONAL = {"amx", "dpbf16"}
 
 
 class NativeUnavailableError(PacelineError):
@@ -78,6 +79,13 @@ def library_file() -> Path:
             raise
         raise NativeUnavailableError(f"the kernels cannot be built ({error})") from None
     return file
+
+
+def is_built() -> bool:
+    """Whether the kernels are there already. Raises NativeUnavailableError where they cannot be."""
+    if os.name != "posix":
+        raise NativeUnavailableError("only Linux and macOS are supported")
+    return (_kept() / _digest(_compiler()) / _LIBRARY).is_file()
 
 
 def _kept() -> Path:

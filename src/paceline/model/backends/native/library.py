@@ -14,10 +14,12 @@ from paceline.model.backends.native.compile import NativeUnavailableError, libra
 
 FLOAT32, BFLOAT16 = 0, 1
 SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
+OFFSETS_NONE, OFFSETS_MIDDLE, OFFSETS_LEAST = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # places of a dense matrix in a packed one
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1
-INSTRUCTIONS = ("amx", "avx512", "avx2", "portable")
+INSTRUCTIONS = ("amx", "dpbf16", "avx512", "avx2", "portable")
+SAME_BITS = ("amx", "avx512", "avx2", "portable")
 
 
 class CWeight(Structure):
@@ -40,18 +42,33 @@ class CLayer(Structure):
         *((name, CNorm) for name in ("attention_after", "mlp_after", "q_norm", "k_norm")),
         ("window", c_int64),
         ("rope", c_int64),
+        *((name, c_int64) for name in ("experts", "chosen")),
+        ("router", CWeight),
+        *((name, POINTER(CWeight)) for name in ("expert_gate_up", "expert_down")),
     )
 
 
 class CModel(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "layers", "heads")),
-        *((name, c_int64) for name in ("kv_heads", "head_dim", "ffn", "activation")),
+        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "words", "layers")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "ffn", "activation")),
         *((name, c_float) for name in ("embedding_scale", "scaling", "attention_cap", "logit_cap")),
         ("embedding", c_void_p),
         ("layer", POINTER(CLayer)),
         ("final_norm", CNorm),
         ("head", CWeight),
+        ("fuse", CWeight),
+        ("hidden_norm", CNorm),
+        ("residual_normed", c_int64),
+    )
+
+
+class CMedusa(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "width", "vocab", "heads", "blocks", "shared")),
+        ("logit_cap", c_float),
+        ("block", POINTER(CWeight)),
+        ("head", POINTER(CWeight)),
     )
 
 
@@ -68,7 +85,9 @@ class CBatch(Structure):
         *((name, c_int64) for name in ("block_size", "threads")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
         *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
-        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope")),
+        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope", "hidden")),
+        ("fused", c_int64),
+        ("outputs", c_void_p),
     )
 
 
@@ -90,6 +109,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_open": (c_void_p, (POINTER(CModel),)),
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
+    "pl_medusa_logits": (
+        c_int,
+        (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    ),
 }
 
 

@@ -20,7 +20,13 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
-from paceline.model.backends.native.packing import Packed, PackedLinear, pack_children
+from paceline.model.backends.native.packing import (
+    Packed,
+    PackedExperts,
+    PackedLinear,
+    linear_of,
+    pack_children,
+)
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
 from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
@@ -52,7 +58,7 @@ class Ropes:
         return self.tables
 
 
-class _Opened:
+class Opened:
     """The library's own part of a model, given back when the last view of it goes."""
 
     def __init__(self, model: CModel) -> None:
@@ -64,6 +70,70 @@ class _Opened:
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self._close(self.handle)
+
+
+class Packing:
+    """Weights and norms as the library reads them, kept for as long as it may."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._matrices: list[tuple[Packed, float]] = []  # and the part of the rows that they see
+
+    def weight(self, packed: Packed, part: float = 1.0) -> CWeight:
+        self._matrices.append((packed, part))
+        return packed.struct()
+
+    def matrices(self, layer: Any, dtype: torch.dtype) -> dict[str, Any]:
+        """Those of a decoder layer, packed; its modules keep no others."""
+        attention, mlp = layer.self_attn, layer.mlp
+        found = {
+            "qkv": self.weight(pack_children(attention, PROJECTIONS, dtype)),
+            "out": self.weight(pack_children(attention, ("o_proj",), dtype)),
+        }
+        if hasattr(mlp, "experts"):
+            return found | self._experts(mlp, dtype)
+        return found | {
+            "gate_up": self.weight(pack_children(mlp, GATED, dtype, gated=True)),
+            "down": self.weight(pack_children(mlp, ("down_proj",), dtype)),
+        }
+
+    def _experts(self, mlp: Any, dtype: torch.dtype) -> dict[str, Any]:
+        packed = mlp.experts = PackedExperts(mlp.experts, dtype)
+        count = len(packed.down)
+        gate_up, down = (
+            (CWeight * count)(*(self.weight(one, mlp.gate.top_k / count) for one in every))
+            for every in (packed.gate_up, packed.down)
+        )
+        self.keep(gate_up, down)
+        return {
+            "experts": count,
+            "chosen": mlp.gate.top_k,
+            "router": self.weight(Packed.of([linear_of(mlp.gate.weight)], dtype)),
+            "expert_gate_up": gate_up,
+            "expert_down": down,
+        }
+
+    def norm(self, norm: RMSNorm | torch.nn.RMSNorm | None) -> CNorm:
+        if norm is None:
+            return CNorm(None, 0.0)
+        weight = norm.weight.detach().float().contiguous()
+        self._held.append(weight)
+        return CNorm(weight.data_ptr(), norm.eps)
+
+    def keep(self, *what: Any) -> None:
+        self._held += what
+
+    def work(
+        self, batch: Batch, cache: KeyValueStore, wanted: int, head: Packed, width: int, layers: int
+    ) -> NativeWork:
+        """Of a forward with ``wanted`` rows of logits and queries of ``width`` numbers. Of experts,
+        as if the rows were shared out evenly."""
+        rows = batch.input_ids.shape[0]
+        reads = [
+            matrix.read(wanted if matrix is head else round(rows * part))
+            for matrix, part in self._matrices
+        ]
+        return NativeWork.of_forward(tuple(reads), batch, cache, layers, width)
 
 
 class NativeModel:
@@ -80,18 +150,19 @@ class NativeModel:
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
         self.num_layers = len(hf.model.layers)
         self.skipped: frozenset[int] = frozenset()
-        self._held: list[Any] = []  # what the structures point to
+        self._packing = Packing()
         layers = (CLayer * self.num_layers)(
             *(self._layer(layer, n) for n, layer in enumerate(hf.model.layers))
         )
-        self._head = pack_children(hf, ("lm_head",), self.dtype)
-        embedding = hf.model.embed_tokens.weight.detach().contiguous()
-        self._held += [embedding, layers]
-        self._opened = _Opened(
+        self.lm_head = pack_children(hf, ("lm_head",), self.dtype)
+        self.embedding = hf.model.embed_tokens.weight.detach().contiguous()
+        self._packing.keep(layers)
+        self._opened = Opened(
             CModel(
                 dtype=DTYPES[self.dtype],
                 hidden=self.hidden_size,
-                vocab=self._head.outputs,
+                vocab=self.lm_head.outputs,
+                words=self.vocab_size,
                 layers=self.num_layers,
                 heads=decoder.heads,
                 kv_heads=decoder.kv_heads,
@@ -102,42 +173,28 @@ class NativeModel:
                 scaling=decoder.scaling,
                 attention_cap=decoder.attention_cap,
                 logit_cap=decoder.logit_cap,
-                embedding=embedding.data_ptr(),
+                embedding=self.embedding.data_ptr(),
                 layer=layers,
-                final_norm=self._norm(decoder.final_norm),
-                head=self._weight(self._head),
+                final_norm=self._packing.norm(decoder.final_norm),
+                head=self._packing.weight(self.lm_head),
             )
         )
         self._ropes = Ropes(hf.model.rotary_emb, decoder.rope_kinds)
         self._caches = CachePointers(self.num_layers)
 
     def _layer(self, layer: Any, index: int) -> CLayer:
-        norms = self.decoder.norms[index]
+        norms, packing = self.decoder.norms[index], self._packing
         return CLayer(
-            qkv=self._weight(pack_children(layer.self_attn, PROJECTIONS, self.dtype)),
-            out=self._weight(pack_children(layer.self_attn, ("o_proj",), self.dtype)),
-            gate_up=self._weight(pack_children(layer.mlp, GATED, self.dtype, gated=True)),
-            down=self._weight(pack_children(layer.mlp, ("down_proj",), self.dtype)),
-            attention_norm=self._norm(norms.attention),
-            mlp_norm=self._norm(norms.mlp),
-            attention_after=self._norm(norms.attention_after),
-            mlp_after=self._norm(norms.mlp_after),
-            q_norm=self._norm(norms.q),
-            k_norm=self._norm(norms.k),
+            **packing.matrices(layer, self.dtype),
+            attention_norm=packing.norm(norms.attention),
+            mlp_norm=packing.norm(norms.mlp),
+            attention_after=packing.norm(norms.attention_after),
+            mlp_after=packing.norm(norms.mlp_after),
+            q_norm=packing.norm(norms.q),
+            k_norm=packing.norm(norms.k),
             window=self.decoder.windows[index],
             rope=self.decoder.ropes[index],
         )
-
-    def _weight(self, packed: Packed) -> CWeight:
-        self._held.append(packed)
-        return packed.struct()
-
-    def _norm(self, norm: RMSNorm | None) -> CNorm:
-        if norm is None:
-            return CNorm(None, 0.0)
-        weight = norm.weight.detach().float().contiguous()
-        self._held.append(weight)
-        return CNorm(weight.data_ptr(), norm.eps)
 
     def without(self, skipped: frozenset[int]) -> NativeModel:
         """The same weights with some layers left out."""
@@ -151,7 +208,7 @@ class NativeModel:
         """As CausalModel."""
         rows = batch.input_ids.shape[0]
         wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
-        logits = torch.empty(wanted, self._head.outputs, dtype=self.dtype)
+        logits = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)
         kept = {
             layer: torch.empty(rows, self.hidden_size, dtype=self.dtype)
             for layer in sorted(set(features))
@@ -161,23 +218,18 @@ class NativeModel:
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
-        tell(lambda: self._work(batch, cache, rows, wanted))
+        width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
+        tell(lambda: self._packing.work(batch, cache, wanted, self.lm_head, width, layers))
         return ModelOutput(logits, {layer: kept[layer] for layer in features})
-
-    def _work(self, batch: Batch, cache: KeyValueStore, rows: int, wanted: int) -> NativeWork:
-        matrices = [held for held in self._held if isinstance(held, Packed)]
-        products = (m.read(wanted if m is self._head else rows) for m in matrices)
-        width = self.decoder.heads * self.decoder.head_dim
-        return NativeWork.of_forward(tuple(products), batch, cache, self.num_layers, width)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final-norm outputs ``[..., hidden]``."""
-        return self._head.product(hidden, self.decoder.logit_cap)
+        return self.lm_head.product(hidden, self.decoder.logit_cap)
 
 
 def unpack_modules(hf: Any) -> None:
     """Give a model whose weights were packed its plain ones back."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear):
+            if isinstance(child, PackedLinear | PackedExperts):
                 setattr(parent, name, child.plain())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from torch import nn
 from paceline.model.backends.native.library import (
     DTYPES,
     GATE,
+    OFFSETS_LEAST,
+    OFFSETS_MIDDLE,
+    OFFSETS_NONE,
     PLAIN,
     SCALE_BFLOAT16,
     SCALE_FLOAT,
@@ -22,7 +27,12 @@ from paceline.model.backends.native.library import (
     library,
 )
 from paceline.model.backends.native.witness import NativeWork, WeightRead, tell
-from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
+from paceline.model.quantised.weights import (
+    ROW_GROUP,
+    QuantisedLinear,
+    QuantisedWeight,
+    alike,
+)
 
 _PANEL = 32
 
@@ -45,6 +55,7 @@ class Packed:
         cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
     ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs side by side."""
+        linears = _in_one_form(linears)
         inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
@@ -107,12 +118,13 @@ class Packed:
     def quantised(self, place: int, first: int, rows: int) -> QuantisedWeight:
         """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
         assert self.form is not None
-        groups = self.inputs // ROW_GROUP // self.form.repeat
+        groups = self.form.groups(self.inputs)
         weight = QuantisedWeight(
             torch.empty(rows, self.inputs, dtype=torch.int8),
             torch.empty(rows, groups),
             self.form.bits,
             torch.empty(rows, groups) if self.form.offsets else None,
+            self.form.offsets == OFFSETS_LEAST,
         )
         self._copy_quantised(weight, place, first, out=1)
         return weight
@@ -147,12 +159,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Form:
-    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale."""
+    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale, 0 if
+    each has two; ``offsets``: whether there are any, and to which code they belong."""
 
     bits: int
     repeat: int
     scale_kind: int
-    offsets: bool
+    offsets: int
+
+    def groups(self, inputs: int) -> int:
+        return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
 
     @classmethod
     def of(cls, linears: Sequence[QuantisedLinear]) -> Form | None:
@@ -166,7 +182,10 @@ class Form:
             (kind for kind, fits in _SCALE_KINDS if all(fits(part) for part in numbers)),
             SCALE_FLOAT,
         )
-        return cls(first.bits, first.group // ROW_GROUP, kind, first.offsets is not None)
+        offsets = OFFSETS_NONE
+        if first.offsets is not None:
+            offsets = OFFSETS_LEAST if first.from_zero else OFFSETS_MIDDLE
+        return cls(first.bits, first.group // ROW_GROUP, kind, offsets)
 
 
 def _fits_bf16(x: torch.Tensor) -> bool:
@@ -181,10 +200,18 @@ _SCALE_KINDS = ((SCALE_BFLOAT16, _fits_bf16), (SCALE_HALF, _fits_half))
 
 
 def same_form(linears: Sequence[nn.Module]) -> bool:
-    """Whether these can be packed into one matrix."""
+    """Whether these can be packed into one matrix: all are quantised, or none."""
+    return sum(isinstance(linear, QuantisedLinear) for linear in linears) in (0, len(linears))
+
+
+def _in_one_form(
+    linears: Sequence[nn.Linear | QuantisedLinear],
+) -> Sequence[nn.Linear | QuantisedLinear]:
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
-    forms = {(w.quantised.bits, w.quantised.group, w.quantised.offsets is None) for w in quantised}
-    return len(quantised) in (0, len(linears)) and len(forms) < 2
+    weights = alike([linear.quantised for linear in quantised])
+    if not quantised or all(w is old.quantised for w, old in zip(weights, quantised, strict=True)):
+        return linears
+    return [QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)]
 
 
 def _places(gated: bool) -> tuple[int, ...]:
@@ -225,12 +252,52 @@ class PackedLinear(nn.Module):
         if self.packed.form is not None:
             weight = self.packed.quantised(self.place, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
-        linear = nn.Linear(1, 1, bias=False)
-        linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias, requires_grad=False)
-        return linear
+        return linear_of(self.weight, self.bias)
+
+
+class PackedExperts(nn.Module):
+    """Stands for the experts of a layer, whose weights are packed, expert by expert."""
+
+    _emptied: Any
+
+    def __init__(self, experts: Any, dtype: torch.dtype) -> None:
+        """Takes the weights out of the module it stands for."""
+        super().__init__()
+        self.__dict__["_emptied"] = experts  # no submodule: it holds nothing
+        self.gate_up: list[Packed] = []
+        self.down: list[Packed] = []
+        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            self.gate_up.append(Packed.of([linear_of(part) for part in both.chunk(2)], dtype, True))
+            self.down.append(Packed.of([linear_of(down)], dtype))
+        experts.gate_up_proj = experts.down_proj = None
+
+    def plain(self) -> nn.Module:
+        """The module that this one stands for, with its weights."""
+        ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
+        gate_up = [[p.dense(place, 0, ffn) for place in (GATE, UP)] for p in self.gate_up]
+        module = copy.copy(self._emptied)
+        module._parameters = {
+            "gate_up_proj": _fixed(torch.stack([torch.cat(both) for both in gate_up])),
+            "down_proj": _fixed(torch.stack([p.dense(PLAIN, 0, hidden) for p in self.down])),
+        }
+        return module  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain()(*args, **kwargs)
+
+
+def _fixed(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A module of this weight ``[outputs, inputs]``, which is not copied."""
+    linear = nn.Linear(1, 1, bias=False)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = _fixed(weight.detach())
+    if bias is not None:
+        linear.bias = _fixed(bias)
+    return linear
 
 
 def pack_children(

@@ -1,8 +1,9 @@
-"""Which models the kernels know: decoders of Llama's shape, and those of Gemma 2 and 3.
+"""Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
 
 Llama-shaped ones are found as the reference backend finds them, by structure and by the results
-of their layers. Of Gemma, whose layers have two more norms, the classes are known; and whatever is
-recognised must also give the reference's logits before it is used (see model.py).
+of their layers. Of Gemma, whose layers have two more norms, and of Mixtral, whose layers have
+experts, the classes are known; and whatever is recognised must also give the reference's logits
+before it is used (see adopt.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from paceline.model.paged.masks import Pattern
 from paceline.model.quantised.weights import QuantisedLinear
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+_EXPERTS = {"MixtralForCausalLM"}
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 
@@ -76,12 +78,14 @@ def describe(
     if len(set(shapes)) > 1 or shapes[0][1] != shapes[0][2]:
         return "layers differ in their heads"
     gemma = kind in _GEMMA
-    if not gemma and not is_llama_shaped(hf):
+    if not gemma and kind not in _EXPERTS and not is_llama_shaped(hf):
         return f"{kind} is no decoder of a known shape"
     if not all(_is_known(layer) for layer in (*hf.model.layers, hf.lm_head)):
         return "weights that are no plain numbers"
     for layer in hf.model.layers:
         for parent, names in ((layer.self_attn, PROJECTIONS), (layer.mlp, GATED)):
+            if hasattr(parent, "experts"):
+                continue
             if not same_form([getattr(parent, name) for name in names]):
                 return "matrices of one input differ in precision"
     dtypes = {parameter.dtype for parameter in hf.parameters()}
@@ -100,23 +104,23 @@ def _described(
     if final is None or len(known) < len(norms):
         return "a norm is not an RMS norm"
     attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
-    activation = _activation(mlp.act_fn)
+    activation = _activation(_acting(mlp).act_fn)
     if activation is None:
-        return f"the activation {type(mlp.act_fn).__name__} is not known"
+        return f"the activation {type(_acting(mlp).act_fn).__name__} is not known"
     kinds = getattr(base.rotary_emb, "layer_types", None)
     of_layer = [
         getattr(config, "layer_types", [None])[n] if kinds else None for n in range(len(norms))
     ]
     rope_kinds = tuple(dict.fromkeys(of_layer))
     rope = base.rotary_emb.rope_type
-    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= _STATIC_ROPE:
+    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
     scale = getattr(base.embed_tokens, "embed_scale", None)
     return DecoderShape(
         heads=attention.q_proj.out_features // shape[1],
         kv_heads=shape[0],
         head_dim=shape[1],
-        ffn=mlp.gate_proj.out_features,
+        ffn=mlp.gate_proj.out_features if _acting(mlp) is mlp else mlp.experts.down_proj.shape[-1],
         activation=activation,
         scaling=float(attention.scaling),
         embedding_scale=1.0 if scale is None else float(scale.to(hf.dtype)),
@@ -138,8 +142,15 @@ def _is_known(layer: Any) -> bool:
         plain = type(layer) is nn.Linear and is_plain(layer.weight)
         return plain or type(layer) is QuantisedLinear
     linears = [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+    if _acting(layer.mlp) is not layer.mlp:
+        return all(map(_is_known, linears)) and all(map(is_plain, layer.mlp.parameters()))
     linears += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
     return all(_is_known(linear) for linear in linears)
+
+
+def _acting(mlp: Any) -> Any:
+    """The module that has the activation: of experts theirs."""
+    return getattr(mlp, "experts", mlp)
 
 
 def _norms(layer: Any, gemma: bool) -> Norms | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,16 @@ class PeerDifferences:
         if self.short:
             found["ignore_eos"] = f"{self.short} of {self.answers} answers ended early"
         return found
+
+
+def known(name: str, ids: Sequence[int], own: OwnSide) -> tuple[int, ...]:
+    """Ids that the target has, too. Raises PeerFailedError."""
+    if any(not 0 <= token < own.vocabulary for token in ids):
+        raise PeerFailedError(
+            f"{name} wrote the id {max(ids)}, but the target has {own.vocabulary}: it runs another "
+            "model; give it a form of the target"
+        )
+    return tuple(ids)
 
 
 def shares(total: int, weights: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.tools.bench.peers.children import PeerProcess
-from paceline.tools.bench.peers.kinds import OwnSide, PeerDifferences, PeerFailedError
+from paceline.tools.bench.peers.kinds import OwnSide, PeerDifferences, PeerFailedError, known
 
 VARIABLE = "PACELINE_OPENVINO_PYTHON"
 _WORKER = Path(__file__).with_name("openvino_worker.py")
@@ -25,6 +25,7 @@ class OpenVino:
 
     name: str
     process: PeerProcess
+    own: OwnSide
     differences: PeerDifferences
 
     def refresh(self) -> None:
@@ -48,7 +49,7 @@ class OpenVino:
             arrivals = tuple((float(at), int(count)) for at, count in found["arrivals"])
             if not arrivals:
                 raise PeerFailedError(f"{self.name} answered without a token; try another prompt")
-            answers.append(TimedAnswer(tuple(found["ids"]), arrivals))
+            answers.append(TimedAnswer(known(self.name, found["ids"], self.own), arrivals))
             self.differences.saw(ask, answers[-1], None)
         steps = sum(len(answer.arrivals) for answer in answers)
         tokens = sum(answer.count for answer in answers)
@@ -78,7 +79,7 @@ def open_openvino(
         raise
     held = f"runs in {about['INFERENCE_PRECISION_HINT']}, cache {about['KV_CACHE_PRECISION']}"
     precision = f"weights as the folder has them, {held}; here {own.precision}"
-    return OpenVino(name, process, PeerDifferences(precision=precision))
+    return OpenVino(name, process, own, PeerDifferences(precision=precision))
 
 
 def _said(process: PeerProcess, wanted: Any) -> dict[str, Any]:

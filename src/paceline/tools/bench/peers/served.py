@@ -16,6 +16,7 @@ from paceline.tools.bench.peers.kinds import (
     OwnSide,
     PeerDifferences,
     PeerFailedError,
+    known,
     shares,
 )
 
@@ -146,7 +147,7 @@ class ServedPeer:
         parts = [(moment, one) for moment, one in found if one.text or one.ids]
         text = "".join(one.text for _, one in parts)
         ids = [token for _, one in parts for token in one.ids]
-        tokens = ids or self._encoded(text)
+        tokens = known(self.name, ids or self._encoded(text), self.own)
         said = [one.written for _, one in found if one.written is not None]
         count = len(ids) or (said[-1] if said else len(tokens))
         if not parts or not count:
@@ -156,7 +157,7 @@ class ServedPeer:
             weights = [max(1, len(self._encoded(one.text))) for _, one in parts]
         counts = shares(count, weights)
         arrivals = tuple((at, n) for (at, _), n in zip(parts, counts, strict=True) if n)
-        answer = TimedAnswer(tuple(tokens), arrivals, count)
+        answer = TimedAnswer(tokens, arrivals, count)
         read = [one.read for _, one in found if one.read is not None]
         self.differences.saw(ask, answer, read[-1] if read else None)
         return answer

@@ -36,8 +36,8 @@ class GreedyPart(CheckPart):
         self.looked_at += 1
         if not said.tokens:
             self.note("the server gives no logprobs: texts are compared letter by letter")
-        for at, token in enumerate(said.tokens):
-            least = min((gap(said, at, other) for other in said.likeliest[at]), default=0.0)
+        for at, (token, listed) in enumerate(zip(said.tokens, said.likeliest, strict=False)):
+            least = min((gap(said, at, other) for other in listed), default=0.0)
             if least < -TIE:
                 self.problems.append(
                     f"{name}: token {at} is {token!r}, another is {-least:.2f} nats likelier by "
@@ -70,13 +70,17 @@ class LogprobPart(CheckPart):
             if sum(map(math.exp, top.values())) > 1.01 or max(top.values(), default=0) > 1e-6:
                 self.problems.append(f"{name}: chances that sum to more than 1")
                 break
+        count, bare = len(said.likeliest), sum(not top for top in said.likeliest)
+        if 0 < bare < count:
+            self.problems.append(f"{name}: {bare} of {count} tokens have no alternatives")
         places = [at for at in range(1, len(said.tokens)) if _clean(said.tokens[: at + 1])]
         for at in asking.chance.sample(places, min(_RESCORED, len(places))):
             text = prompt + "".join(said.tokens[:at])
             (fresh, *_), answer = asking.completions(asking.server, text, max_tokens=1)
             read = tokens_of(answer, "prompt")
-            if not fresh.likeliest or (None not in (read, length) and read != length + at):  # type: ignore[operator]
-                continue  # the text is cut into other tokens there
+            recut = read is not None and length is not None and read != length + at
+            if recut or not (fresh.likeliest and fresh.likeliest[0]):
+                continue  # the text is cut into other tokens there, or nothing is said of it
             self.looked_at += 1
             self._compare(name, said, fresh, at)
 

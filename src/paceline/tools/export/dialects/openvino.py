@@ -59,8 +59,8 @@ def to_openvino(it: ExportedDraft) -> Exported:
     else:
         raise it.refuse(
             "OpenVINO GenAI",
-            "export a draft model or ngram (its EAGLE-3 takes heads that Intel's own tool has "
-            "converted, for architectures of its own list)",
+            "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
+            "numbers only from inside a converted model; left alone it reads one layer too far)",
         )
     settings = "".join(f"config.{name} = {value!r}\n" for name, value in config.items())
     where = FILE if it.out is None else str((it.out / FILE).resolve())

@@ -8,10 +8,10 @@
 
 namespace {
 
-// The best first.
+// The best first. (Other than the others, kernels_dpbf16 has bits of its own.)
 const Kernels* const every[] = {
 #if defined(__x86_64__)
-    &kernels_amx, &kernels_avx512, &kernels_avx2,
+    &kernels_amx, &kernels_dpbf16, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_portable};
 
@@ -25,21 +25,31 @@ bool usable(const Kernels* k) {
     static const bool works = &kernels_amx && usable(&kernels_avx512) && amx_works(kernels_amx, kernels_avx512);
     return works;
   }
+  if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
   if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return k == &kernels_portable;
 }
 
+// Intel's processors are no faster by VDPBF16PS than by fused multiply-adds; AMD's are.
+bool preferred(const Kernels* k) {
+#if defined(__x86_64__)
+  return k != &kernels_dpbf16 || __builtin_cpu_is("amd");
+#else
+  return k;
+#endif
+}
+
 const Kernels* best() {
   for (const Kernels* k : every)
-    if (usable(k)) return k;
+    if (usable(k) && preferred(k)) return k;
   return &kernels_portable;
 }
 
 // The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's.
 const Quantised& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
-  bool wide = k == &kernels_avx512 || k == &kernels_amx;
+  bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
   if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
   if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
 #endif
@@ -106,7 +116,7 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
                    int64_t row) {
   int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
   int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
-  int64_t groups = w.inputs / GROUP / w.repeat;
+  int64_t groups = head_lines(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
     uint8_t *first = at + g % groups * head_line(w), *second = first + head_line(w) / 2;
@@ -132,9 +142,9 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
     uint8_t& both = at[k / GROUP * 512 + k % 16 / 4 * 128 + k % 4];
     int shift = k % GROUP < 16 ? 0 : 4;
     if (out)
-      code = static_cast<int8_t>((both >> shift & 15) - 8);
+      code = static_cast<int8_t>((both >> shift & 15) - least);
     else
-      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + 8) << shift);
+      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + least) << shift);
   }
 }
 
@@ -241,6 +251,16 @@ int pl_forward(void* opened, const pl_batch* batch) {
     return 0;
   } catch (const std::out_of_range&) {
     return 2;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {
+  try {
+    const Kernels& k = kernels();
+    medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads);
+    return 0;
   } catch (const std::bad_alloc&) {
     return 1;
   }

@@ -14,12 +14,6 @@ bool is_chain(const int32_t* parents, long nodes) {
   return true;
 }
 
-// The part of `rows` that a thread does.
-struct Share {
-  long from, to;
-  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
-};
-
 }  // namespace
 
 // Where each row's keys are, and how attention is divided.
@@ -29,7 +23,7 @@ void Forward::lay_out() {
   items_.clear();
   blocks_ = 1;
   for (long r = 0; r < b_.rows; r++)
-    if (b_.ids[r] < 0 || b_.ids[r] >= m_.vocab) throw std::out_of_range("token");
+    if (b_.ids[r] < 0 || b_.ids[r] >= m_.words) throw std::out_of_range("token");
   long most = 0;
   for (long s = 0; s < b_.spans; s++) most += static_cast<long>(b_.span[s].nodes) * b_.span[s].nodes;
   own_.reserve(most);
@@ -70,15 +64,27 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   b_ = batch;
   long threads = std::max<int64_t>(1, b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
   x_.shape(b_.rows, hidden);
+  if (m_.fuse.data) {
+    given_.shape(b_.fused ? 0 : b_.rows, m_.fuse.inputs);
+    joined_.shape(b_.rows, 2 * hidden);
+  }
   normed_.shape(b_.rows, hidden);
   qkv_.shape(b_.rows, inner + 2 * m_.kv_heads * m_.head_dim);
   attended_.shape(b_.rows, inner);
-  hidden_.shape(b_.rows, m_.ffn);
-  product_.shape(b_.rows, hidden);
+  long most = 1, experts = 0;  // of the layers
+  for (const pl_layer& l : layers_) most = std::max<long>(most, l.chosen), experts = std::max<long>(experts, l.experts);
+  hidden_.shape(b_.rows * most, m_.ffn);
+  product_.shape(b_.rows * most, hidden);
+  if (experts) {
+    routed_.shape(b_.rows, experts);
+    sorted_.shape(b_.rows * most, hidden);
+    choices_.resize(b_.rows * most);
+  }
   last_.shape(b_.logit_rows, hidden);
   long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
+  if (m_.fuse.data) widest = std::max({widest, 2 * hidden, static_cast<long>(m_.fuse.inputs)});
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
-  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows, widest)));
+  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
   lay_out();
   bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
   if (split) partial_.shape(blocks_ * b_.rows * m_.heads, round_up(m_.head_dim, STRIPE) + 2);
@@ -93,8 +99,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
 }
 
 void Forward::work(int thread, int threads) {
-  Share share(b_.rows, thread, threads);
-  for (long r = share.from; r < share.to; r++) k_.embed(m_, b_.ids[r], x_.at(r));
+  begin(thread, threads);
   for (long index = 0; index < m_.layers; index++) {
     keep_features(index, thread, threads);
     if (!b_.skipped || !b_.skipped[index]) layer(index, thread, threads);
@@ -103,12 +108,42 @@ void Forward::work(int thread, int threads) {
   logits(thread, threads);
 }
 
+// The residual stream: embeddings, or what an EAGLE head makes of them and of hidden states (as
+// draft/heads/eagle_head.py). joined_ is [embedding, hidden state] of each row.
+void Forward::begin(int thread, int threads) {
+  Share share(b_.rows, thread, threads);
+  if (!m_.fuse.data) {
+    for (long r = share.from; r < share.to; r++) k_.embed(m_, b_.ids[r], x_.at(r));
+    return;
+  }
+  bool third = m_.hidden_norm.weight, features = third && !b_.fused;
+  long hidden = m_.hidden, width = features ? m_.fuse.inputs : hidden;
+  for (long r = share.from; r < share.to; r++) {
+    const char* from = static_cast<const char*>(b_.hidden) + r * width * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+    k_.take(m_.dtype, from, width, features ? given_.at(r) : third ? x_.at(r) : joined_.at(r) + hidden);
+    k_.embed(m_, b_.ids[r], joined_.at(r));
+  }
+  if (!third || features) {
+    team_.meet();
+    multiply(m_.fuse, features ? given_ : joined_, b_.rows, STORE, x_, thread, threads);
+    team_.meet();
+  }
+  if (!third) return;
+  for (long r = share.from; r < share.to; r++) {
+    float *embedding = joined_.at(r), *state = embedding + hidden;
+    k_.normalise(m_, m_.layer[0].attention_norm, embedding, embedding, hidden);
+    k_.normalise(m_, m_.hidden_norm, x_.at(r), state, hidden);
+    if (m_.residual_normed) std::memcpy(x_.at(r), state, static_cast<size_t>(hidden) * sizeof(float));
+  }
+}
+
 // A thread's share of rows is always the same, so that a step from row to row needs no meeting.
 void Forward::layer(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
-  normalise(l.attention_norm, x_, normed_, thread, threads);
+  const Rows& in = m_.hidden_norm.weight ? joined_ : normed_;
+  if (&in == &normed_) normalise(l.attention_norm, x_, normed_, thread, threads);
   team_.meet();
-  multiply(l.qkv, normed_, b_.rows, STORE, qkv_, thread, threads);
+  multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads);
   team_.meet();
   long bytes = m_.kv_heads * m_.head_dim * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   Share share(b_.rows, thread, threads);
@@ -123,6 +158,7 @@ void Forward::layer(long index, int thread, int threads) {
   add_product(l.out, attended_, l.attention_after, thread, threads);
   normalise(l.mlp_norm, x_, normed_, thread, threads);
   team_.meet();
+  if (l.experts) return experts(l, thread, threads);
   multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads);
   team_.meet();
   add_product(l.down, hidden_, l.mlp_after, thread, threads);
@@ -163,9 +199,11 @@ void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread,
   for (long r = share.from; r < share.to; r++) k_.normalise(m_, norm, x.at(r), y.at(r), m_.hidden);
 }
 
-void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads) {
+// Rows first .. first + rows.
+void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+                       long first) {
   QuantisedRows codes = coded(w, x, rows, thread, threads);
-  Product p{&w,   m_.dtype, x.at(0), rows, x.ld, ending, y.at(0), y.ld, static_cast<int>(m_.activation), 0.0f,
+  Product p{&w,   m_.dtype, x.at(first), rows, x.ld, ending, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
             quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
 }
@@ -197,8 +235,12 @@ void Forward::keep_features(long layer, int thread, int threads) {
 void Forward::logits(int thread, int threads) {
   team_.meet();
   Share share(b_.logit_rows, thread, threads);
-  for (long r = share.from; r < share.to; r++)
-    k_.normalise(m_, m_.final_norm, x_.at(b_.wanted[r]), last_.at(r), m_.hidden);
+  long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+  for (long r = share.from; r < share.to; r++) {
+    const float* x = x_.at(b_.wanted[r]);
+    k_.normalise(m_, m_.final_norm, x, last_.at(r), m_.hidden);
+    if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
+  }
   team_.meet();
   QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
   Product p{&m_.head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, m_.vocab, 0, m_.logit_cap,

@@ -52,6 +52,12 @@ class Codes {
   std::vector<float> scales_, sums_;
 };
 
+// The part of `rows` that a thread does.
+struct Share {
+  long from, to;
+  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
+};
+
 class Forward {
  public:
   explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
@@ -62,12 +68,16 @@ class Forward {
  private:
   void lay_out();
   void work(int thread, int threads);
+  void begin(int thread, int threads);
   void layer(long index, int thread, int threads);
   void attention(long index, int thread, int threads);
   void keep_features(long layer, int thread, int threads);
   void logits(int thread, int threads);
-  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads);
+  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+                long first = 0);
   QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
+  void experts(const pl_layer& l, int thread, int threads);
+  void sort_by_expert(const pl_layer& l);
   void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
   void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
 
@@ -81,9 +91,16 @@ class Forward {
   pl_batch b_;
   Team team_;
   Codes codes_;
-  Rows x_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
+  Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
   std::vector<Row> row_;
   std::vector<int32_t> own_;
   std::vector<AttentionItem> items_;
+  Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
+  std::vector<Choice> choices_;  // [rows, chosen]
+  std::vector<long> begin_;      // where each expert's rows begin
   long blocks_ = 1;  // of keys, each an item; 1: items take all of them
 };
+
+// Of the first `count` Medusa heads, for x [rows, width]: see paceline_native.h.
+void medusa_logits(const Kernels& kernels, const Quantised& quantised, const pl_medusa& heads, const void* x, long rows,
+                   long count, void* logits, long threads);

@@ -10,6 +10,11 @@
 #define product product_by_tiles
 #define TABLE kernels_amx
 #define NAME "amx"
+#elif defined(PACELINE_DPBF16)
+#include "products_dp.h"
+#define product product_by_dots
+#define TABLE kernels_dpbf16
+#define NAME "dpbf16"
 #elif defined(PACELINE_AVX512)
 #define TABLE kernels_avx512
 #define NAME "avx512"
@@ -21,4 +26,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, place, give, take};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, give, take};

@@ -29,8 +29,7 @@ struct QuantisedRows {
 // The kernels of quantised.cpp for one instruction set.
 struct Quantised {
   void (*row)(const float* x, const QuantisedRows&, long row);
-  // c [rows, PANEL] = the panel times rows first .. first + rows
-  void (*panel)(const pl_weight&, long panel, const QuantisedRows&, long first, long rows, float* c);
+  void (*product)(const struct Product&, long part, long parts, float* scratch);
 };
 extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 
@@ -38,7 +37,8 @@ extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
 inline long head_line(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-inline long panel_head(const pl_weight& w) { return w.inputs / GROUP / w.repeat * head_line(w); }
+inline long head_lines(const pl_weight& w) { return w.repeat ? w.inputs / GROUP / w.repeat : 2 * w.inputs / GROUP; }
+inline long panel_head(const pl_weight& w) { return head_lines(w) * head_line(w); }
 inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }
 
 struct Product {
@@ -85,6 +85,12 @@ struct AttentionItem {
   long step_rows;
 };
 
+// One of the experts that a row goes through; `place`: its row among all that do.
+struct Choice {
+  int32_t expert, place;
+  float weight;
+};
+
 struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
@@ -94,6 +100,11 @@ struct Kernels {
   // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
   void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
   void (*add_normalised)(const pl_model&, const pl_norm&, float* x, const float* y);
+  // x += silu(y), and rounded to `next`
+  void (*add_silu)(int64_t dtype, float* x, const float* y, float* next, long width);
+  // The largest of a row's router logits, the largest first, weighted by their softmax; x += w y.
+  void (*choose)(const float* logits, long experts, long count, Choice* chosen);
+  void (*add_scaled)(float* x, const float* y, float w, long width);
   void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
@@ -116,4 +127,4 @@ inline long attention_scratch(const pl_model& m) {
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
-extern const Kernels kernels_amx __attribute__((weak));  // not every compiler can
+extern const Kernels kernels_amx __attribute__((weak)), kernels_dpbf16 __attribute__((weak));  // not every compiler can

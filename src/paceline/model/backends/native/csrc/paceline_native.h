@@ -11,6 +11,7 @@ extern "C" {
 
 enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
 enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
+enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_MIDDLE = 1, PL_OFFSETS_LEAST = 2 };  // LEAST: codes of 4 bits are 0 to 15
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
 
 // A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
@@ -19,7 +20,8 @@ typedef struct {
   const float* bias;  // or NULL
   int64_t outputs, inputs;  // outputs as packed: a gated pair counts once
   // Of quantised weights, see quantised.cpp. bits: 8 or 4, 0 if these are plain numbers; repeat:
-  // groups of 32 inputs that share a scale; scale_kind: PL_SCALE_...; offsets: whether there are any.
+  // groups of 32 inputs that share a scale, 0 if each has two (8 bits only); scale_kind: PL_SCALE_...;
+  // offsets: PL_OFFSETS_..., whether there are any, and to which code they belong.
   int64_t bits, repeat, scale_kind, offsets;
 } pl_weight;
 
@@ -35,16 +37,34 @@ typedef struct {
   pl_norm q_norm, k_norm;  // of each head
   int64_t window;  // keys that a row sees, itself included; 0: all
   int64_t rope;  // which table of cosines and sines
+  // Of a layer with experts, of which each row goes through `chosen`; 0: gate_up and down are there.
+  int64_t experts, chosen;
+  pl_weight router;
+  const pl_weight *expert_gate_up, *expert_down;  // [experts], plain numbers
 } pl_layer;
 
 typedef struct {
-  int64_t dtype, hidden, vocab, layers, heads, kv_heads, head_dim, ffn, activation;
+  int64_t dtype, hidden, vocab, words, layers, heads, kv_heads, head_dim, ffn, activation;
   float embedding_scale, scaling, attention_cap, logit_cap;  // caps: 0 is none
-  const void* embedding;  // [vocab, hidden] in dtype
+  const void* embedding;  // [words, hidden] in dtype
   const pl_layer* layer;
   pl_norm final_norm;
   pl_weight head;
+  // Of an EAGLE head, whose rows are made of an embedding and a hidden state; fuse.data NULL: of a
+  // decoder. Version 3 fuses features to a hidden state, and attends from both, normalised; version
+  // 1 (hidden_norm.weight NULL) fuses the two.
+  pl_weight fuse;
+  pl_norm hidden_norm;
+  int64_t residual_normed;  // the residual stream begins behind hidden_norm
 } pl_model;
+
+// Medusa: heads of residual blocks x + silu(W x + b), and a layer to the vocabulary behind each.
+typedef struct {
+  int64_t dtype, width, vocab, heads, blocks, shared;
+  float logit_cap;
+  const pl_weight* block;  // [heads][blocks]
+  const pl_weight* head;  // [heads]; shared: the one of all
+} pl_medusa;
 
 // Rows of one sequence, as core/batch.py's Span. Row r of the span is its pending token r, or
 // node r - pending + first_new of its tree.
@@ -65,6 +85,11 @@ typedef struct {
   void *const *keys, *const *values;  // per layer, [slots, kv_heads, head_dim] in dtype
   const uint8_t* skipped;  // per layer, or NULL
   const float* const* rope;  // tables [positions, head_dim]: cosines, then sines, half of each
+  // Of an EAGLE head, in dtype: features [rows, fuse.inputs], or [rows, hidden] if `fused` already;
+  // and what the next step takes in, [logit_rows, hidden].
+  const void* hidden;
+  int64_t fused;
+  void* outputs;
 } pl_batch;
 
 const char* pl_instructions(void);  // of the kernels in use
@@ -88,6 +113,9 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);
 int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory, 2: an id or a position out of range
+
+// Logits [rows, count, vocab] of the first `count` heads, from x [rows, width]; both in dtype.
+int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -150,7 +150,8 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
 }
 
 // One thread's panels; `scratch` has product_scratch() floats.
-void product(const Product& p, long part, long parts, float* scratch) {
+inline void product(const Product& p, long part, long parts, float* scratch) {
+  if (p.weight->bits) return p.quantised->product(p, part, parts, scratch);
   long panels = round_up(p.weight->outputs, p.ending == GATED ? 16 : PANEL) / (p.ending == GATED ? 16 : PANEL);
   long inputs = round_up(p.weight->inputs, STRIPE), from = panels * part / parts, to = panels * (part + 1) / parts;
   float *unpacked = scratch, *c = scratch + STRIPE * PANEL;
@@ -160,9 +161,7 @@ void product(const Product& p, long part, long parts, float* scratch) {
     for (long panel = from; panel < to; panel++) {
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       long at = panel * PANEL * inputs;
-      if (p.weight->bits)
-        p.quantised->panel(*p.weight, panel, p.codes, first, rows, c);
-      else if (p.dtype == PL_BFLOAT16)
+      if (p.dtype == PL_BFLOAT16)
         weights_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
       else
         weights_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);

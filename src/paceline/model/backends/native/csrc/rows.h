@@ -43,7 +43,12 @@ inline float scale_of(const float* x, long width, float eps) {
   return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
 }
 
+// Without a norm it is rounded only.
 void normalise(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
+  if (!norm.weight) {
+    for (long i = 0; i < width; i += 16) store_first(y + i, width - i, rounded(m.dtype, load_first(x + i, width - i)));
+    return;
+  }
   V scale = set1(scale_of(x, width, norm.eps));
   for (long i = 0; i < width; i += 16) {
     V a = load_first(x + i, width - i) * scale * load_first(norm.weight + i, width - i);
@@ -57,6 +62,36 @@ void add_normalised(const pl_model& m, const pl_norm& norm, float* x, const floa
     V a = load_first(y + i, m.hidden - i) * scale * load_first(norm.weight + i, m.hidden - i);
     store_first(x + i, m.hidden - i, load_first(x + i, m.hidden - i) + a);
   }
+}
+
+void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) {
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i) + activated(load_first(y + i, width - i), SILU);
+    store_first(x + i, width - i, a);
+    store_first(next + i, width - i, rounded(dtype, a));
+  }
+}
+
+void choose(const float* logits, long experts, long count, Choice* chosen) {
+  float sum = 0;
+  for (long n = 0; n < count; n++) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < experts; e++) {
+      bool taken = false;
+      for (long before = 0; before < n; before++) taken = taken || chosen[before].expert == e;
+      if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+    }
+    float lanes[16];
+    store(lanes, exponential(set1(logits[best] - logits[n ? chosen[0].expert : best])));
+    chosen[n] = {best, 0, lanes[0]};
+    sum = sum + lanes[0];
+  }
+  for (long n = 0; n < count; n++) chosen[n].weight = chosen[n].weight / sum;
+}
+
+void add_scaled(float* x, const float* y, float w, long width) {
+  for (long i = 0; i < width; i += 16)
+    store_first(x + i, width - i, fma(load_first(y + i, width - i), set1(w), load_first(x + i, width - i)));
 }
 
 // One head in place: its norm, then the rotation by the row's cosines and sines.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -279,6 +280,15 @@ def parts_of(decoder: Decoder | None) -> list[DecoderStage]:
         parts.append(part)
         joined = joined or kind == "ByteLevel"
     return parts
+
+
+def bytes_of(parts: Sequence[DecoderStage], token: str) -> bytes:
+    """What a token stands for in the middle of a text."""
+    text: str | bytes = token
+    for part in parts:
+        if isinstance(text, str):
+            text = part.spell(text)
+    return text.encode() if isinstance(text, str) else text
 
 
 def _flat(spec: dict[str, Any]) -> list[dict[str, Any]]:

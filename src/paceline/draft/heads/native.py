@@ -1,0 +1,144 @@
+"""Heads on the native kernels: a step of an EAGLE head, or all Medusa heads, in one call.
+
+They run natively where their target does. Nothing is compared here as for whole models: the modules
+are our own, tests compare them, and a draft that is off costs speed alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Batch
+from paceline.draft.heads.eagle_head import EagleHead
+from paceline.draft.heads.medusa_head import MedusaHeads, spread
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.library import (
+    DTYPES,
+    SILU,
+    CLayer,
+    CMedusa,
+    CModel,
+    CWeight,
+    check,
+    library,
+)
+from paceline.model.backends.native.model import NativeModel, Opened, Packing, Ropes
+from paceline.model.backends.native.packing import pack_children
+from paceline.model.backends.native.witness import NativeWork, tell, traced
+from paceline.model.paged.cache import PagedCache
+
+
+class NativeEagle:
+    """An EAGLE head whose linear modules are packed, in place: see EagleStep."""
+
+    def __init__(self, head: EagleHead, target: NativeModel) -> None:
+        self.head, self._dtype = head, head.dtype
+        config, third = head.config, head.config.version == 3
+        module: Any = head.midlayer if third else head.layers[0]
+        packing = self._packing = Packing()
+        layer = CLayer(
+            **packing.matrices(module, self._dtype),
+            attention_norm=packing.norm(module.input_layernorm if third else None),
+            mlp_norm=packing.norm(module.post_attention_layernorm),
+        )
+        own = third and config.has_lm_head
+        lm_head = pack_children(head, ("lm_head",), self._dtype) if own else target.lm_head
+        embedding, scale = target.embedding, target.decoder.embedding_scale
+        if head.embed_tokens is not None:
+            embedding, scale = head.embed_tokens.weight.detach(), 1.0
+        packing.keep(layer, embedding)
+        self._opened = Opened(
+            CModel(
+                dtype=DTYPES[self._dtype],
+                hidden=config.hidden_size,
+                vocab=lm_head.outputs,
+                words=config.vocab_size,
+                layers=1,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                ffn=config.ffn_size,
+                activation=SILU,
+                embedding_scale=scale,
+                scaling=config.head_dim**-0.5,
+                embedding=embedding.data_ptr(),
+                layer=(CLayer * 1)(layer),
+                final_norm=packing.norm(head.norm if third else None),
+                head=packing.weight(lm_head),
+                fuse=packing.weight(pack_children(head, ("fc",), self._dtype)),
+                hidden_norm=packing.norm(module.hidden_norm if third else None),
+                residual_normed=config.norm_before_residual,
+            )
+        )
+        self._lm_head = lm_head
+        self._ropes = Ropes(head.rotary, (None,))
+        self._caches = CachePointers(1)
+
+    def __call__(
+        self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See EagleStep."""
+        rows = batch.input_ids.shape[0]
+        wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
+        outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
+        logits = torch.empty(wanted, self._lm_head.outputs, dtype=self._dtype)
+        arrays = BatchArrays(batch, cache, self._caches.of(cache))
+        arrays.give(logits, {}, frozenset(), 1)
+        arrays.go_on_from(hidden.contiguous(), fused, outputs)
+        arrays.turn(self._ropes.reach(arrays.longest))
+        with traced("eagle"):
+            check(library().pl_forward(self._opened.handle, arrays.struct))
+        config = self.head.config
+        width = config.heads * config.head_dim
+        tell(lambda: self._packing.work(batch, cache, wanted, self._lm_head, width, 1))
+        return outputs, logits
+
+
+class NativeMedusa:
+    """Medusa heads, packed: logits ``[B, count, vocab]`` of the first ``count``, from features
+    ``[B, width]``."""
+
+    def __init__(self, heads: MedusaHeads, target: NativeModel) -> None:
+        config = self._config = heads.config
+        self._token_map = heads.token_map
+        self._dtype = target.dtype
+        blocks = self._blocks = [
+            pack_children(block, ("linear",), self._dtype)
+            for head in heads
+            for block in list(head.children())[: config.layers]
+        ]
+        last = str(config.layers)
+        layers = self._layers = (
+            [target.lm_head]
+            if config.shared_head
+            else [pack_children(head, (last,), self._dtype) for head in heads]
+        )
+        self._vocabulary = layers[0].outputs
+        self._struct = CMedusa(
+            dtype=DTYPES[self._dtype],
+            width=config.hidden_size,
+            vocab=self._vocabulary,
+            heads=config.heads,
+            blocks=config.layers,
+            shared=config.shared_head,
+            logit_cap=target.decoder.logit_cap if config.shared_head else 0.0,
+            block=(CWeight * len(blocks))(*(block.struct() for block in blocks)),
+            head=(CWeight * len(layers))(*(layer.struct() for layer in layers)),
+        )
+
+    def __call__(self, features: torch.Tensor, count: int) -> torch.Tensor:
+        rows = features.contiguous()
+        logits = torch.empty(len(rows), count, self._vocabulary, dtype=self._dtype)
+        sizes = len(rows), count
+        places = rows.data_ptr(), *sizes, logits.data_ptr(), torch.get_num_threads()
+        with traced("medusa"):
+            check(library().pl_medusa_logits(self._struct, *places))
+        tell(lambda: self._work(*sizes))
+        return spread(logits, self._token_map, self._config)
+
+    def _work(self, rows: int, count: int) -> NativeWork:
+        blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
+        each = rows * count if self._config.shared_head else rows
+        return NativeWork((*(b.read(rows) for b in blocks), *(h.read(each) for h in layers)))

@@ -1,0 +1,302 @@
+"""Heads on the native kernels: the modules' own results, and bits that are a row's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_models import VOCAB, random_llama
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.eagle_step import EagleStep, ReferenceEagle, eagle_step
+from paceline.draft.heads.medusa import drafting
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.native import NativeEagle, NativeMedusa
+from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.native.library import SAME_BITS, choose, instructions
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.precision import quantise_loaded
+from paceline.model.target import CausalModel
+from paceline.stages import listening
+from random_heads import eagle_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WIDER = {"hidden_size": 72, "heads": 3, "kv_heads": 1, "head_dim": 24, "has_embedding": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle": {"version": 1},
+    "eagle, bias": {"version": 1, "fc_bias": True},
+    "eagle3": {},
+    "eagle3, normed residual": {"norm_before_residual": True},
+    "eagle3, bias": {"attention_bias": True, "fc_bias": True},
+    "eagle3, scaled": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "eagle3, odd sizes": {**WIDER, "ffn_size": 104},
+    "eagle3, the target's head": {"has_lm_head": False, "draft_vocab_size": VOCAB},
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    name, threads = instructions(), torch.get_num_threads()
+    yield
+    choose(name)
+    torch.set_num_threads(threads)
+
+
+def target_of(dtype: torch.dtype, quantize: str | None = None) -> CausalModel:
+    hf = random_llama().to(dtype)
+    if quantize:
+        quantise_loaded("random", hf, quantize)
+    return CausalModel(hf, "random")
+
+
+def random_eagle(target: CausalModel, changes: dict[str, Any]) -> EagleHead:
+    first = changes.get("version") == 1
+    sizes = {
+        "vocab_size": VOCAB,
+        "target_hidden_size": 32,
+        "target_layers": target.num_layers,
+        "feature_layers": (target.num_layers,) if first else (0, 1, 2),
+        "draft_vocab_size": VOCAB if first else 40,
+        "max_positions": 640,
+    }
+    config: EagleConfig = eagle_config(**{**sizes, **changes})
+    ids = None
+    if config.version == 3:
+        ids = list(range(3, 43)) if config.draft_vocab_size == 40 else list(range(VOCAB))
+    torch.manual_seed(0)
+    head = EagleHead(config, ids, target.hf.get_output_embeddings()).eval().requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return head.to(target.dtype)
+
+
+@dataclass
+class Texts:
+    """Two sequences of tokens and features, and a tree behind each with hidden states."""
+
+    tokens: list[list[int]]
+    features: list[torch.Tensor]
+    parents: list[tuple[int, ...]]
+    nodes: list[torch.Tensor]
+    hidden: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, config: EagleConfig, dtype: torch.dtype, length: int) -> Texts:
+        rng = random.Random(3)
+        torch.manual_seed(1)
+        width = config.target_hidden_size * len(config.feature_layers)
+        lengths = [length, length // 2 + 1]
+        return cls(
+            [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths],
+            [torch.randn(n, width).to(dtype) for n in lengths],
+            [(-1, -1, 0, 0, 1, 2), (-1, 0, 1, 2, 3, 4)],
+            [torch.tensor([rng.randrange(VOCAB) for _ in range(6)]) for _ in lengths],
+            [torch.randn(6, config.hidden_size).to(dtype) for _ in lengths],
+        )
+
+
+Found = list[dict[Any, tuple[torch.Tensor, torch.Tensor]]]
+
+
+def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
+    """Outputs and logits of every row of both sequences, by index or path; ``chunk`` rows a step
+    of both together. The trees come in two levels."""
+    found: Found = [{}, {}]
+    cache = PagedCache([step.head.cache_shape], 80, 16, dtype, "cpu")
+    for seq, tokens in enumerate(texts.tokens):
+        cache.admit(seq, ())
+        cache.reserve(seq, len(tokens) + 6)
+
+    def take(feeds: list[Feed], keys: list[Any], hidden: list[torch.Tensor], fused: bool) -> None:
+        outputs, logits = step(cache.batch_of(feeds), cache, torch.cat(hidden), fused)
+        for (seq, key), *row in zip(keys, outputs, logits, strict=True):
+            found[seq][key] = (row[0], row[1])
+
+    for at in range(0, max(map(len, texts.tokens)), chunk):
+        parts = [(seq, tokens[at : at + chunk]) for seq, tokens in enumerate(texts.tokens)]
+        parts = [(seq, part) for seq, part in parts if part]
+        take(
+            [Feed(seq, at, part, scored=len(part) - 1) for seq, part in parts],
+            [(seq, at + i) for seq, part in parts for i in range(len(part))],
+            [texts.features[seq][at : at + len(part)] for seq, part in parts],
+            False,
+        )
+    for first, end in ((0, 2), (2, 6)):
+        bases = [len(tokens) for tokens in texts.tokens]
+        take(
+            [
+                Feed(seq, base, (), texts.parents[seq][:end], texts.nodes[seq][first:end], first)
+                for seq, base in enumerate(bases)
+            ],
+            [(seq, f"node {node}") for seq in (0, 1) for node in range(first, end)],
+            [texts.hidden[seq][first:end] for seq in (0, 1)],
+            True,
+        )
+    return found
+
+
+def alone(step: EagleStep, texts: Texts, dtype: torch.dtype) -> Found:
+    """The same with one row a step; a node behind its ancestors, as the rows of a chain."""
+    found: Found = [{}, {}]
+    torch.set_num_threads(1)
+    for seq, tokens in enumerate(texts.tokens):
+        cache = PagedCache([step.head.cache_shape], 40, 16, dtype, "cpu")
+        cache.admit(0, ())
+        cache.reserve(0, len(tokens) + 6)
+        for at, token in enumerate(tokens):
+            batch = cache.batch_of([Feed(0, at, (token,))])
+            out = step(batch, cache, texts.features[seq][at : at + 1], False)
+            found[seq][at] = (out[0][0], out[1][0])
+        for node in range(6):
+            path = [node]
+            while texts.parents[seq][path[0]] >= 0:
+                path.insert(0, texts.parents[seq][path[0]])
+            for depth, each in enumerate(path):
+                feed = Feed(0, len(tokens) + depth, (int(texts.nodes[seq][each]),))
+                hidden = texts.hidden[seq][each : each + 1]
+                out = step(cache.batch_of([feed]), cache, hidden, True)
+            found[seq][f"node {node}"] = (out[0][0], out[1][0])
+    return found
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, few: float = 0.05) -> None:
+    """To 1e-4 in float32; in bf16, where rounding is elsewhere, ``few`` of a row's norm."""
+    if got.dtype == torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    else:
+        wide, want = got.float(), wanted.float()
+        assert (wide - want).norm() <= few * want.norm()
+
+
+def same(found: Found, wanted: Found, compare: Callable[..., Any] = torch.equal) -> None:
+    for got, want in zip(found, wanted, strict=True):
+        assert got.keys() == want.keys()
+        for key in want:
+            for a, b in zip(got[key], want[key], strict=True):
+                assert compare(a, b) is not False, key
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@torch.inference_mode()
+def test_the_modules_own_results(variant: str, dtype: str) -> None:
+    kind = DTYPES[dtype]
+    target = target_of(kind)
+    head = random_eagle(target, VARIANTS[variant])
+    texts = Texts.of(head.config, kind, 40)
+    plain = ReferenceEagle(head, head.embed_tokens or target.hf.get_input_embeddings())
+    wanted = run(plain, texts, kind, 9)
+    expanded = head.expand(wanted[0][0][1][None])
+    assert adopt(target)
+    step = eagle_step(head, target)
+    assert isinstance(step, NativeEagle)
+    found = run(step, texts, kind, 9)
+    same(found, wanted, close)
+    got = step.head.expand(found[0][0][1][None])
+    assert torch.equal(got.isneginf(), expanded.isneginf()) and got.shape == (1, VOCAB)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("variant", ["eagle", "eagle3", "eagle3, odd sizes"])
+@torch.inference_mode()
+def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
+    """Whatever the chunks, neighbours, trees, threads and instruction set."""
+    kind = DTYPES[dtype]
+    target = target_of(kind)
+    head = random_eagle(target, VARIANTS[variant])
+    assert adopt(target)
+    step = eagle_step(head, target)
+    texts = Texts.of(head.config, kind, 270)  # two blocks of keys
+    wanted = alone(step, texts, kind)
+    for threads, chunk in ((1, 300), (3, 300), (2, 7)):
+        torch.set_num_threads(threads)
+        same(run(step, texts, kind, chunk), wanted)
+    torch.set_num_threads(1)
+    for _ in filter(choose, SAME_BITS):
+        same(run(step, texts, kind, 64), wanted)
+
+
+MEDUSA: dict[str, dict[str, Any]] = {
+    "own": {},
+    "shared": {"shared_head": True},
+    "no blocks": {"layers": 0},
+    "shared, no blocks": {"layers": 0, "shared_head": True},
+    "plain blocks": {"layers": 2, "bias": False},
+    "reduced": {"draft_vocab_size": 30},
+    "shared, reduced": {"draft_vocab_size": 30, "shared_head": True, "layers": 2},
+}
+
+
+def random_medusa(target: CausalModel, changes: dict[str, Any]) -> MedusaHeads:
+    config = MedusaConfig(hidden_size=32, vocab_size=VOCAB, heads=3)
+    heads = MedusaHeads(replace(config, **changes)).requires_grad_(False)
+    torch.manual_seed(0)
+    for parameter in heads.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return heads.to(target.dtype)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("kind", list(MEDUSA))
+@torch.inference_mode()
+def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
+    """The modules' results; of a row the same bits in every batch, on any number of threads."""
+    target = target_of(DTYPES[dtype], quantize)
+    heads = random_medusa(target, MEDUSA[kind])
+    assert adopt(target)
+    torch.manual_seed(1)
+    features = torch.randn(5, 32).to(target.dtype)
+    wanted = [heads.logits(head, features, target.head) for head in range(3)]
+    quick = drafting(heads, target)
+    assert isinstance(quick, NativeMedusa)
+    limits = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.1}
+    if quantize and MEDUSA[kind].get("shared_head"):  # what is rounded otherwise turns a code
+        limits = {"rtol": 0.1, "atol": 0.2}
+    for count in (1, 3):
+        torch.testing.assert_close(quick(features, count), torch.stack(wanted[:count], 1), **limits)
+    rows = torch.cat([quick(row[None], 3) for row in features])
+    for name in filter(choose, SAME_BITS):
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(quick(features, 3), rows), name
+            assert torch.equal(quick(features[1:3], 2), rows[1:3, :2]), name
+
+
+def test_on_the_reference_backend() -> None:
+    target = target_of(torch.float32)
+    assert isinstance(eagle_step(random_eagle(target, {}), target), ReferenceEagle)
+    assert not isinstance(drafting(random_medusa(target, {}), target), NativeMedusa)
+
+
+def test_angles_that_depend_on_the_length(said: list[str]) -> None:
+    target = target_of(torch.float32)
+    assert adopt(target)
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    head = random_eagle(target, {"rope_scaling": scaling})
+    assert isinstance(eagle_step(head, target), ReferenceEagle)
+    assert said == [
+        "the EAGLE head runs on the reference backend: "
+        "the rotary embedding dynamic depends on the length"
+    ]
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    class Said(list[str]):
+        def begin(self, what: str, total: float | None, unit: str) -> Any:
+            return None
+
+        def end(self, stage: Any) -> None:
+            pass
+
+        def say(self, line: str) -> None:
+            self.append(line)
+
+    lines = Said()
+    with listening(lines):
+        yield lines
