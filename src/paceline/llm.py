@@ -51,15 +51,11 @@ class LLM:
     ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
     "auto" runs forwards on kernels of our own ("native"), whose rows have the same bits whatever
     rides along, where they know the model, else on torch ("reference"), which one line says.
-<<<<<<< HEAD
-    ``quantize`` "int8" or "int4" rounds the weights (on a CPU), ``draft_quantize`` those of draft
-    models. ``tensor_parallel`` processes share the target's weights; ``offload`` "cpu" or "disk"
-    leaves layers there for which ``weights_memory`` bytes of the device do not do,
-    ``draft_offload`` those of draft models (docs/parallel.md), which compute on ``draft_device``.
-=======
     ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none" dequantises those of a
-    quantised file; ``draft_quantize`` rounds those of draft models.
->>>>>>> main
+    quantised file; ``draft_quantize`` rounds those of draft models. ``tensor_parallel``
+    processes share the target's weights; ``offload`` "cpu" or "disk" leaves layers there for which
+    ``weights_memory`` bytes of the device do not do, ``draft_offload`` those of draft models
+    (docs/parallel.md), which compute on ``draft_device``.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is

@@ -94,15 +94,12 @@ def doctor(
             device=engine.device,
             max_batch_size=engine.max_batch_size or 8,
             kv_cache_memory=engine.kv_cache_memory,
-<<<<<<< HEAD
-            offload=engine.offload,
-            weights_memory=engine.weights_memory,
-            tensor_parallel=engine.tensor_parallel,
-=======
             quantize=engine.quantize,
             draft_quantize=engine.draft_quantize,
             backend=engine.backend,
->>>>>>> main
+            offload=engine.offload,
+            weights_memory=engine.weights_memory,
+            tensor_parallel=engine.tensor_parallel,
         )
         if for_engine is not None:
             findings = by_severity([*findings, *_ahead(for_engine, engine)])

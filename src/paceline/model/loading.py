@@ -45,20 +45,14 @@ def load_module(
     dtype: str | torch.dtype,
     device: str | torch.device,
     attention: str | None = None,
-<<<<<<< HEAD
-    **placement: Any,
-=======
     packed: bool = False,
->>>>>>> main
+    **placement: Any,
 ) -> Any:
     """A transformers module in eval mode that calls our attention function.
 
     ``attention`` names another one of transformers' instead, for use outside the engine.
-<<<<<<< HEAD
-    ``placement`` goes to ``from_pretrained``, which then says where the weights are.
-=======
     ``packed`` keeps the weights of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be.
->>>>>>> main
+    ``placement`` goes to ``from_pretrained``, which then says where the weights are.
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)

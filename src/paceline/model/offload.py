@@ -71,9 +71,9 @@ class OffloadPlan:
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
     """Raises ConfigError for what needs its weights laid out on the device."""
-    if quantize is None and backend != "native":
+    if quantize in (None, "none") and backend != "native":
         return
-    what = f"quantize={quantize!r}" if quantize is not None else "backend='native'"
+    what = f"quantize={quantize!r}" if quantize not in (None, "none") else "backend='native'"
     raise ConfigError(
         f"{what} lays all weights out on the device, and offload={offload!r} leaves some "
         "elsewhere; leave one of them out"

@@ -87,14 +87,10 @@ class CausalModel:
         checkpoint's own on CUDA. ``quick`` lays the model out for speed (see prepack.py).
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
-<<<<<<< HEAD
-        ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised).
-        ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
-        (see offload.py).
-=======
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
         dequantises those of a quantised file, which are else kept where the kernels run.
->>>>>>> main
+        ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
+        (see offload.py).
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
@@ -104,7 +100,6 @@ class CausalModel:
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
-<<<<<<< HEAD
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
@@ -113,11 +108,8 @@ class CausalModel:
                 model.asked, model.note = backend, plan.in_words()
                 model.refused = f"layers stay on {offload}"
                 return model
-        module = load_module(name_or_path, dtype, device)
-=======
         packed = quantize is None and backend != REFERENCE
         module = load_module(name_or_path, dtype, device, packed=packed)
->>>>>>> main
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
         if quantize is not None:

@@ -43,7 +43,7 @@ def load_shared(
     Its forwards are the reference backend's; ``cache_shapes`` are those of this rank's heads.
     Raises ConfigError, ModelLoadError and UnsupportedModelError.
     """
-    if backend == "native" or quantize is not None:
+    if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
             f"{what} keeps a model in one process; leave it out, or tensor_parallel={size}"

@@ -138,12 +138,7 @@ class Eagle(TreeSpec):
         policy = self.policy(nodes if self.best_first else 0)
         head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-<<<<<<< HEAD
-        embed = head.embed_tokens or target.embedding("input")
-        quick = quicken(head, target.max_positions)
-=======
         step = eagle_step(head, target)
->>>>>>> main
 
         def build(context: DraftContext) -> Drafter:
             cache = context.new_cache([head.cache_shape], target.dtype)

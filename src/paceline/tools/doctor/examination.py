@@ -11,12 +11,9 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
-<<<<<<< HEAD
 from paceline.model.offload import plan_offload
-from paceline.parallel.load import check_shareable
-=======
 from paceline.model.quantised.weights import BITS
->>>>>>> main
+from paceline.parallel.load import check_shareable
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
@@ -76,15 +73,12 @@ def examine(
     device: str = "auto",
     max_batch_size: int = 8,
     kv_cache_memory: int | None = None,
-<<<<<<< HEAD
-    offload: str | None = None,
-    weights_memory: int | None = None,
-    tensor_parallel: int = 1,
-=======
     quantize: str | None = None,
     draft_quantize: str | None = None,
     backend: str = "auto",
->>>>>>> main
+    offload: str | None = None,
+    weights_memory: int | None = None,
+    tensor_parallel: int = 1,
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -109,25 +103,19 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
-<<<<<<< HEAD
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
-    own = (model.weight_bytes(setting.dtype), model.cache_bytes(setting.dtype))
-    cost = _Cost(*(count // each for count in own))
-    for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        noticed, more = _draft(spec, folder, model, setting)
-=======
     findings += check_precision(model, setting, rounding)
-    cost = _Cost(weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    held = (weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    cost = _Cost(*(count // each for count in held))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        own, more = _draft(spec, folder, model, setting, rounding)
->>>>>>> main
+        noticed, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
         findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
         cost += more
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
-        cost = replace(cost, weights=cost.weights - model.weight_bytes(setting.dtype) + plan.peak)
+        cost = replace(cost, weights=cost.weights - held[0] // each + plan.peak)
     findings += check_dtype(setting, cost.weights)
     few = any(found.code.startswith("quantised") for found in findings)
     findings.append(check_kernels(setting, rounding, few))
