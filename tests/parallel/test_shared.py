@@ -185,6 +185,8 @@ def test_a_cancelled_request_leaves_nothing_behind(twins: Twins, expected: list[
 def test_a_part_of_the_target_cannot_draft(twins: Twins) -> None:
     with pytest.raises(ConfigError, match="2 ranks cannot draft with a part of its own layers"):
         twins.shared.beside("early_exit:layers=1")
+    with pytest.raises(ConfigError, match=r"not all here \(on 2 ranks\)"):
+        twins.shared.beside("quantized:int4")
 
 
 def test_ranks_of_one_model_at_a_time(twins: Twins) -> None:
