@@ -73,7 +73,7 @@ class Machine:
         torch.manual_seed(0)
         whole = LLM("paceline/tiny", prefix_sharing=False, max_batch_size=BATCH)
         common: Any = {"prefix_sharing": False, "max_batch_size": BATCH}
-        self.ids = whole.tokenizer.encode(8 * TEXT, add_special_tokens=False)
+        self.ids = whole.tokenizer.encode(24 * TEXT, add_special_tokens=False)
         self.engines = {0: whole.engine}
         for length in (DRAFTED, 5, "auto"):
             llm = whole.beside("paceline/tiny-draft", draft_length=length, **common)
