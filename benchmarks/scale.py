@@ -33,8 +33,9 @@ CHIPS_OF = {"8b": 1, "70b": 8}
 LOADS = (2, 8, 16, 32)  # requests a second
 CLIENTS = (1, 8, 32, 64, 128)  # in a closed loop: batches that are always full
 FEWEST = 60
+ACCEPTED = (0.5, 0.7, 0.85)
 # Of closed loops: the way, and how many drafted tokens are accepted.
-FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in (0.5, 0.7, 0.85)))
+FULL = (("plain", 0.7), *((way, rate) for way in ("3 tokens", "auto") for rate in ACCEPTED))
 SHEET_BATCHES, REPLICAS = (8, 32, 64, 128), (1, 2, 4, 8, 16)
 BURSTS = {"Poisson": 1.0, "bursts": 4.0}
 
@@ -170,6 +171,18 @@ def sheet(costs: Roofline, batch: int, drafted: int, acceptance: float) -> tuple
     return gained / (step + gained / traffic.output * max(reading, 0.0)), step
 
 
+def where_it_stops(costs: Roofline) -> Table:
+    """Full batches with drafts of some tokens, by plain decoding's rate."""
+    ways = [(drafted, rate) for drafted in (1, 3, 5) for rate in ACCEPTED]
+    rows = []
+    for batch in (1, 8, 32, 64, 128, 256):
+        plain = sheet(costs, batch, 0, 0.0)[0]
+        by = (sheet(costs, batch, drafted, rate)[0] / plain for drafted, rate in ways)
+        rows.append([str(batch), f"{plain:,.0f}", *(f"{ratio:.2f}" for ratio in by)])
+    columns = ["batch", "plain tokens/s", *(f"{drafted} at {rate:g}" for drafted, rate in ways)]
+    return Table(columns, rows, note="Drafted tokens, and how many of them are accepted.")
+
+
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
     """The sheet of docs/deploy.md: what so many replicas serve, by the formula of ``sheet``."""
     shown = Report("Capacity (computed)")
@@ -187,7 +200,8 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
             columns = ["batch", "drafted", "ms a step", "requests/s of one"]
             columns += [f"tokens/s of {count}" for count in REPLICAS]
             title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name} a replica"
-            shown.add(title, Table(columns, rows))
+            stops = where_it_stops(machine(chip, model))
+            shown.add(title, Table(columns, rows), stops)
     print_report(shown, Console())
     return figures
 

@@ -22,6 +22,7 @@ LAYERS = (
     {"model/quantised"},
     {"model/backends"},
     {"model"},
+    {"parallel"},
     {"draft/trees"},
     {"draft/base", "draft/spec"},
     {"draft/heads", "draft/vocabulary"},

@@ -56,7 +56,8 @@ def test_llm_signature() -> None:
     assert names[1:] == str.split(
         """
         model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
-        seed lossy profile backend quantize draft_quantize
+        seed lossy profile backend quantize draft_quantize tensor_parallel offload
+        weights_memory draft_offload draft_device
         """
     )
     for method in ("generate", "stream", "chat", "close"):

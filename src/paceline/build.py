@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +14,8 @@ from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.heads.eagle import MOST_WAITING
 from paceline.draft.router import Router
-from paceline.draft.spec import DraftContext, Prepared
-from paceline.drafters import BLOCK_SIZE
+from paceline.draft.spec import DraftContext, Loading, Prepared
+from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
@@ -29,6 +30,9 @@ from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class EngineOptions(EngineSettings):
                 f"lossy asks for typical acceptance, but rule {self.rule!r} is lossless; "
                 "leave one of them out"
             )
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; use at least 1")
         if self.max_draft_length < 1:
             raise ConfigError(f"max_draft_length is {self.max_draft_length}; use at least 1")
         length = self.draft_length
@@ -106,7 +112,7 @@ def cache_blocks(
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
     if memory is None:
-        affordable = fitting(_free_memory(target.device) // 4)
+        affordable = fitting(target.free_memory() // 4)
     else:
         affordable = wanted = fitting(memory)
     blocks = min(wanted, affordable)
@@ -119,10 +125,36 @@ def cache_blocks(
     return blocks
 
 
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def load_target(name: str, settings: EngineSettings) -> CausalModel:
+    """A target where the settings want it: here, in part on disk, or in several processes.
+
+    Raises ModelLoadError, UnsupportedModelError, ConfigError.
+    """
+    how: dict[str, Any] = {
+        key: getattr(settings, key) for key in ("dtype", "device", "backend", "quantize")
+    }
+    if settings.tensor_parallel == 1:
+        kept = settings.weights_memory
+        return CausalModel.load(name, **how, offload=settings.offload, weights_memory=kept)
+    from paceline.parallel.shared import load_shared
+
+    if settings.offload is not None:
+        raise ConfigError(
+            f"offload={settings.offload!r} and tensor_parallel={settings.tensor_parallel}: weights "
+            "are offloaded by one process or shared by several; leave one of them out"
+        )
+    return load_shared(name, settings.tensor_parallel, **how)
+
+
+def load_draft(
+    draft: DraftLike | Sequence[DraftLike] | None,
+    target: CausalModel,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: EngineSettings,
+) -> Prepared:
+    """A drafter, or several for requests to choose from, loaded as the settings say."""
+    own = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
+    return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *own))
 
 
 def build_engine(

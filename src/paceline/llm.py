@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams, shown
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import with_members
+from paceline.draft.base import vocabulary_of
 from paceline.draft.predicted import PredictedDrafter
-from paceline.draft.spec import Loading
-from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
+from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
@@ -52,7 +52,10 @@ class LLM:
     "auto" runs forwards on kernels of our own ("native"), whose rows have the same bits whatever
     rides along, where they know the model, else on torch ("reference"), which one line says.
     ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none" dequantises those of a
-    quantised file; ``draft_quantize`` rounds those of draft models.
+    quantised file; ``draft_quantize`` rounds those of draft models. ``tensor_parallel``
+    processes share the target's weights; ``offload`` "cpu" or "disk" leaves layers there for which
+    ``weights_memory`` bytes of the device do not do, ``draft_offload`` those of draft models
+    (docs/parallel.md), which compute on ``draft_device``.
     ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
     requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
     ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
@@ -86,25 +89,31 @@ class LLM:
         backend: str = "auto",
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        tensor_parallel: int = 1,
+        offload: str | None = None,
+        weights_memory: int | None = None,
+        draft_offload: str | None = None,
+        draft_device: str | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
         options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
         with stage(f"loading {model}"):
-            target = CausalModel.load(
-                model, dtype=dtype, device=device, backend=backend, quantize=quantize
-            )
+            target = load_target(model, options)
+        self._ranks = target.ranks
+        notes = [target.note]
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
-        if tuned is not None and profile is not None and follows:
-            draft = tuned.draft.spec
-            known, note = tuned.costs_here(target, profile)
-            options = replace(options, known=known)
-            self.notes = (note,) if note else ()
+            if follows:
+                draft = tuned.draft.spec
+                known, note = tuned.costs_here(target, profile)
+                options, notes = replace(options, known=known), [*notes, note or ""]
+        self.notes = tuple(filter(None, notes))
         self._assemble(target, load_tokenizer(model), draft, options)
 
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
+    _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
 
     def beside(
         self,
@@ -119,6 +128,8 @@ class LLM:
         prefix_sharing: bool = True,
         seed: int | None = None,
         draft_quantize: str | None = None,
+        draft_offload: str | None = None,
+        draft_device: str | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
@@ -144,8 +155,7 @@ class LLM:
         self._dtype = options.dtype
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
-            loading = Loading(target, tokenizer, options.dtype, options.draft_quantize)
-            prepared = prepare_all(draft, loading)
+            prepared = load_draft(draft, target, tokenizer, options)
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
             self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
@@ -175,10 +185,8 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and answer: what the model sees and the cache holds.
-
-        An answer that comes up against it ends with "length".
-        """
+        """Most tokens of a sequence, prompt and answer, by model and cache; an answer that comes up
+        against it ends with "length"."""
         return self.context_budget.limit
 
     # -- public ------------------------------------------------------------------------------
@@ -237,16 +245,16 @@ class LLM:
 
     @property
     def draft_vocabulary(self) -> str | None:
-        """How a draft with another vocabulary is used; None if there is no such draft.
-
-        For example "token-level intersection, 94 % of text".
-        """
-        return _vocabulary_of(self.engine.drafter)
+        """How a draft with another vocabulary is used, for example "token-level intersection,
+        94 % of text"; None if there is no such draft."""
+        return vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
         """Cancel everything and let go of the engine; closing twice is fine."""
         self.release(list(self._requests.values()))
         self._engine = None
+        if self._ranks is not None:
+            self._ranks.close()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -376,12 +384,6 @@ class LLM:
             if request.completion is None and self._engine is not None:
                 self._engine.abort(request.seq.seq_id)
             self._requests.pop(request.seq.seq_id, None)
-
-
-def _vocabulary_of(drafter: Any) -> str | None:
-    """What a drafter, or those it is made of, say about another vocabulary."""
-    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
-    return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
 
 @contextmanager

@@ -229,6 +229,27 @@ class LoadSettings:
         shown="as they are",
         but=("beside",),
     )
+    tensor_parallel: int = _engine(
+        1,
+        "Processes that share the model's weights, each on a GPU of its own or on a part of the "
+        "processor.",
+        low=1,
+        but=("beside",),
+    )
+    offload: str | None = _engine(
+        None,
+        "Where layers stay that the device has no memory for; a step brings them there.",
+        choices=("cpu", "disk"),
+        shown="no",
+        but=("beside",),
+    )
+    weights_memory: int | None = _engine(
+        None,
+        "With offload: the device's memory for layers that stay there.",
+        kind="size",
+        shown="half of what is free",
+        but=("beside",),
+    )
     threads: int | None = _engine(
         None, "Processor threads.", low=1, shown="torch's choice", but=("LLM", "beside")
     )
@@ -258,6 +279,15 @@ class EngineSettings(LoadSettings):
         None,
         "Round the weights of a draft model when loading, on a processor.",
         choices=("int8", "int4"),
+        shown="no",
+    )
+    draft_device: str | None = _model(
+        None, "Device of a draft model, such as cpu beside a target on a GPU.", shown="the target's"
+    )
+    draft_offload: str | None = _model(
+        None,
+        "As offload, of a draft model.",
+        choices=("cpu", "disk"),
         shown="no",
     )
     max_draft_length: int | None = _model(

@@ -81,6 +81,18 @@ def test_the_same_text(
     assert found == {name: many[part] for name, many in plain.items()}
 
 
+@pytest.mark.parametrize("draft", ["model", "eagle", "eagle3", "medusa"])
+def test_acceptance_is_reproducible(draft: str) -> None:
+    """Drafts' bits are a row's own, too: in company the very same tokens are drafted."""
+    counts = []
+    for batch in (1, 4):
+        llm = LLM("paceline/tiny", SPECS[draft], dtype="bfloat16", backend="native", draft_length=4)
+        found = llm.generate(PROMPTS[:batch], REQUESTS["greedy"])
+        counts.append([(one.draft_mask, one.stats.target_steps) for one in found[:1]])
+        llm.close()
+    assert counts[0] == counts[1] and any(counts[0][0][0])
+
+
 def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]], dtype: str) -> None:
     """A cache too small for all, so that sequences give up their blocks and are read again."""
     target = alone.target

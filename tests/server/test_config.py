@@ -16,6 +16,8 @@ ALL = """
 model = "folder"
 draft = ["ngram:min=2", "suffix"]
 draft_quantize = "int4"
+draft_offload = "disk"
+draft_device = "cpu"
 draft_length = 4
 rule = "block"
 profile = "tuned.toml"
@@ -23,6 +25,9 @@ served_model_name = "mine"
 [engine]
 backend = "reference"
 quantize = "int8"
+tensor_parallel = 2
+offload = "disk"
+weights_memory = "1G"
 dtype = "float32"
 device = "cpu"
 threads = 3

@@ -153,6 +153,26 @@ def test_errors_in_anthropic_s_shape(
     assert refused.json["request_id"] == refused.headers["x-request-id"]
 
 
+def test_what_claude_code_asks(server: Running) -> None:
+    """The fields of its first request, with shorter texts."""
+    cached = {"type": "text", "text": "Helpful.", "cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Today."}, {"type": "text", "text": "Hello"}]
+    messages = [{"role": "user", "content": parts}, {"role": "system", "content": "Agents."}]
+    answer = say(
+        server,
+        messages,
+        stream=True,
+        system=[{"type": "text", "text": "Billing."}, cached],
+        tools=[TOOL],
+        metadata={"user_id": "{}"},
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+    )
+    assert answer.status == 200, answer.text
+    assert answer.chunks[-1]["type"] == "message_stop"
+
+
 def test_what_has_no_effect_is_noted(server: Running) -> None:
     answer = say(
         server,

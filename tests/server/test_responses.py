@@ -141,6 +141,31 @@ def test_structured_output_and_logprobs(server: Running) -> None:
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
 
 
+def test_what_codex_asks(server: Running) -> None:
+    """The fields of its first request, with shorter texts."""
+
+    def said(role: str, text: str) -> dict[str, Any]:
+        part = {"type": "input_text", "text": text}
+        return {"type": "message", "id": f"msg_{text}", "role": role, "content": [part]}
+
+    group = {"type": "namespace", "name": "agents", "description": "x", "tools": [TOOL]}
+    answer = respond(
+        server,
+        stream=True,
+        input=[said("developer", "Code."), said("developer", "Skills."), said("user", "Hello")],
+        tools=[TOOL, group, {"type": "web_search", "external_web_access": False}],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="x",
+        client_metadata={"thread_id": "x"},
+    )
+    assert answer.status == 200, answer.text
+    assert answer.chunks[-1]["type"] in ("response.completed", "response.incomplete")
+
+
 def test_functions_in_namespaces(server: Running) -> None:
     """As Codex offers them; a call says the namespace beside the name."""
     group = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [TOOL]}

@@ -97,6 +97,9 @@ def doctor(
             quantize=engine.quantize,
             draft_quantize=engine.draft_quantize,
             backend=engine.backend,
+            offload=engine.offload,
+            weights_memory=engine.weights_memory,
+            tensor_parallel=engine.tensor_parallel,
         )
         if for_engine is not None:
             findings = by_severity([*findings, *_ahead(for_engine, engine)])

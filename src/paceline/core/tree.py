@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -88,6 +88,13 @@ class TokenTree:
     @property
     def depths(self) -> tuple[int, ...]:
         return depths_of(self.parents)
+
+    def on(self, device: torch.device) -> TokenTree:
+        """The same on another device; itself where it is there."""
+        if self.tokens.device == device:
+            return self
+        q = None if self.q is None else self.q.to(device)
+        return replace(self, tokens=self.tokens.to(device), q=q)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:

@@ -131,3 +131,9 @@ class NoDrafter(LookupDrafter):
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         return (), ()
+
+
+def vocabulary_of(drafter: object) -> str | None:
+    """What a drafter, or those it is made of, say about another vocabulary."""
+    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
+    return "; ".join(dict.fromkeys(text for text in found if text)) or None

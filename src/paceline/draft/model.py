@@ -35,6 +35,7 @@ from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
+from paceline.stages import say
 
 _Model = TypeVar("_Model", bound="DraftModel")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -81,14 +82,16 @@ class DraftModel(TreeSpec):
         def build(context: DraftContext) -> Drafter:
             texts = match is not None and match.method == "string"
             # The end of a re-tokenised text may change, and a shared block must not.
-            cache = context.new_cache(model.cache_shapes, model.dtype, share=not texts)
+            cache = context.new_cache(model.cache_shapes, model.dtype, not texts, model.device)
             own, vocab = model.vocab_size, loading.target.vocab_size
             vocabulary = SharedVocabulary(own if texts else vocab, own)
             if match is not None and not texts:
                 vocabulary = Intersection(
                     match.target, match.draft, match.pairs, (vocab, own), model.device, match.share
                 )
-            drafter = ModelDrafter(model, cache, vocabulary, context.generator, policy, self.kind)
+            generator = context.generator_on(model.device)
+            drafter = ModelDrafter(model, cache, vocabulary, generator, policy, self.kind)
+            drafter.deliver_to = context.target.device
             return StringDrafter(drafter, match) if match is not None and texts else drafter
 
         return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
@@ -99,11 +102,14 @@ class DraftModel(TreeSpec):
         draft = CausalModel.load(
             self.path,
             loading.dtype,
-            str(target.device),
+            loading.device or str(target.device),
             check_values=True,
             quantize=self.quantize or loading.quantize,
             backend=target.asked,
+            offload=loading.offload,
         )
+        if draft.note:
+            say(f"the draft: {draft.note}")
         folder = Path(resolve(self.path))
         own = tokenizer
         if (
@@ -154,6 +160,7 @@ class ModelDrafter(LevelDrafter):
     """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
 
     reads = True  # a prompt, before it drafts
+    deliver_to: torch.device | None = None  # the target's, if that is another one
 
     def __init__(
         self,
@@ -193,7 +200,7 @@ class ModelDrafter(LevelDrafter):
 
     def _finish(self, tree: Growing) -> TokenTree:
         done, self._states[tree.item.seq.seq_id].slots = tree.finish()
-        return done
+        return done if self.deliver_to is None else done.on(self.deliver_to)
 
     def _feed(self, item: Slice) -> Feed | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there

@@ -44,6 +44,11 @@ class QuantizedDraft(TreeSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
+        if target.ranks is not None or target.note:
+            raise ConfigError(
+                f"draft '{self}' is made of all the target's weights, and these are not all here "
+                f"({target.refused}); use another drafter"
+            )
         held = usual_bits(target.hf)
         if 0 < held <= BITS[self.precision]:
             raise ConfigError(

@@ -43,12 +43,15 @@ _Spec = TypeVar("_Spec", bound="DraftSpec")
 @dataclass(frozen=True)
 class Loading:
     """What a drafter is prepared from: the target, its tokenizer, and what draft models are
-    loaded in: ``dtype``, and ``quantize`` "int8", "int4" or None."""
+    loaded in: ``dtype``, ``quantize`` "int8", "int4" or None, ``offload`` "cpu", "disk" or None,
+    and ``device``, None for the target's."""
 
     target: CausalModel
     tokenizer: PreTrainedTokenizerFast
     dtype: str
     quantize: str | None = None
+    offload: str | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,27 @@ class DraftContext:
     generator: torch.Generator
 
     def new_cache(
-        self, shapes: list[LayerShape], dtype: torch.dtype, share: bool = True
+        self,
+        shapes: list[LayerShape],
+        dtype: torch.dtype,
+        share: bool = True,
+        device: torch.device | None = None,
     ) -> PagedCache:
-        """A cache for a drafter's own layers, of as many tokens as the target's.
+        """A cache for a drafter's own layers, of as many tokens as the target's, and where that
+        is if no ``device`` is named.
 
         ``share``: requests that begin alike share blocks, if they do in the target's.
         """
-        own, share = self.cache, self.cache.shares and share
-        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, own.device, share)
+        own, share, place = self.cache, self.cache.shares and share, device or self.cache.device
+        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, place, share)
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """The randomness of requests without a seed, for draws on another device, too."""
+        if device.type == self.generator.device.type:
+            return self.generator
+        other = torch.Generator(device)
+        drawn = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+        return other.manual_seed(int(drawn))
 
 
 @dataclass(frozen=True)

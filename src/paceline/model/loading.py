@@ -46,11 +46,13 @@ def load_module(
     device: str | torch.device,
     attention: str | None = None,
     packed: bool = False,
+    **placement: Any,
 ) -> Any:
     """A transformers module in eval mode that calls our attention function.
 
     ``attention`` names another one of transformers' instead, for use outside the engine.
     ``packed`` keeps the weights of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be.
+    ``placement`` goes to ``from_pretrained``, which then says where the weights are.
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
@@ -76,8 +78,8 @@ def load_module(
         if options is not None and is_path(path) and keeps(options, place):
             module = _quantised(name, Path(path), config, number, attention or ATTENTION, options)
         else:
-            module = _weights(name, path, config, number, attention or ATTENTION)
-    return module.to(place)
+            module = _weights(name, path, config, number, attention or ATTENTION, **placement)
+    return module if placement else module.to(place)
 
 
 def _quantised(
@@ -300,6 +302,7 @@ def _weights(
     dtype: torch.dtype | None,
     attention: str,
     tensors: dict[str, torch.Tensor] | None = None,
+    **placement: Any,
 ) -> Any:
     """The module with its weights from ``path`` or, where they are given, ``tensors``."""
     from safetensors import SafetensorError
@@ -318,6 +321,7 @@ def _weights(
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
+            **placement,
         )
     except SafetensorError as error:
         raise ModelLoadError(

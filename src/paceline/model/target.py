@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend
+from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
@@ -68,6 +69,8 @@ class CausalModel:
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
         self.refused: str | None = None  # why the kernels do not run this model
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
+        self.note = ""  # what the user should know about how it was loaded
+        self.ranks: Ranks | None = None  # the processes that share the weights, if several do
         with _naming_the_format(hf, name):
             self.vocab_size = self._probe()
         self._verify()
@@ -82,6 +85,8 @@ class CausalModel:
         check_values: bool = False,
         quantize: str | None = None,
         backend: str = "auto",
+        offload: str | None = None,
+        weights_memory: int | None = None,
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
@@ -91,14 +96,25 @@ class CausalModel:
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
         dequantises those of a quantised file, which are else kept where the kernels run.
+        ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
+        (see offload.py).
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
         from paceline.model.loading import load_module
+        from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
         from paceline.model.tensorfile import check_finite
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+        if offload is not None:
+            refuse_with_offload(offload, quantize, backend)
+            plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
+            if plan.away:
+                model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
+                model.asked, model.note = backend, plan.in_words()
+                model.refused = f"layers stay on {offload}"
+                return model
         packed = quantize is None and backend != REFERENCE
         module = load_module(name_or_path, dtype, device, packed=packed)
         if check_values:
@@ -129,7 +145,7 @@ class CausalModel:
     @property
     def backend_reason(self) -> str:
         """The backend with what it computes with, or why it is not the native one."""
-        if self.native is not None:
+        if self.backend == NATIVE:
             return f"{NATIVE} ({instructions()})"
         return f"{REFERENCE} ({self.refused})" if self.refused else REFERENCE
 
@@ -184,13 +200,24 @@ class CausalModel:
             return self.native.head(hidden)
         if self.lean is not None:
             return self.lean.head(hidden)
-        logits: torch.Tensor = self.hf.get_output_embeddings()(hidden)
+        logits: torch.Tensor = self.embedding("output")(hidden)
         config = self.hf.config.get_text_config(decoder=True)
         # What Cohere, Granite and Gemma 2 do to their logits afterwards.
         logits = logits * (getattr(config, "logit_scale", None) or 1.0)
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def embedding(self, side: Literal["input", "output"]) -> Any:
+        """The module of the tokens' embedding, or the language-model head's; whole, also where
+        ranks have parts of it."""
+        if self.ranks is not None:
+            return self.ranks.whole(side)
+        return getattr(self.hf, f"get_{side}_embeddings")()
+
+    def free_memory(self) -> int:
+        """Bytes that caches can have on the model's device, the least of all its devices."""
+        return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
     # -- features --------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ log = logging.getLogger("paceline.server")
 
 # Steps that may fail one after the other before the engine counts as lost.
 MAX_FAILURES = 3
+_HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
 
 
 class EngineJob:
@@ -79,7 +80,11 @@ class EngineLoop:
         self._stopping = self._closed = False
         self._failures = 0
         self._request_seconds = 1.0  # moving average, for Retry-After
+        self._broken: str | None = None  # why the model cannot run any more
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        if llm.target.ranks is not None:
+            llm.target.ranks.when_lost(self._break)
 
     # -- for other threads ----------------------------------------------------------------------
 
@@ -161,8 +166,18 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+        """Wait until the thread has ended, and everybody has been told."""
+        self._over.wait()
+
+    def _break(self, reason: str) -> None:
+        """The model cannot run any more. An idle thread hears of it; one that hangs in a forward
+        is not waited for."""
+        with self._wake:
+            self._broken = reason
+            self._wake.notify()
+        late = threading.Timer(_HANGING_SECONDS, self._close, [EngineLostError(reason)])
+        late.daemon = True
+        late.start()
 
     # -- the engine thread ----------------------------------------------------------------------
 
@@ -178,10 +193,12 @@ class EngineLoop:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._jobs or self._stopping):
+                while not (self._inbox or self._jobs or self._stopping or self._broken):
                     self._wake.wait()
                 if self._stopping:
                     return
+                if self._broken is not None:
+                    raise EngineLostError(self._broken)
             self._admit()
             self._leave()
             if self.llm.engine.has_work:
@@ -300,6 +317,8 @@ class EngineLoop:
     def _close(self, error: BaseException | None) -> None:
         """Tell everybody. Nothing here may stop the rest: the engine may be beyond all help."""
         with self._wake:
+            if self._closed:
+                return
             self._closed = True
             jobs = [*self._jobs, *self._inbox]
             self._jobs.clear()
@@ -322,6 +341,7 @@ class EngineLoop:
             _quietly(self._post, Lost(self.lost))
         for ticket in [*(job.ticket for job in jobs), *reserved]:
             _quietly(self._post, Ended(ticket, Fault.of(ending)))
+        self._over.set()
 
 
 def _quietly(action: Callable[[Any], None], argument: Any) -> None:

@@ -136,9 +136,7 @@ class Eagle(TreeSpec):
         # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
         nodes = 32 if target.device.type == "cuda" else 8
         policy = self.policy(nodes if self.best_first else 0)
-        head = load_eagle(
-            self.path, target, self.version, self.layers, target.hf.get_output_embeddings()
-        )
+        head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         step = eagle_step(head, target)
 

@@ -68,4 +68,4 @@ def eagle_step(head: EagleHead, target: CausalModel) -> EagleStep:
             f"the rotary embedding {kind} depends on the length"
         )
     prepack_modules(head)
-    return ReferenceEagle(head, head.embed_tokens or target.hf.get_input_embeddings())
+    return ReferenceEagle(head, head.embed_tokens or target.embedding("input"))

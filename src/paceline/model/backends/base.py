@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
+from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.paged.pieces import KeyValueStore
@@ -31,6 +32,29 @@ class Backend(Protocol):
 
     def without(self, skipped: frozenset[int]) -> Backend:
         """The same with some layers left out; the others keep their numbers, so their cache."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that share a model's weights, as the one that decodes knows them."""
+
+    size: int
+
+    def whole(self, side: Literal["input", "output"]) -> nn.Module:
+        """The embedding of the tokens or the language-model head, whole, on this process's
+        device."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes that every rank has free."""
+        ...
+
+    def when_lost(self, told: Callable[[str], None]) -> None:
+        """Call ``told`` once, on any thread, with the reason why the model cannot run any more."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes."""
         ...
 
 

@@ -11,7 +11,7 @@ tokens (a chain's are there already) and everything beyond is given back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,8 @@ class PagedCache:
         self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
+        # Hears of every move, as slots; other processes may hold the rest of these keys and values.
+        self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[num_slots, kv_heads, width]``."""
@@ -187,6 +189,12 @@ class PagedCache:
         if not moves:
             return
         slots = [(self._slot(seq, src), self._slot(seq, dst)) for seq, src, dst in moves]
+        if self.moved is not None:
+            self.moved(slots)
+        self.copy(slots)
+
+    def copy(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Copy rows from slots to slots in all layers, reading before writing."""
         source, target = to_device(slots, self.device).unbind(1)
         for keys, values in self._layers:
             keys.index_copy_(0, target, keys.index_select(0, source))

@@ -11,13 +11,21 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
+from paceline.parallel.load import check_shareable
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
 from paceline.tools.doctor.findings import Finding, by_severity, finding
 from paceline.tools.doctor.heads import another_kind, check_head, noted, weights_kind_of
 from paceline.tools.doctor.kinds import NOTE
-from paceline.tools.doctor.machine import DeviceSettings, MemoryNeeds, check_dtype, check_memory
+from paceline.tools.doctor.machine import (
+    DeviceSettings,
+    MemoryNeeds,
+    check_dtype,
+    check_memory,
+    check_offload,
+)
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
 from paceline.tools.doctor.precision import (
     Rounding,
@@ -68,6 +76,9 @@ def examine(
     quantize: str | None = None,
     draft_quantize: str | None = None,
     backend: str = "auto",
+    offload: str | None = None,
+    weights_memory: int | None = None,
+    tensor_parallel: int = 1,
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -83,6 +94,8 @@ def examine(
     quantize = None if quantize == "none" else quantize
     rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
+    if tensor_parallel > 1:
+        check_shareable(target, tensor_parallel)
     drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
     findings += check_files(files, "target")
@@ -90,13 +103,19 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
+    each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    cost = _Cost(weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    held = (weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    cost = _Cost(*(count // each for count in held))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        own, more = _draft(spec, folder, model, setting, rounding)
+        noticed, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
-        findings += [replace(f, about=about) if f.about == "draft" else f for f in own]
+        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
         cost += more
+    if offload is not None:
+        plan = plan_offload(target, dtype, device, offload, weights_memory)
+        findings.append(check_offload(plan, offload))
+        cost = replace(cost, weights=cost.weights - held[0] // each + plan.peak)
     findings += check_dtype(setting, cost.weights)
     few = any(found.code.startswith("quantised") for found in findings)
     findings.append(check_kernels(setting, rounding, few))

@@ -14,6 +14,7 @@ import torch
 from paceline.build import most_kept
 from paceline.drafters import BLOCK_SIZE
 from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
+from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.kinds import ERROR
@@ -102,6 +103,18 @@ def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
         return finding("cache-partial", "machine", whole)
     enough = f"{text}, more than {batch} sequences of {context:,} need"
     return finding("memory-fits", "machine", enough)
+
+
+def check_offload(plan: OffloadPlan, offload: str) -> Finding:
+    """What a forward moves, of layers that do not stay on the device."""
+    if not plan.away:
+        text = f"all {plan.layers} layers fit the device, so none stays on {offload}"
+        return finding("offload-idle", "machine", text)
+    text = (
+        f"{plan.away} of {plan.layers} layers stay on {offload}: every forward moves "
+        f"{size(plan.moved)}, {plan.moved / 2**30:.2g} s at 1 GiB a second"
+    )
+    return finding("weights-offloaded", "machine", text)
 
 
 def free_memory(device: torch.device) -> int:

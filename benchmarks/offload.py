@@ -1,0 +1,158 @@
+"""A target whose layers stay on disk: tokens a second plainly and with drafts.
+
+The model is copied in float32 into a folder that no other process has open. Before every forward of
+the target that copy is dropped from the page cache (posix_fadvise DONTNEED), so that each forward
+reads its layers from the disk; the bytes that did come from there are the kernel's count
+(read_bytes of /proc/self/io, Linux). All contestants decode the same chats greedily, one at a
+time, over the same weights; drafts must yield the tokens of plain decoding.
+
+The draft length is fixed: the costs that "auto" measures at start-up would be those of files in the
+page cache.
+
+    python benchmarks/offload.py
+    python benchmarks/offload.py --drafts none,ngram --tokens 96 --memory 128M --json offload.json
+
+The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from paceline.config import parse_bytes
+from paceline.core.batch import Batch, ModelOutput
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.model.loading import load_module, load_tokenizer, weight_files
+from report import machine
+
+CHATS = (
+    "Repeat this list and add two more: apples, pears, plums, apples, pears, plums.",
+    "Write a short story about a girl who finds a map.",
+    "Correct the spelling: Teh quick brown fox jumsp over teh lazy dog.",
+)
+DRAFTS = "none,ngram,hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
+
+
+class ColdTarget:
+    """A target whose files are dropped from the page cache before each of its forwards."""
+
+    def __init__(self, target: Any, files: Sequence[Path]) -> None:
+        self._target = target
+        self._files = [os.open(file, os.O_RDONLY) for file in files]
+        self.forwards, self.read, self.seconds = 0, 0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, batch: Batch, *rest: Any) -> ModelOutput:
+        for file in self._files:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        before, start = bytes_from_disk(), time.perf_counter()
+        out: ModelOutput = self._target(batch, *rest)
+        self.forwards += 1
+        self.seconds += time.perf_counter() - start
+        self.read += bytes_from_disk() - before
+        return out
+
+
+def bytes_from_disk() -> int:
+    """What this process has had the kernel fetch from storage, by reads and by page faults."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
+
+
+def copy_of(model: str, folder: Path) -> Path:
+    """The model in float32, where drafts yield the tokens of plain decoding."""
+    load_module(model, torch.float32, "cpu", "sdpa").save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)
+    os.sync()  # what has not been written yet cannot be dropped
+    return folder
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contestant over all chats."""
+
+    draft: str
+    tokens: int
+    seconds: float
+    forwards: int
+    seconds_per_forward: float
+    disk_bytes_per_forward: float
+    text: list[list[int]]
+
+    def record(self, plain: Figures) -> dict[str, Any]:
+        return {
+            "draft": self.draft,
+            "tokens_per_second": round(self.tokens / self.seconds, 2),
+            "by_plain": round(self.tokens / self.seconds / (plain.tokens / plain.seconds), 2),
+            "tokens_per_forward": round(self.tokens / self.forwards, 2),
+            "seconds_per_forward": round(self.seconds_per_forward, 3),
+            "disk_mb_per_forward": round(self.disk_bytes_per_forward / 1e6),
+            "same_text": self.text == plain.text,
+        }
+
+
+def decode(plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int) -> Figures:
+    """All chats, one after another; the first tokens of a chat read its prompt."""
+    llm = plain.beside(None if draft == "none" else draft, draft_length=length, max_batch_size=1)
+    cold = ColdTarget(llm.engine.target, files)
+    llm.engine.target = cold  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    start = time.perf_counter()
+    done = [llm.chat([{"role": "user", "content": chat}], params)[0] for chat in CHATS]
+    return Figures(
+        draft,
+        sum(len(completion.token_ids) for completion in done),
+        time.perf_counter() - start,
+        cold.forwards,
+        cold.seconds / cold.forwards,
+        cold.read / cold.forwards,
+        [completion.token_ids for completion in done],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="paceline/smollm2")
+    parser.add_argument("--drafts", default=DRAFTS, help="Specs, parted by commas.")
+    parser.add_argument("--length", type=int, default=6, help="Tokens drafted a step.")
+    parser.add_argument("--tokens", type=int, default=48, help="Of each of three answers.")
+    parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
+    parser.add_argument("--folder", help="Where the copy goes; by default beside temporary files.")
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        model = copy_of(given.model, Path(folder) / "model")
+        kept = parse_bytes(given.memory)
+        plain = LLM(str(model), dtype="float32", offload="disk", weights_memory=kept)
+        files = weight_files(model)
+        drafts = ["none", *(draft for draft in given.drafts.split(",") if draft != "none")]
+        found = [decode(plain, d, files, given.tokens, given.length) for d in drafts]
+    rows = [figures.record(found[0]) for figures in found]
+    print(*plain.notes, sep="\n")
+    print(" | ".join(rows[0]))
+    for row in rows:
+        print(" | ".join(map(str, row.values())))
+    result = json.dumps({"machine": machine("cpu"), "length": given.length, "rows": rows})
+    if given.json:
+        Path(given.json).write_text(result + "\n", encoding="utf-8")
+    print(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Models larger than their device: layers stay in main memory or on disk, and a step brings them.
+
+    on the device    embedding, norms, language-model head, and layers as long as memory lasts
+    elsewhere        the other layers; every forward moves each of their weights once
+
+Accelerate moves them (https://huggingface.co/docs/accelerate/concept_guides/big_model_inference);
+on disk they are read from the checkpoint itself, in the dtype that it has. What a forward moves
+does not depend on its rows, so a speculated step gains what it saves in forwards.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.memory import free_memory
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.files import cache_folder
+from paceline.model.gguf import gguf_file
+from paceline.model.loading import (
+    check_folder,
+    is_path,
+    load_module,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+    weight_files,
+)
+from paceline.model.names import resolve
+from paceline.model.precision import quantization_of
+from paceline.model.tensorfile import read_table
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Which layers stay away from the device, and what that costs.
+
+    ``places``: a device, "cpu" or "disk" for every module that has weights of its own or is a
+    layer, as accelerate's ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every
+    forward, as they lie where they stay.
+    """
+
+    places: dict[str, str]
+    layers: int
+    away: int
+    resident: int
+    largest: int  # a layer's
+    moved: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of weights on the device while a forward runs."""
+        return self.resident + (self.largest if self.away else 0)
+
+    def in_words(self) -> str:
+        """What the user should know, "" if nothing stays away."""
+        if not self.away:
+            return ""
+        place = next(place for place in reversed(self.places.values()))
+        moved = self.moved / 1e6
+        return f"{self.away} of {self.layers} layers stay on {place}: a step moves {moved:,.0f} MB"
+
+
+def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
+    """Raises ConfigError for what needs its weights laid out on the device."""
+    if quantize in (None, "none") and backend != "native":
+        return
+    what = f"quantize={quantize!r}" if quantize not in (None, "none") else "backend='native'"
+    raise ConfigError(
+        f"{what} lays all weights out on the device, and offload={offload!r} leaves some "
+        "elsewhere; leave one of them out"
+    )
+
+
+def load_offloaded(
+    name: str, dtype: str | torch.dtype, device: str | torch.device, plan: OffloadPlan
+) -> Any:
+    """The module of a model, its layers where the plan has them. Raises ModelLoadError."""
+    # Where transformers writes weights that are on disk in another form than the model's.
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
+    library = logging.getLogger("accelerate")  # which warns of what was asked for
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        module = load_module(
+            name, dtype, device, device_map=plan.places, offload_folder=folder.name
+        )
+    finally:
+        library.setLevel(level)
+    module.offload_folder = folder  # lives as long as the module
+    return module
+
+
+def plan_offload(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    offload: str,
+    memory: int | None = None,
+) -> OffloadPlan:
+    """Where a model's layers stay, of which ``memory`` bytes may be on the device (None: half of
+    what is free there), the others on "cpu" or "disk"; from its configuration and the tables of its
+    files. Raises ConfigError and ModelLoadError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    place = resolve_device(device)
+    config, files = _offloadable(name, offload, place)
+    number = resolve_dtype(dtype, place) or getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(number)
+    skeleton.tie_weights()
+    layers = dict(_layers(skeleton))
+    rest = {
+        owner: module
+        for owner, module in skeleton.named_modules()
+        if (module._parameters or module._buffers) and not _within(owner, layers)
+    }
+    left = free_memory(place) // 2 if memory is None else memory
+    tensors = {
+        id(p): p.nbytes
+        for module in rest.values()
+        for p in module._parameters.values()
+        if p is not None
+    }
+    resident = sum(tensors.values())
+    left -= resident
+    places = dict.fromkeys(rest, str(place))
+    away: list[str] = []
+    for owner, layer in layers.items():
+        size = sum(p.nbytes for p in layer.parameters())
+        if away or size > left:
+            away.append(owner)
+        else:
+            left, resident = left - size, resident + size
+        places[owner] = offload if away else str(place)
+    moved = sum(p.nbytes for owner in away for p in layers[owner].parameters())
+    if offload == "disk":
+        moved = _stored(files, away, moved)
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers.values())
+    return OffloadPlan(places, len(layers), len(away), resident, largest, moved)
+
+
+def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
+    """A model's config and, of a folder, its files of weights."""
+    asked = f"offload={offload!r}"
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(f"{asked} needs accelerate; pip install 'paceline[offload]'")
+    if offload == "cpu" and device.type == "cpu":
+        raise ConfigError(
+            f"{asked} on a processor: the weights are in its memory already; use disk for those "
+            "that do not fit, or a device that has its own"
+        )
+    path = resolve(name)
+    if path.startswith("~"):
+        path = str(Path(path).expanduser())
+    if gguf_file(path) is not None:
+        raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
+    files: list[Path] = []
+    if is_path(path):
+        check_folder(name, Path(path))
+        files = weight_files(Path(path))
+        if not files:
+            raise ModelLoadError(f"{asked}: folder {name} has no *.safetensors to read layers from")
+    config = read_config(name, path)
+    if quantization_of(config) is not None:
+        raise ConfigError(f"{asked}: {name} is quantised, and is not moved layer by layer")
+    return config, files
+
+
+def _layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder layers by name: the longest list of modules there is."""
+    lists = [(name, m) for name, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(skeleton).__name__} has no list of layers to offload")
+    outer = min(len(name.split(".")) for name, _ in lists)
+    owner, found = max(
+        ((name, m) for name, m in lists if len(name.split(".")) == outer), key=lambda x: len(x[1])
+    )
+    return ((f"{owner}.{index}", layer) for index, layer in enumerate(found))
+
+
+def _within(name: str, layers: dict[str, nn.Module]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+def _stored(files: list[Path], away: list[str], otherwise: int) -> int:
+    """Bytes that layers take in a checkpoint whose names are the module's, mostly so."""
+    entries = {key: e for file in files for key, e in read_table(file).entries.items()}
+    found = [e.end - e.start for key, e in entries.items() if key.startswith(_prefixes(away))]
+    return sum(found) if found or not away else otherwise
+
+
+def _prefixes(layers: list[str]) -> tuple[str, ...]:
+    return tuple(f"{layer}." for layer in layers)

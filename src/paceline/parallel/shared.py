@@ -1,0 +1,155 @@
+"""A target that several processes share, seen from the one that decodes with it (rank 0)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NoReturn
+
+import torch
+from torch import nn
+
+from paceline.core.batch import Batch, ModelOutput
+from paceline.errors import ConfigError
+from paceline.model.loading import resolve_device
+from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.target import CausalModel
+from paceline.parallel.group import whole_parameters
+from paceline.parallel.load import check_shareable, load_part
+from paceline.parallel.orders import (
+    CacheOrder,
+    GatherOrder,
+    MemoryOrder,
+    MoveOrder,
+    batch_order,
+)
+from paceline.parallel.team import RankTeam
+
+
+def load_shared(
+    name: str,
+    size: int,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    backend: str = "auto",
+) -> CausalModel:
+    """Load a target into ``size`` processes, of which this one is rank 0.
+
+    Its forwards are the reference backend's; ``cache_shapes`` are those of this rank's heads.
+    Raises ConfigError, ModelLoadError and UnsupportedModelError.
+    """
+    if backend == "native" or quantize not in (None, "none"):
+        what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
+        raise ConfigError(
+            f"{what} keeps a model in one process; leave it out, or tensor_parallel={size}"
+        )
+    check_shareable(name, size)
+    place = resolve_device(device)
+    team = RankTeam(size, place, {"model": name, "dtype": dtype})
+    try:
+        with team.loading():
+            own = torch.device("cuda", 0) if place.type == "cuda" else place
+            model = load_part(name, dtype, own, size)
+    except BaseException:
+        team.close()
+        raise
+    shared = SharedForward(model, team)
+    model.native = model.ranks = shared
+    model.refused = f"on {size} ranks"
+    return model
+
+
+class SharedForward:
+    """The reference forward on all ranks: they are told of each batch, and run it together.
+
+    A cache of rank 0 has its like on every rank, made when it is first used.
+    """
+
+    name = "reference"
+
+    def __init__(self, model: CausalModel, team: RankTeam) -> None:
+        self.team, self.size = team, team.size
+        self._model = copy.copy(model)  # runs this rank's part
+        self._model.ranks = self
+        self._numbers: weakref.WeakKeyDictionary[KeyValueStore, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count()
+        self._dropped: list[int] = []
+        self._whole: dict[str, nn.Module] = {}
+        self.close: Callable[[], None] = weakref.finalize(self, team.close)
+
+    def __call__(
+        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+    ) -> ModelOutput:
+        with self.team.together():
+            order, numbers = batch_order(self._known(cache), batch)
+            self.team.group.tell(order)
+            if numbers is not None:
+                self.team.group.share(numbers)
+            return self._model(batch, cache, features)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.head(hidden)
+
+    def without(self, skipped: frozenset[int]) -> NoReturn:
+        raise ConfigError(
+            f"a target on {self.size} ranks cannot draft with a part of its own layers; "
+            "use another drafter"
+        )
+
+    # -- what else all ranks have to do with ---------------------------------------------------
+
+    def whole(self, side: Literal["input", "output"]) -> nn.Module:
+        """Drafts are made by this rank alone, so what they share with the target is put together
+        here once."""
+        if side not in self._whole:
+            module = getattr(self._model.hf, f"get_{side}_embeddings")()
+            with self.team.together():
+                self.team.group.tell(GatherOrder(side))
+                found = whole_parameters(module)
+            twin = copy.copy(module)
+            twin.__dict__.pop("forward", None)  # the one that sums over ranks
+            twin._parameters = {
+                key: nn.Parameter(value, requires_grad=False) for key, value in found.items()
+            }
+            self._whole[side] = twin
+        return self._whole[side]
+
+    def free_memory(self) -> int:
+        with self.team.together():
+            self.team.group.tell(MemoryOrder())
+            return self.team.group.least_memory()
+
+    def when_lost(self, told: Callable[[str], None]) -> None:
+        self.team.when_lost(told)
+
+    # -- caches ------------------------------------------------------------------------------------
+
+    def _known(self, cache: KeyValueStore) -> CacheOrder:
+        assert isinstance(cache, PagedCache)
+        number = self._numbers.get(cache)
+        if number is None:
+            number = self._numbers[cache] = next(self._count)
+            cache.moved = partial(_moved, weakref.ref(self), weakref.ref(cache))
+            weakref.finalize(cache, self._dropped.append, number).atexit = False
+        dropped = tuple(self._dropped)
+        del self._dropped[: len(dropped)]
+        return CacheOrder(number, cache.num_blocks, cache.block_size, dropped)
+
+    def move(self, cache: PagedCache, slots: Sequence[tuple[int, int]]) -> None:
+        with self.team.together():
+            self.team.group.tell(MoveOrder(self._known(cache), tuple(slots)))
+
+
+def _moved(
+    shared: weakref.ref[SharedForward],
+    cache: weakref.ref[PagedCache],
+    slots: Sequence[tuple[int, int]],
+) -> None:
+    owner, own = shared(), cache()
+    if owner is not None and own is not None:
+        owner.move(own, slots)

@@ -1,0 +1,261 @@
+"""The other ranks' processes, as rank 0 sees them: started, watched, and ended.
+
+Whoever ends, the others notice. A rank's process lives as long as the pipe to its standard input:
+however rank 0 ends, the kernel closes that. Rank 0 has a thread for each rank that waits for its
+end, and one that looks at the clock: ranks that do not finish a forward are killed, so that what
+waits for them fails instead of hanging.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
+from paceline.parallel.group import RankGroup, surroundings
+from paceline.parallel.orders import StopOrder
+
+# The folder that it is started in must not lend it modules.
+_START = (
+    "import sys; sys.path[:] = [place for place in sys.path if place]; "
+    "from paceline.parallel.worker import main; main()"
+)
+READY = "ready"
+STALL_SECONDS = 300.0  # from when on a forward counts as hanging
+_START_SECONDS = 300.0  # to import torch; a busy machine with a cold disk needs a minute
+_END_SECONDS = 5.0
+_NOTICE_SECONDS = 3.0  # between a rank's end, as its peers notice it, and what its process says
+
+
+class RankProcess:
+    """One other rank. ``ended`` is called, on a thread of its own, when it has."""
+
+    def __init__(self, rank: int, job: dict[str, object], ended: Callable[[int, str], None]):
+        self.rank = rank
+        self.ready = threading.Event()
+        self._ended, self._said = ended, ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is rank 0's
+        )
+        self.pid = self._process.pid
+        threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
+        with suppress(OSError):  # it has ended: the thread says so
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
+            self._process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                self.ready.set()
+            else:
+                self._said = line.strip()
+        code = self._process.wait()
+        self._process.stdout.close()
+        self._ended(self.rank, self._said or _how(code))
+        self.ready.set()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        """Close its pipe, which ends it, and wait until it is gone."""
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+class RankTeam:
+    """Rank 0's view of ``size`` ranks on ``device`` (of a CPU, or the first of as many GPUs).
+
+    ``lost`` says why the ranks cannot go on; they never can again.
+    """
+
+    def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
+        """Start the others and wait until all have come. Raises ConfigError where they cannot run,
+        PacelineError where one does not come."""
+        check_devices(size, device)
+        self.size = size
+        self.lost: str | None = None
+        self._cuda = device.type == "cuda"
+        self._group: RankGroup | None = None
+        self._listeners: list[Callable[[str], None]] = []
+        self._changing = threading.Lock()
+        self._closed = threading.Event()
+        self._until: float | None = None  # when a forward that runs counts as hanging
+        self._threads = torch.get_num_threads()
+        share = max(1, self._threads // size)
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
+        store = str(Path(self._folder.name) / "store")
+        every = {**job, "size": size, "store": store, "device": device.type, "threads": share}
+        self._processes = [RankProcess(rank, every, self._left) for rank in range(1, size)]
+        if device.type == "cpu":
+            torch.set_num_threads(share)
+        try:
+            for process in self._processes:
+                process.ready.wait(_START_SECONDS)
+            with self.loading():
+                self._group = RankGroup(0, size, store, device)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="paceline-rank-watch", daemon=True).start()
+
+    @property
+    def group(self) -> RankGroup:
+        assert self._group is not None
+        return self._group
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def when_lost(self, told: Callable[[str], None]) -> None:
+        with self._changing:
+            if self.lost is None:
+                self._listeners.append(told)
+                return
+        told(self.lost)
+
+    def check(self) -> None:
+        """Raises EngineLostError once a rank has gone."""
+        if self.lost is not None:
+            raise EngineLostError(self.lost)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """What all ranks do before the first forward. Raises ModelLoadError where one of them is
+        lost, and this rank's own errors."""
+        try:
+            self.check()
+            with surroundings(0):
+                yield
+        except Exception as error:
+            self._wait_for_reason()
+            everywhere = isinstance(error, PacelineError) and str(error) in (self.lost or "")
+            if self.lost is None or (everywhere and not isinstance(error, EngineLostError)):
+                raise
+            raise ModelLoadError(f"while {self.size} ranks were loading, {self.lost}") from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do at a time. If it fails here they are out of step, and so lost.
+
+        Raises EngineLostError. Where it takes too long, the others are killed.
+        """
+        self.check()
+        self._until = time.monotonic() + STALL_SECONDS
+        try:
+            yield
+        except BaseException as error:
+            self._wait_for_reason()
+            words = " ".join(str(error).split())[:300]
+            self.lose(f"rank 0 of {self.size} failed: {type(error).__name__}: {words}")
+            if isinstance(error, Exception):
+                raise EngineLostError(self.lost or "") from error
+            raise
+        finally:
+            self._until = None
+
+    def _wait_for_reason(self) -> None:
+        """Give the process of a rank that has ended the time to be noticed."""
+        end = time.monotonic() + _NOTICE_SECONDS
+        while self.lost is None and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _left(self, rank: int, how: str) -> None:
+        self.lose(f"rank {rank} of {self.size} {how}")
+
+    def lose(self, reason: str) -> None:
+        """The first reason is kept; then all other ranks are ended and listeners are told."""
+        with self._changing:
+            if self.lost is not None or self._closed.is_set():
+                return
+            self.lost, told = reason, self._listeners
+        for process in self._processes:
+            process.kill()
+        for listener in told:
+            listener(reason)
+        if self._cuda:
+            _abort()  # a GPU that waits for another notices no closed connection
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.5):
+            until = self._until
+            if until is not None and time.monotonic() > until:
+                self.lose(f"{self.size} ranks did not finish a forward in {STALL_SECONDS:g} s")
+                return
+
+    def close(self) -> None:
+        """End the other ranks; closing twice is fine."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self.lost is None and self._group is not None:
+            with suppress(Exception):
+                self._group.tell(StopOrder())
+        for process in self._processes:
+            process.end()
+        if self._group is not None:
+            with suppress(Exception):
+                self._group.leave()
+        torch.set_num_threads(self._threads)
+        self._folder.cleanup()
+
+
+def check_devices(size: int, device: torch.device) -> None:
+    """Raises ConfigError where so many ranks cannot run on this machine."""
+    asked = f"tensor_parallel={size}"
+    if not dist.is_available():
+        raise ConfigError(f"{asked} needs torch.distributed, which this torch lacks")
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{asked}: this process is in a torch.distributed group already, perhaps of another "
+            "LLM with tensor_parallel; close that first"
+        )
+    seen = torch.cuda.device_count()
+    if device.type == "cuda":
+        if device.index not in (None, 0):
+            raise ConfigError(f"{asked} takes cuda:0 and those after it; say device cuda")
+        if seen < size:
+            raise ConfigError(f"{asked} needs {size} CUDA devices, but PyTorch sees {seen}")
+    elif seen:
+        raise ConfigError(
+            f"{asked} on a processor: transformers takes the GPUs where there are some; hide them "
+            "with CUDA_VISIBLE_DEVICES= (empty), or use device cuda"
+        )
+
+
+def _abort() -> None:
+    """Let go of whatever waits for ranks that are gone, where this torch can."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        with suppress(Exception):
+            abort()

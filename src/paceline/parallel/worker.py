@@ -1,0 +1,115 @@
+"""What runs in the process of every rank but the first: its part of the target, and orders.
+
+It is started with one line on its standard input, which says what to load, and lives as long as
+that stays open. A rank that fails says why in one line on its standard output, and ends: the others
+cannot go on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import NoReturn, TextIO
+
+import torch
+
+from paceline.core.batch import Batch
+from paceline.model.paged.cache import PagedCache
+from paceline.model.target import CausalModel
+from paceline.parallel.group import RankGroup, surroundings, whole_parameters
+from paceline.parallel.load import load_part
+from paceline.parallel.orders import (
+    BatchOrder,
+    CacheOrder,
+    GatherOrder,
+    MemoryOrder,
+    MoveOrder,
+    StopOrder,
+)
+from paceline.parallel.team import READY
+
+
+def _end(code: int) -> NoReturn:
+    sys.stderr.flush()
+    os._exit(code)  # other threads may wait in a group for ever
+
+
+def _live_with_rank_0() -> None:
+    sys.stdin.read()
+    _end(0)
+
+
+def main() -> None:
+    """The life of the process."""
+    for heard in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(heard, signal.SIG_IGN)
+    said, sys.stdout = sys.stdout, sys.stderr  # only we speak to rank 0
+    line = sys.stdin.readline()
+    if not line:
+        return
+    threading.Thread(target=_live_with_rank_0, daemon=True).start()
+    try:
+        _work(json.loads(line), said)
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        print(f"failed: {type(error).__name__}: {words}", file=said, flush=True)
+        if os.environ.get("PACELINE_DEBUG", "0") != "0":
+            logging.getLogger("paceline").exception("a rank failed", exc_info=error)
+        _end(1)
+    _end(0)
+
+
+def _work(job: dict[str, str | int], said: TextIO) -> None:
+    rank, size, kind = int(job["rank"]), int(job["size"]), str(job["device"])
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    torch.set_num_threads(int(job["threads"]))
+    print(READY, file=said, flush=True)
+    group = RankGroup(rank, size, str(job["store"]), device)
+    with surroundings(rank):
+        model = load_part(str(job["model"]), str(job["dtype"]), device, size)
+    Follower(model, group).run()
+
+
+class Follower:
+    """Runs the forwards of rank 0 on this rank's part of the weights and of the caches."""
+
+    def __init__(self, model: CausalModel, group: RankGroup) -> None:
+        self._model, self._group = model, group
+        self._caches: dict[int, PagedCache] = {}
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until rank 0 says that it is over."""
+        while True:
+            order = self._group.hear()
+            if isinstance(order, BatchOrder):
+                self._model(self._batch(order), self._cache(order.cache))
+            elif isinstance(order, MoveOrder):
+                self._cache(order.cache).copy(order.slots)
+            elif isinstance(order, GatherOrder):
+                whole_parameters(getattr(self._model.hf, f"get_{order.part}_embeddings")())
+            elif isinstance(order, MemoryOrder):
+                self._group.least_memory()
+            elif isinstance(order, StopOrder):
+                self._group.leave()
+                return
+
+    def _batch(self, order: BatchOrder) -> Batch:
+        if not order.following:
+            return order.batch
+        numbers = torch.empty(order.following, dtype=torch.int64, device=self._model.device)
+        return order.whole(self._group.share(numbers))
+
+    def _cache(self, order: CacheOrder) -> PagedCache:
+        for number in order.dropped:
+            self._caches.pop(number, None)
+        model = self._model
+        if order.number not in self._caches:
+            self._caches[order.number] = PagedCache(
+                model.cache_shapes, order.blocks, order.block_size, model.dtype, model.device
+            )
+        return self._caches[order.number]
