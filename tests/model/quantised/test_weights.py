@@ -114,7 +114,8 @@ def test_a_free_offset_finds_back_the_numbers_of_sixteen_steps() -> None:
     generator = torch.Generator().manual_seed(4)
     codes = torch.randint(0, 16, (16, 2, 32), generator=generator)
     codes[..., 0], codes[..., 1] = 0, 15
-    weight = codes * torch.rand(16, 2, 1, generator=generator) + torch.randn(16, 2, 1)
+    scales = torch.rand(16, 2, 1, generator=generator).half().float()
+    weight = codes * scales + torch.randn(16, 2, 1, generator=generator).half().float()
     found = nearest(weight.flatten(1), 4, 32, "free").dense()
     assert torch.allclose(found, weight.flatten(1), atol=1e-5)
 

@@ -31,6 +31,7 @@ class Grid:
     bits: int
     scales: torch.Tensor
     offsets: torch.Tensor | None
+    from_zero: bool = False  # codes of four bits are 0 to 15
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """Nearest codes (float) of ``values [out, groups, ...]``."""
@@ -38,8 +39,9 @@ class Grid:
         scales = self.scales.reshape(*self.scales.shape, *[1] * more)
         if self.offsets is not None:
             values = values - self.offsets.reshape(scales.shape)
-        most = 2 ** (self.bits - 1) - 1
-        codes: torch.Tensor = (values / scales).round().clamp(_least(self.bits), most)
+        least = 0 if self.from_zero else _least(self.bits)
+        most = least + 15 if self.bits == 4 else 127
+        codes: torch.Tensor = (values / scales).round().clamp(least, most)
         return codes
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
@@ -82,13 +84,14 @@ _LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
 
 
 def _free(bits: int, low: torch.Tensor, scales: torch.Tensor) -> Grid:
-    """Scales and offsets in half precision, as they are read with every weight; in float32 where a
-    scale is too small for that, or an offset too large."""
+    """Scales and offsets in half precision, as they are read with every weight (and as GGUF's Q4_1
+    has them); in float32 where a scale is too small for that, or an offset too large."""
+    least = 0 if bits == 4 else _least(bits)
     halves = scales.half().float()
-    offsets = (low - _least(bits) * halves).half().float()
-    if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
-        return Grid(bits, halves, offsets)
-    return Grid(bits, scales, low - _least(bits) * scales)
+    offsets = (low - least * halves).half().float()
+    if not bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
+        halves, offsets = scales, low - least * scales
+    return Grid(bits, halves, offsets, bits == 4)
 
 
 def _grid(parts: torch.Tensor, bits: int, zero: Zero, shrink: float) -> Grid:
@@ -115,14 +118,16 @@ def _mixed(better: torch.Tensor, grid: Grid, best: Grid) -> Grid:
     scales = torch.where(better, grid.scales, best.scales)
     if grid.offsets is None or best.offsets is None:
         return Grid(grid.bits, scales, None)
-    return Grid(grid.bits, scales, torch.where(better, grid.offsets, best.offsets))
+    offsets = torch.where(better, grid.offsets, best.offsets)
+    return Grid(grid.bits, scales, offsets, grid.from_zero)
 
 
 def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
     """Each number to the nearest code. ``weight`` ``[out, in]``; ``group`` inputs share a scale."""
     grid = best_grid(weight, bits, group, zero)
     codes = grid.codes(weight.float().reshape(len(weight), -1, group))
-    return QuantisedWeight(codes.flatten(1).to(torch.int8), grid.scales, bits, grid.offsets)
+    codes = codes.flatten(1).to(torch.int8)
+    return QuantisedWeight(codes, grid.scales, bits, grid.offsets, grid.from_zero)
 
 
 def gptq(
@@ -157,6 +162,7 @@ def gptq(
         torch.cat([grid.scales for grid in grids], 1),
         bits,
         torch.cat(offsets, 1) if offsets else None,
+        grids[0].from_zero,
     )
 
 
