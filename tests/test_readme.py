@@ -51,7 +51,7 @@ def pair_or_stand_in(text: str, pair: TinyPair) -> str:
 
 
 # What needs a running server, a tuned profile or a file made before is run by tests of its own.
-_ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8")
+_ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8", "--tensor-parallel")
 
 
 def stands_alone(text: str) -> bool:
