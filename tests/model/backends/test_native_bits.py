@@ -142,7 +142,7 @@ def test_instruction_sets_agree(decoding: Decoding, best: str) -> None:
 
 
 def test_instructions_that_round_in_between(shape: str, best: str) -> None:
-    """VDPBF16PS gives bits of its own, and of each row alone."""
+    """VDPBF16PS sums otherwise, but no less each row alone."""
     if not choose("dpbf16"):
         pytest.skip("this processor has no dpbf16")
     decoding = Decoding(native_model(shape, torch.bfloat16))
@@ -153,9 +153,9 @@ def test_instructions_that_round_in_between(shape: str, best: str) -> None:
     tree = Piece([*tokens, 9], 40, random_tree(random.Random(3), 17), tuple(tokens[:17]))
     found = paged.run({0: tree}).logits
     check(decoding, {0: tree}, found)
-    assert choose("avx512")
+    assert instructions() == "dpbf16" and choose("avx512")
     other = paged.run({0: tree}).logits.float()
-    assert 0 < (found.float() - other).norm() < 0.1 * other.norm()
+    assert (found.float() - other).norm() < 0.05 * other.norm()
 
 
 def in_stripes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
