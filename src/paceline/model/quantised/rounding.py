@@ -19,7 +19,11 @@ from paceline.model.quantised.weights import QuantisedWeight
 # formats store it; or anywhere.
 Zero = Literal["none", "whole", "free"]
 
-_SHRINKS = tuple(1 - 0.025 * step for step in range(17))  # of the group's range: 1.0 to 0.6
+_SHRINKS = {  # of the group's range; 256 codes gain nothing where much is cut off
+    4: tuple(1 - 0.025 * step for step in range(17)),
+    8: tuple(1 - 0.025 * step for step in range(5)),
+}
+_CACHED = 1 << 16  # numbers
 _DAMPING = 0.01  # of the mean of H's diagonal, as in the paper
 _BLOCK = 128  # columns whose updates of the columns behind are made at once
 
@@ -39,10 +43,20 @@ class Grid:
         scales = self.scales.reshape(*self.scales.shape, *[1] * more)
         if self.offsets is not None:
             values = values - self.offsets.reshape(scales.shape)
-        least = 0 if self.from_zero else _least(self.bits)
-        most = least + 15 if self.bits == 4 else 127
-        codes: torch.Tensor = (values / scales).round().clamp(least, most)
+        codes: torch.Tensor = (values / scales).round().clamp(*self._limits)
         return codes
+
+    def error(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sum of squares ``[out, groups]`` that nearest codes of ``parts`` leave, but for ties."""
+        scales = self.scales[..., None]
+        wanted = parts if self.offsets is None else parts - self.offsets[..., None]
+        found = (wanted * scales.reciprocal()).round_().clamp_(*self._limits)
+        return found.mul_(scales).sub_(wanted).square_().sum(-1)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        least = 0 if self.from_zero else _least(self.bits)
+        return least, least + 15 if self.bits == 4 else 127
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         more = codes.dim() - self.scales.dim()
@@ -67,12 +81,22 @@ def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
             f"a weight of {weight.shape[1]} inputs does not divide into groups of {group}; "
             "choose a group that divides it"
         )
-    parts = weight.float().reshape(len(weight), -1, group)
+    parts = weight.reshape(len(weight), -1, group)
+    rows = max(1, _CACHED // weight.shape[1])
+    found = [_best(part.float(), bits, zero) for part in parts.split(rows)]
+    offsets = [grid.offsets for grid in found if grid.offsets is not None]
+    scales = torch.cat([grid.scales for grid in found])
+    return Grid(bits, scales, torch.cat(offsets) if offsets else None, found[0].from_zero)
+
+
+def _best(parts: torch.Tensor, bits: int, zero: Zero) -> Grid:
+    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in a cache meanwhile."""
+    low, high = parts.amin(-1), parts.amax(-1)
     best: Grid | None = None
     least = torch.full(parts.shape[:2], torch.inf)
-    for shrink in _SHRINKS:
-        grid = _grid(parts, bits, zero, shrink)
-        error = (grid.values(grid.codes(parts)) - parts).square().sum(-1)
+    for shrink in _SHRINKS[bits]:
+        grid = _grid(low * shrink, high * shrink, bits, zero)
+        error = grid.error(parts)
         better = error < least
         least = torch.where(better, error, least)
         best = grid if best is None else _mixed(better, grid, best)
@@ -94,8 +118,7 @@ def _free(bits: int, low: torch.Tensor, scales: torch.Tensor) -> Grid:
     return Grid(bits, halves, offsets, bits == 4)
 
 
-def _grid(parts: torch.Tensor, bits: int, zero: Zero, shrink: float) -> Grid:
-    low, high = parts.amin(-1) * shrink, parts.amax(-1) * shrink
+def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> Grid:
     most = 2 ** (bits - 1) - 1
     if zero == "none":
         if bits == 8:
