@@ -83,7 +83,7 @@ def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
         )
     parts = weight.reshape(len(weight), -1, group)
     rows = max(1, _CACHED // weight.shape[1])
-    found = [_best(part.float(), bits, zero) for part in parts.split(rows)]
+    found = [_best(part.float(), bits, zero) for part in torch.split(parts, rows)]
     offsets = [grid.offsets for grid in found if grid.offsets is not None]
     scales = torch.cat([grid.scales for grid in found])
     return Grid(bits, scales, torch.cat(offsets) if offsets else None, found[0].from_zero)
