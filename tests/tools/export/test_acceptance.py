@@ -1,4 +1,4 @@
-"""A head that comes back from SGLang's layout drafts as before; with layers one off it does not."""
+"""A head that comes back from SGLang's layout drafts as before; with layers one off, worse."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def test_layers_there_and_back(tmp_path: Path) -> None:
     ours = tokens_per_step(llm, head)
     assert tokens_per_step(llm, f"@{tmp_path / 'export.json'}") == ours
     as_they_stand = f"eagle3:{tmp_path / 'head'},nodes=0"  # outputs taken for inputs
-    assert tokens_per_step(llm, as_they_stand) - 1 < 0.8 * (ours - 1)
+    assert tokens_per_step(llm, as_they_stand) < ours

@@ -69,7 +69,24 @@ def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
     """What config.json says of the layers of ``hf``: those left as they are, by name."""
-    four = scheme.precision == "int4"
+    groups = {"group_0": _group("Linear", scheme.precision, scheme)}
+    head = hf.get_output_embeddings()
+    if scheme.head not in (None, scheme.precision) and isinstance(head, QuantisedLinear):
+        name = next(name for name, module in hf.named_modules() if module is head)
+        groups["group_1"] = _group(name, scheme.head, scheme)  # a name goes before a class
+    kinds = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": METHOD,
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": [name for name, module in hf.named_modules() if type(module) is nn.Linear],
+        "config_groups": groups,
+    }
+
+
+def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]:
+    """Of the layers of one precision."""
+    four = precision == "int4"
     weights = {
         "num_bits": 4 if four else 8,
         "type": "int",
@@ -87,20 +104,10 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
         "strategy": "token",
         "dynamic": True,
     }
-    kind = _FORMATS[4 if four else 8]
-    plain = [name for name, module in hf.named_modules() if type(module) is nn.Linear]
     return {
-        "quant_method": METHOD,
-        "format": kind,
-        "quantization_status": "compressed",
-        "ignore": plain,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None if four else activations,
-                "output_activations": None,
-                "format": kind,
-            }
-        },
+        "targets": [target],
+        "weights": weights,
+        "input_activations": None if four else activations,
+        "output_activations": None,
+        "format": _FORMATS[4 if four else 8],
     }
