@@ -61,7 +61,7 @@ def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Pa
     assert found["rise"] == pytest.approx(
         found["target"]["perplexity"] / found["original"]["perplexity"] - 1
     )
-    less = ["--texts", "1", "--prefixes", "1", "--samples", "64", "--max-tokens", "8"]
+    less = ["--texts", "1", "--prefixes", "1", "--samples", "100", "--max-tokens", "8"]
     draft = ["--model", tiny_pair.target, "--dtype", "float32", "--draft", "ngram"]
     told = run("certify", *draft, "--quantize", "int4", *less, *state[:1], str(tmp_path / "other"))
     assert told["perplexity"]["quantised"] and told["perplexity"]["text"] == "the shipped prompts"
