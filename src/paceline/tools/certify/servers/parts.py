@@ -34,7 +34,7 @@ class GreedyPart(CheckPart):
     def look(self, name: str, prompt: str) -> None:
         said, _ = self.asking.greedy(prompt)
         self.looked_at += 1
-        if not said.tokens:
+        if said.text and not said.tokens:
             self.note("the server gives no logprobs: texts are compared letter by letter")
         for at, (token, listed) in enumerate(zip(said.tokens, said.likeliest, strict=False)):
             least = min((gap(said, at, other) for other in listed), default=0.0)
@@ -64,7 +64,8 @@ class LogprobPart(CheckPart):
         asking = self.asking
         said, length = asking.greedy(prompt)
         if not said.logprobs:
-            self.note("the server gives no logprobs: nothing was re-scored")
+            if said.text:  # an answer may end at once
+                self.note("the server gives no logprobs: nothing was re-scored")
             return
         for top in said.likeliest:
             if sum(map(math.exp, top.values())) > 1.01 or max(top.values(), default=0) > 1e-6:
