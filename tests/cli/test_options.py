@@ -132,6 +132,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "prefix_sharing": True,
                 "profile": None,
                 "backend": "auto",
+                "tensor_parallel": 1,
             },
         )
     ]
