@@ -311,9 +311,12 @@ def prompts(plain: LLM) -> list[list[int]]:
 
 
 def test_a_machine_without_overheads_runs_as_predicted(
-    plain: LLM, spec: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real engine in simulated time: only forwards take any, so much each and so much a row."""
+    """The real engine in simulated time: only forwards take any, so much each and so much a row.
+    The figures are those of texts that torch's rounding gives."""
+    plain = LLM("paceline/tiny", max_batch_size=2, backend="reference")
+    spec = plain.beside("paceline/tiny-draft", draft_length=4, max_batch_size=2)
     now = 0.0
     call = CausalModel.__call__
 
@@ -329,12 +332,12 @@ def test_a_machine_without_overheads_runs_as_predicted(
     assert made is not None
     assert made.plain_step == pytest.approx(10.5)
     # Over all steps: those that end a request draft less than four tokens.
-    assert made.step == pytest.approx(4 * 1.1 + 12.5, rel=0.02)
+    assert made.step == pytest.approx(4 * 1.1 + 12.5, rel=0.01)
     found = {item.name: item for item in made.items}
     # After a full draft the draft model has two tokens to read, 0.1 s each.
     for name, most in (
         ("drafting dearer than its passes alone", 0.1),
-        ("checking dearer than alone", 0.02),
+        ("checking dearer than alone", 0.01),
     ):
         seconds = found[name].seconds
         assert seconds is not None and -0.15 < seconds <= most, name
