@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.integrations.transformers import SpeculativeOutput, forget, generate
 from paceline.integrations.transformers import shared as sharing
 from paceline.model.names import resolve
+from paceline.model.target import CausalModel
 
 HUB = Path(__file__).resolve().parents[2] / "examples" / "hub"
 PROMPTS = ["Once upon a time", "The big dog ran to the park. The big dog ran to"]
@@ -320,6 +321,18 @@ def test_the_model_is_as_before(model: Any, one: Any) -> None:
     assert kept is not None
     weight = kept.engine.target.hf.model.embed_tokens.weight
     assert weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
+def test_the_backend_is_the_one_of_any_other_engine(model: Any, one: Any, backend: str) -> None:
+    before = [weight.clone() for weight in model.parameters()]
+    got = ours(model, one, backend=backend, do_sample=False)
+    assert torch.equal(got, plain(model, one))
+    kept = sharing._places[model].found
+    assert kept is not None
+    usual = CausalModel.load("paceline/tiny", "float32", "cpu", backend=backend).backend
+    assert kept.engine.target.backend == usual
+    assert all(map(torch.equal, model.parameters(), before)), "the caller's own weights"
 
 
 def test_a_call_within_a_call_is_refused(model: Any, one: Any) -> None:

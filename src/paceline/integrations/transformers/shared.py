@@ -1,8 +1,9 @@
 """An engine over a model that somebody else holds: the same weights, modules of its own.
 
 The caller's module stays as it is. The engine gets a copy of the tree of modules around the same
-tensors, which calls our attention function and may be laid out for speed. It is kept for the next
-call, until the weights change or another draft is asked for.
+tensors, which calls our attention function and is laid out for speed: on a processor its linear
+weights are copies then, on either backend, for the caller's own must stay what they are. It is kept
+for the next call, until the weights change or another draft is asked for.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.base import BACKENDS
-from paceline.model.backends.native.adopt import adopt
-from paceline.model.backends.reference.prepack import quicken
 from paceline.model.loading import check_architecture, load_tokenizer
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
@@ -171,6 +170,4 @@ def _target(model: Any, backend: str) -> CausalModel:
     module.set_attn_implementation(ATTENTION)
     target = CausalModel(module, str(model.name_or_path) or kind)
     target.asked = backend
-    if backend == "native" and adopt(target):
-        return target
-    return quicken(target)
+    return target.quickened()
