@@ -35,7 +35,7 @@ class Pipeline:
     def about(self) -> dict[str, str]:
         core = self.openvino.Core()
         names = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
-        found = {name: str(core.get_property("CPU", name)) for name in names}
+        found = {name: named(core.get_property("CPU", name)) for name in names}
         return {"version": str(self.genai.__version__), **found}
 
     def begin(self, ask: dict[str, Any]) -> Any:
@@ -90,6 +90,11 @@ def main() -> None:
     except Exception as error:  # whatever a library raises: its first line is what is told
         lines = str(error).strip().splitlines() or [type(error).__name__]
         say(out, {"error": lines[-1].strip()})
+
+
+def named(kind: Any) -> str:
+    """``bfloat16`` of ``<Type: 'bfloat16'>``, as the library writes it."""
+    return str(kind).removeprefix("<Type: '").removesuffix("'>")
 
 
 def say(out: TextIO, what: dict[str, Any]) -> None:
