@@ -56,9 +56,9 @@ class Drafter(Protocol):
 
         Start-up times this to know what drafting costs: of greedy requests, and so of those
         sampled without a seed, which cost about as much. Seeded ones take noise for a whole
-        vocabulary (EAGLE-3 on SmolLM2: 3.8 times the time of a pass); that is learnt from their
-        first steps (pace/correction.py), as a price too low risks less than one too high, with
-        which nobody would try.
+        vocabulary (EAGLE-3 on SmolLM2: a pass takes about four times as long); their first steps
+        tell that (pace/correction.py). A price too low risks less than one too high, with which
+        nobody would try.
         """
         ...
 
