@@ -45,24 +45,38 @@ _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a draft adds to memory."""
+    """What a model or head takes of memory. ``loading``: of it while it is read, the pages of its
+    files included, which stand beside its numbers then."""
 
     weights: int = 0
     cache_bytes: int = 0
     feature_bytes: int = 0
+    loading: int = 0
 
     @classmethod
-    def of(cls, size: Examined, setting: DeviceSettings) -> _Cost:
+    def of(cls, size: Examined, setting: DeviceSettings, stored: int) -> _Cost:
         width = (setting.dtype or torch.bfloat16).itemsize
         values = (size.parameters, size.cache_values, size.feature_values)
-        return cls(*(width * value for value in values))
+        return cls(*(width * value for value in values), stored + width * size.parameters)
+
+    @classmethod
+    def of_model(cls, model: Model, setting: DeviceSettings, rounding: Rounding) -> _Cost:
+        loading = model.files.stored_bytes + model.weight_bytes(setting.dtype)
+        weights = weight_bytes(model, setting, rounding)
+        return cls(weights, model.cache_bytes(setting.dtype), 0, loading)
 
     def __add__(self, other: _Cost) -> _Cost:
+        """With another one, which is loaded after it."""
         return _Cost(
             self.weights + other.weights,
             self.cache_bytes + other.cache_bytes,
             self.feature_bytes + other.feature_bytes,
+            max(self.loading, self.weights + other.loading),
         )
+
+    def shared(self, each: int) -> _Cost:
+        """What one of so many ranks takes."""
+        return _Cost(self.weights // each, self.cache_bytes // each, 0, self.loading // each)
 
 
 def examine(
@@ -105,8 +119,7 @@ def examine(
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    held = (weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
-    cost = _Cost(*(count // each for count in held))
+    cost = whole = _Cost.of_model(model, setting, rounding).shared(each)
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         noticed, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
@@ -115,11 +128,12 @@ def examine(
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
-        cost = replace(cost, weights=cost.weights - held[0] // each + plan.peak)
+        cost = replace(cost, weights=cost.weights - whole.weights + plan.peak, loading=0)
     findings += check_dtype(setting, cost.weights)
     few = any(found.code.startswith("quantised") for found in findings)
     findings.append(check_kernels(setting, rounding, few))
-    load = MemoryNeeds(cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
+    needs = (cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
+    load = MemoryNeeds(*needs, loading=cost.loading)
     return by_severity([*findings, check_memory(setting, load)])
 
 
@@ -147,12 +161,12 @@ def _draft(
         if held <= BITS[found.target_in]:
             text = f"{spec} of a target that is held in {held} bits already"
             return [finding("draft-as-target", "draft", text)], _Cost()
-        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype))
+        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype, rounding))
     if isinstance(spec, DraftModel):
         own = replace(rounding, draft=spec.quantize or rounding.draft)
         return _model(spec, files, target, setting, own)
     size, findings = check_head(spec, files, target)
-    return findings, _Cost.of(size, setting) if size else _Cost()
+    return findings, _Cost.of(size, setting, files.stored_bytes) if size else _Cost()
 
 
 # -- draft models ------------------------------------------------------------------------------
@@ -177,8 +191,7 @@ def _model(
     findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
     findings += check_precision(model, setting, rounding)
-    weights = weight_bytes(model, setting, rounding)
-    return findings, _Cost(weights, model.cache_bytes(setting.dtype))
+    return findings, _Cost.of_model(model, setting, rounding)
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from paceline.build import most_kept
+from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
 from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
 from paceline.model.offload import OffloadPlan
@@ -45,13 +44,15 @@ class DeviceSettings:
 class MemoryNeeds:
     """Bytes that a pair takes: ``weights``, and of the cache for every token.
 
-    ``feature_bytes`` are those of a token's features, of which heads keep some.
+    ``feature_bytes`` are those of a token's features, of which heads keep some. ``loading``: at the
+    most before there is a cache, pages of the files included.
     """
 
     weights: int
     cache_bytes: int
     positions: int  # of the target
     feature_bytes: int = 0
+    loading: int = 0
 
 
 def check_dtype(setting: DeviceSettings, weights: int) -> Iterator[Finding]:
@@ -89,7 +90,7 @@ def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
     context, batch = load.positions, setting.max_batch_size
     text = (
         f"weights of {size(load.weights)}, {size(load.cache_bytes)} of cache a token, "
-        f"{size(free)} free: the cache holds {tokens:,} tokens"
+        f"{size(free)} free: the cache holds {tokens:,} tokens{_at_its_peak(setting, load, blocks)}"
     )
     if setting.kv_cache_memory is not None and setting.kv_cache_memory > left:
         text = f"a cache of {size(setting.kv_cache_memory)}, but {size(left)} of memory remain"
@@ -105,6 +106,20 @@ def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
     return finding("memory-fits", "machine", enough)
 
 
+def _at_its_peak(setting: DeviceSettings, load: MemoryNeeds, blocks: int) -> str:
+    """What the process takes while it loads, or with the weights and all of the cache, in words.
+
+    On a processor only: there Python and the libraries count, which this process holds as well.
+    """
+    own = held_memory() if setting.device.type == "cpu" else None
+    if own is None:
+        return ""
+    wanted = setting.max_batch_size * (-(-load.positions // BLOCK_SIZE) + 1)
+    cache = min(blocks, wanted) * BLOCK_SIZE * load.cache_bytes
+    most = max(load.loading, load.weights + cache)
+    return f", and the process at its peak {size(own + most)}"
+
+
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:
     """What a forward moves, of layers that do not stay on the device."""
     if not plan.away:
@@ -115,24 +130,6 @@ def check_offload(plan: OffloadPlan, offload: str) -> Finding:
         f"{size(plan.moved)}, {plan.moved / 2**30:.2g} s at 1 GiB a second"
     )
     return finding("weights-offloaded", "machine", text)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be had now: of the GPU, or of main memory within the container's limit."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    free = int(kilobytes) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
 
 
 def size(count: float) -> str:

@@ -21,8 +21,10 @@ from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.machine import DeviceSettings, size
 from paceline.tools.doctor.models import Model
 
-# Beside a code, of a number: in four bits a scale and an offset in float32 for a group of 32.
-_SCALES = {"int8": 0.0, "int4": 2 * 4 / ROW_GROUP}
+# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in half
+# precision for the kernels. Without these a code has a byte to itself, and its scale four.
+_KERNELS = {"int8": 1.0, "int4": 0.5 + 2 * 2 / ROW_GROUP}
+_READABLE = {"int8": 1.0, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,17 @@ class Rounding:
         return self.target if about == "target" else self.draft
 
 
-def rounded_bytes(model: Model, precision: str, dtype: torch.dtype | None) -> int:
+def rounded_bytes(
+    model: Model, precision: str, dtype: torch.dtype | None, rounding: Rounding
+) -> int:
     """Of the matrices alone, in memory; the head in 8 bits."""
+    each_of = _READABLE if rounding.backend == REFERENCE else _KERNELS
     head = model.skeleton.get_output_embeddings()
     total = 0.0
     for module in model.skeleton.modules():
         if not isinstance(module, nn.Linear):
             continue
-        own = "int8" if module is head else precision
-        each = BITS[own] / 8 + _SCALES[own]
+        each = each_of["int8" if module is head else precision]
         if module.in_features % ROW_GROUP:
             each = float((dtype or torch.bfloat16).itemsize)
         total += each * module.weight.numel()
@@ -60,14 +64,23 @@ def weight_bytes(model: Model, setting: DeviceSettings, rounding: Rounding) -> i
     if file is not None and _kept_types(file, setting, rounding, precision):
         return file.stored_bytes + model.vocab_size * model.hidden_size * width
     if precision is None or model.quantisation is not None:
-        return model.weight_bytes(dtype)
+        return model.weight_bytes(dtype) + _second_head(model, setting) * width
     whole = sum(parameter.numel() for parameter in model.skeleton.parameters())
     linear = [m for m in model.skeleton.modules() if isinstance(m, nn.Linear)]
     matrices = sum(module.weight.numel() for module in linear)
     if getattr(model.config, "tie_word_embeddings", False):
         # The embedding keeps its own numbers beside the rounded head.
         matrices -= model.skeleton.get_output_embeddings().weight.numel()
-    return rounded_bytes(model, precision, dtype) + int(whole - matrices) * width
+    return rounded_bytes(model, precision, dtype, rounding) + int(whole - matrices) * width
+
+
+def _second_head(model: Model, setting: DeviceSettings) -> int:
+    """Numbers of a head that is tied to the embedding: on a processor it is laid out anew, beside
+    it."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if setting.device.type != "cpu" or not tied:
+        return 0
+    return int(model.skeleton.get_output_embeddings().weight.numel())
 
 
 def _kept_types(

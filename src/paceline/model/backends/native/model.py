@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.memory import trim
 from paceline.model.backends.base import NATIVE
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.library import (
@@ -32,6 +33,8 @@ from paceline.model.backends.native.recognise import GATED, PROJECTIONS, Decoder
 from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
+
+_TRIM_BYTES = 64 << 20
 
 
 class Ropes:
@@ -78,12 +81,22 @@ class Packing:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
+        self._untrimmed = 0  # bytes packed since memory was last given back
         # With the part of the rows that they see, and the layer that they are of.
         self._matrices: list[tuple[Packed, float, int | None]] = []
 
     def weight(self, packed: Packed, part: float = 1.0, layer: int | None = None) -> CWeight:
         self._matrices.append((packed, part, layer))
+        # What was packed is free now: without this all of a model would lie in memory twice.
+        self._untrimmed += packed.data.nbytes
+        if self._untrimmed > _TRIM_BYTES:
+            self.trim()
         return packed.struct()
+
+    def trim(self) -> None:
+        """Give the memory of what was packed back to the system."""
+        trim()
+        self._untrimmed = 0
 
     def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
         """Those of a decoder layer, packed; its modules keep no others."""
@@ -190,6 +203,7 @@ class NativeModel:
                 head=self._packing.weight(self.lm_head),
             )
         )
+        self._packing.trim()
         self._ropes = Ropes(hf.model.rotary_emb, decoder.rope_kinds)
         self._caches = CachePointers(self.num_layers)
 

@@ -9,8 +9,6 @@ Two levels, each kept only where it gains and where results agree:
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.memory import trim
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.norms import quicken_norms
 from paceline.model.backends.reference.products import (
@@ -68,10 +67,10 @@ def prepack_modules(hf: nn.Module) -> int:
         count += len(done)
         held += sum(done)
         if held > _TRIM_BYTES:
-            _trim()
+            trim()
             held = 0
     if count:
-        _trim()
+        trim()
         quicken_norms(hf)
     return count
 
@@ -101,14 +100,6 @@ def _prepack_children(parent: nn.Module) -> Iterator[int]:
         elif isinstance(child, Conv1D):  # its weight is [in, out]
             setattr(parent, name, PrepackedLinear(weight.t(), child.bias))
             yield weight.nbytes
-
-
-def _trim() -> None:
-    """Give freed memory back to the system: glibc keeps it, and a model would count twice."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 @torch.inference_mode()
