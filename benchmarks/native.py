@@ -1,11 +1,13 @@
 """The native backend's forward beside the reference's: rows, context and prompts, taking turns.
 
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
+    python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
 ``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
 With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain ones: its
-arithmetic for quantised weights is there to be read.
+arithmetic for quantised weights is there to be read. The last line says how fast the native
+backend's one row reads weights and cache, beside a plain sum over memory in the same run.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from paceline.model.backends.native.witness import NativeWork, witnessed
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
+from paceline.tools.profiling.machine import read_bandwidth
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -38,6 +44,30 @@ def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prom
     return 1e3 * took
 
 
+def wide(layers: int, folder: str) -> str:
+    """A random Llama as wide as one of 8 billion parameters, written to ``folder``."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
+    """Of weights and cache by a forward of one row."""
+    works: list[NativeWork] = []
+    with witnessed(works.append):
+        forward(model, cache, context, 1, prompt=False)
+    return sum(w.cache_bytes + sum(read.bytes for read in w.products) for w in works)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="paceline/smollm2")
@@ -46,12 +76,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--wide", type=int, metavar="LAYERS", help="a random wide model instead")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    models = {
-        name: CausalModel.load(options.model, options.dtype, "cpu", quantize=bits, backend=name)
-        for name, bits in (("reference", None), ("native", options.quantize))
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        name = wide(options.wide, folder) if options.wide else options.model
+        models = {
+            backend: CausalModel.load(name, options.dtype, "cpu", quantize=bits, backend=backend)
+            for backend, bits in (("reference", None), ("native", options.quantize))
+        }
     lengths = (options.prompt,) if options.prompt else ROWS
     blocks = -(-(options.context + max(lengths)) // 16) + 1
     found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in models}
@@ -66,6 +99,8 @@ def main() -> None:
                     took = forward(model, caches[name], options.context, rows, bool(options.prompt))
                     if turn:
                         found[name][rows].append(took)
+        size = bytes_read(models["native"], caches["native"], options.context)
+        best = read_bandwidth(torch.device("cpu"), 1 << 28)
     medians = {
         name: {rows: statistics.median(times) for rows, times in by_rows.items()}
         for name, by_rows in found.items()
@@ -79,6 +114,12 @@ def main() -> None:
         print(
             f"{rows:5} {ref[rows]:10.2f} {nat[rows]:8.2f} {nat[rows] / ref[rows]:10.2f} "
             f"{ref[rows] / ref[lengths[0]]:9.2f} {nat[rows] / nat[lengths[0]]:7.2f}"
+        )
+    if not options.prompt:
+        rate = size / medians["native"][1] * 1e3
+        print(
+            f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of a sum's "
+            f"{best / 1e9:.1f} GB/s"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.heads.eagle import MOST_WAITING
+from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.router import Router
 from paceline.draft.spec import DraftContext, Loading, Prepared
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all

@@ -11,6 +11,7 @@ import torch
 from paceline.core.batch import Batch
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.native import NativeEagle
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.backends.native.recognise import STATIC_ROPE
 from paceline.model.backends.reference.attention import paged_attention
@@ -25,9 +26,11 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EagleStep(Protocol):
-    """Runs ``head``; keys and values go into the cache."""
+    """Runs ``head``; keys and values go into the cache. ``growth`` grows whole trees with it, if
+    that can be done."""
 
     head: EagleHead
+    growth: NativeGrowth | None
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
@@ -40,6 +43,8 @@ class EagleStep(Protocol):
 
 class ReferenceEagle:
     """The head's own modules; ``embed`` maps ids of the target to embeddings ``[T, H]``."""
+
+    growth = None
 
     def __init__(self, head: EagleHead, embed: Embed) -> None:
         self.head, self._embed = head, embed

@@ -25,7 +25,7 @@ import torch
 from paceline.core import transfer
 from paceline.core.batch import Slice
 from paceline.core.draws import draft, draw_of, likeliest
-from paceline.core.sampling import Rows, needs_paths
+from paceline.core.sampling import Rows, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.draft.trees.shape import Shape
@@ -68,6 +68,11 @@ class Growing(ABC):
             if above is not None:
                 rows = above if rows is None else above[rows]
         return torch.stack(path, 1)
+
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        """Depth, width and nodes, if this tree is no more than the likeliest candidates of a
+        greedy request; None if it takes more to grow it."""
+        return None
 
     @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
@@ -271,6 +276,11 @@ class StaticTree(Growing):
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
 
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        depth = self.shape.depth
+        chain = len(self.shape) == depth and not any(self.shape.ranks)
+        return (depth, 1, depth) if chain and is_plain_greedy(self.item.seq) else None
+
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
         if tokens.shape == (1, 1) and level.nodes == 1:
@@ -318,6 +328,10 @@ class BestFirstTree(Growing):
         self._places: list[torch.Tensor] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
         self._chosen: list[int] = []
+
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        greedy = is_plain_greedy(self.item.seq)
+        return (self._depth, self.width, self._nodes) if greedy else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None

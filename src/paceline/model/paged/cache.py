@@ -149,6 +149,10 @@ class PagedCache:
             self.pool.retain(block)
         self._tables[seq_id] = _Table(blocks, [])
 
+    def blocks_of(self, seq_id: int) -> Sequence[int]:
+        """The block table of a sequence."""
+        return self._tables[seq_id].blocks
+
     def blocks_missing(self, seq_id: int, length: int) -> int:
         """Blocks to be allocated before ``length`` logical indices can be written."""
         have = len(self._tables[seq_id].blocks) if seq_id in self._tables else 0

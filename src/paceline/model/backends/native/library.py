@@ -91,6 +91,23 @@ class CBatch(Structure):
     )
 
 
+class CTree(Structure):
+    _fields_ = tuple((name, c_int32) for name in ("depth", "width", "nodes", "base", "table"))
+
+
+class CGrowth(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("trees", "block_size", "threads")),
+        *((name, c_void_p) for name in ("tree", "tables", "logits")),
+        ("stride", c_int64),
+        ("columns", c_int64),
+        ("sharpness", c_float),
+        *((name, c_void_p) for name in ("ids", "outputs", "keys", "values", "rope")),
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts")),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_instructions": (c_char_p, ()),
     "pl_choose": (c_int, (c_char_p,)),
@@ -109,6 +126,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_open": (c_void_p, (POINTER(CModel),)),
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
+    "pl_grow": (c_int, (c_void_p, POINTER(CGrowth))),
     "pl_medusa_logits": (
         c_int,
         (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64),

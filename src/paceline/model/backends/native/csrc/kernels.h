@@ -106,6 +106,9 @@ struct Kernels {
   void (*choose)(const float* logits, long experts, long count, Choice* chosen);
   void (*add_scaled)(float* x, const float* y, float w, long width);
   void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value);
+  // The largest of a row's logits, the largest first, and the sum of e^(sharpness * (logit - largest));
+  // without the sum (1) if it is only one.
+  float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
 };

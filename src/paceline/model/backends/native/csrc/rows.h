@@ -123,4 +123,39 @@ void place(const pl_model& m, const pl_layer& layer, const float* rope, float* q
   give(m.dtype, k + m.kv_heads * d, m.kv_heads * d, value);
 }
 
+template <class T>
+float likeliest_of(const T* x, long width, long count, float sharpness, int32_t* places, float* values) {
+  for (long n = 0; n < count; n++) places[n] = 0, values[n] = -__builtin_inff();
+  for (long i = 0; i < width; i += 64) {
+    long left = width - i < 64 ? width - i : 64;
+    V all = load_first(x + i, left);
+    for (long j = 16; j < left; j += 16) all = larger(all, load_first(x + i + j, left - j));
+    // Behind the end stand zeros: that one looks in vain costs nothing.
+    if (largest(all) <= values[count - 1]) continue;
+    for (long j = 0; j < left; j += 16) {
+      float lane[16];
+      store(lane, load_first(x + i + j, left - j));
+      for (long l = 0; l < 16 && j + l < left; l++) {
+        if (!(lane[l] > values[count - 1])) continue;
+        long n = count - 1;
+        for (; n > 0 && values[n - 1] < lane[l]; n--) places[n] = places[n - 1], values[n] = values[n - 1];
+        places[n] = static_cast<int32_t>(i + j + l), values[n] = lane[l];
+      }
+    }
+  }
+  if (count == 1) return 1.0f;
+  V total = zero(), best = set1(values[0]), by = set1(sharpness);
+  long whole = width / 16 * 16;
+  for (long i = 0; i < whole; i += 16) total = total + exponential((load(x + i) - best) * by);
+  float lane[16], rest = 0;
+  if (whole < width) store(lane, exponential((load_first(x + whole, width - whole) - best) * by));
+  for (long l = 0; l < width - whole; l++) rest = rest + lane[l];
+  return sum(total) + rest;
+}
+
+float likeliest(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values) {
+  if (dtype == PL_BFLOAT16) return likeliest_of(static_cast<const uint16_t*>(x), width, count, sharpness, places, values);
+  return likeliest_of(static_cast<const float*>(x), width, count, sharpness, places, values);
+}
+
 }  // namespace
