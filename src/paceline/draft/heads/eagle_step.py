@@ -44,7 +44,7 @@ class EagleStep(Protocol):
 class ReferenceEagle:
     """The head's own modules; ``embed`` maps ids of the target to embeddings ``[T, H]``."""
 
-    growth = None
+    growth: NativeGrowth | None = None
 
     def __init__(self, head: EagleHead, embed: Embed) -> None:
         self.head, self._embed = head, embed

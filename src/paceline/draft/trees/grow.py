@@ -27,7 +27,7 @@ from paceline.core.batch import Slice
 from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
-from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.shape import Shape
 from paceline.model.paged.cache import Feed
 
@@ -70,8 +70,7 @@ class Growing(ABC):
         return torch.stack(path, 1)
 
     def greedy_size(self) -> tuple[int, int, int] | None:
-        """Depth, width and nodes, if this tree is no more than the likeliest candidates of a
-        greedy request; None if it takes more to grow it."""
+        """Depth, width and nodes of a tree of plainly the likeliest; None: of anything else."""
         return None
 
     @abstractmethod
@@ -186,8 +185,6 @@ def candidates(
         tokens, weights = drafted.tokens, drafted.q
     else:
         tokens, weights = likeliest(logits, rows, min(width, logits.shape[1]))
-    if len(trees) == 1:
-        return [(tokens, weights)]
     places = torch.split(tokens, list(counts))
     probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
     return list(zip(places, probs, strict=True))
@@ -277,9 +274,9 @@ class StaticTree(Growing):
         self._probs: list[torch.Tensor] = []
 
     def greedy_size(self) -> tuple[int, int, int] | None:
-        depth = self.shape.depth
-        chain = len(self.shape) == depth and not any(self.shape.ranks)
-        return (depth, 1, depth) if chain and is_plain_greedy(self.item.seq) else None
+        shape, depth = self.shape, self.shape.depth
+        plain = is_chain(shape.parents) and not any(shape.ranks) and is_plain_greedy(self.item.seq)
+        return (depth, 1, depth) if plain else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
@@ -330,8 +327,8 @@ class BestFirstTree(Growing):
         self._chosen: list[int] = []
 
     def greedy_size(self) -> tuple[int, int, int] | None:
-        greedy = is_plain_greedy(self.item.seq)
-        return (self._depth, self.width, self._nodes) if greedy else None
+        size = self._depth, self.width, self._nodes
+        return size if is_plain_greedy(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None
