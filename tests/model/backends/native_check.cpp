@@ -217,6 +217,49 @@ std::vector<Bytes> run(Model& m, int length) {
   return truth;
 }
 
+// Nodes of drafts below `trees`: for each its count, then tokens, parents and slots.
+std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vector<pl_tree>& trees, const Bytes& logits,
+                                        const Bytes& outputs, int threads) {
+  const int64_t most = 9;
+  size_t count = trees.size();
+  std::vector<int32_t> tokens(count * most), parents(count * most), slots(count * most), counts(count);
+  std::vector<void*> keys, values;
+  for (int layer = 0; layer < LAYERS; layer++) {
+    keys.push_back(cache.parts[2 * layer].data());
+    values.push_back(cache.parts[2 * layer + 1].data());
+  }
+  const float* ropes[] = {m.rope.data()};
+  pl_growth g{};
+  g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
+  g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB, g.sharpness = 1.75f;
+  g.outputs = m.size.eagle ? outputs.data() : nullptr;
+  g.keys = keys.data(), g.values = values.data(), g.rope = ropes, g.most = most;
+  g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
+  if (pl_grow(m.opened, &g)) printf("no memory\n"), exit(1);
+  std::vector<std::vector<int32_t>> found;
+  for (size_t n = 0; n < count; n++) {
+    found.push_back({counts[n]});
+    for (const auto* each : {&tokens, &parents, &slots})
+      found.back().insert(found.back().end(), each->begin() + n * most, each->begin() + n * most + counts[n]);
+  }
+  return found;
+}
+
+// Drafts that grow together are those that grow alone.
+void growth(Model& m) {
+  const std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
+  Bytes logits = numbers(m.size.dtype, trees.size() * VOCAB), outputs = numbers(m.size.dtype, trees.size() * m.size.hidden);
+  size_t row = logits.size() / trees.size(), state = outputs.size() / trees.size();
+  Cache cache(m.size);
+  std::vector<std::vector<int32_t>> all = grown(m, cache, trees, logits, outputs, 3);
+  for (size_t n = 0; n < trees.size(); n++) {
+    Bytes own(logits.begin() + n * row, logits.begin() + (n + 1) * row);
+    Bytes above(outputs.begin() + n * state, outputs.begin() + (n + 1) * state);
+    expect(grown(m, cache, {trees[n]}, own, above, 1)[0] == all[n], "a draft among others");
+    expect(all[n][0] == trees[n].nodes, "the number of a draft's nodes");
+  }
+}
+
 // Medusa heads of rows together and of each alone.
 void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   Model owner({dtype, width, 1, 1, 8, 16, 0, false});
@@ -253,6 +296,7 @@ int main() {
       rng.seed(seed);
       std::vector<Bytes> truth = run(m, &size == all ? 270 : 80);  // two blocks of keys, or one
       if (first.empty()) first = truth;
+      growth(m);
       medusa(size.dtype, size.hidden, size.ffn % 3, size.gemma);
       expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
     }
