@@ -41,7 +41,7 @@ LAYERS = (
 STRANGERS = [{"draft", "verify"}, {"pace", "verify"}, {"engine", "train"}]
 FOREIGN = {
     "typer": {"cli"},
-    "rich": {"cli", "llm", "tools/report"},
+    "rich": {"cli", "stages", "tools/report"},
     "matplotlib": {"tools/report"},
     "fastapi": {"server"},
     "ray": {"distributed"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,14 @@ from paceline.verify.verifier import RULES, Verifier
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# What start-up measures: forwards over so many tokens of each sequence, but of no more than so many
+# rows (from there on prices grow evenly), in about a second and a half for a model of 135M.
+_TOKENS, _ROWS = (1, 2, 3, 5, 8, 16, 32), 64
+_MEASURING = 1.0  # seconds after which no further number of sequences is begun
+_REPEATING = 0.15  # seconds in which rounds may begin, of each number of sequences
+_REHEARSING = 0.1  # and of a pass of a drafter
+_COSTLESS = 4  # times as many levels where a level takes no pass: up to what was measured
+
 
 @dataclass(frozen=True)
 class EngineOptions(EngineSettings):
@@ -41,7 +51,7 @@ class EngineOptions(EngineSettings):
 
     max_batch_size: int = 8
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
-    max_draft_length: int = 8  # of the adaptive length; doubled where drafting takes no forward
+    max_draft_length: int = 8  # of the adaptive length; more where drafting takes no forward
     prefill_chunk: int = 512
     rule: str = "auto"
     known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
@@ -167,19 +177,21 @@ def build_engine(
     blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
     shapes, device = target.cache_shapes, target.device
     cache = PagedCache(shapes, blocks, BLOCK_SIZE, target.dtype, device, options.prefix_sharing)
-    drafter = prepared.build(DraftContext(target, cache, generator))
+    adapts = options.draft_length == "auto"
+
+    @lru_cache(maxsize=1)
+    def costs() -> TargetCosts:
+        if options.known is not None:
+            return options.known.target_costs(options.max_batch_size)
+        return measure_costs(target, cache, options.max_batch_size)
+
+    drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
     controller: Controller
-    if options.draft_length == "auto" and not isinstance(drafter, NoDrafter):
+    if adapts and not isinstance(drafter, NoDrafter):
         members = {prepared.names[0] if prepared.names else drafter.name: drafter}
         if isinstance(drafter, Router):
             members = drafter.members
-        known = options.known
-        costs = (
-            measure_costs(target, cache, drafter, options)
-            if known is None
-            else known.target_costs(options.max_batch_size)
-        )
-        controller = adaptive_length(members, costs, options, device)
+        controller = adaptive_length(members, costs(), options, device)
     else:
         length = options.draft_length if isinstance(options.draft_length, int) else 0
         controller = FixedLength(length)
@@ -214,22 +226,27 @@ def adaptive_length(
         for key, own in team.items():
             seconds = options.known.passes_of(own.name) if options.known else None
             if seconds is None:
-                seconds = measure(own.rehearse, sorted({1, costs.batches[-1]}), device)
-            cost.add(key, Profile.of(own, options.max_draft_length, seconds))
+                batches = sorted({1, costs.batches[-1]})
+                seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
+            cost.add(key, Profile.of(own, options.max_draft_length, seconds, _COSTLESS))
     return AdaptiveLength(risk, teams, default=next(iter(members)))
 
 
-def measure_costs(
-    target: CausalModel, cache: PagedCache, drafter: Drafter, options: EngineOptions
-) -> TargetCosts:
-    """Measure what target steps cost on this machine; the cache is as before afterwards."""
-    deepest = drafter.max_nodes(2 * options.max_draft_length)  # see Profile.of
-    rows = sorted({1 + n for n in (0, 1, 2, 4, 7, 15, 31, deepest) if n <= deepest})
-    most = options.max_batch_size
-    # Between one sequence and all: what pays for more than a few of them.
-    counts = {2**power: rows[: rows.index(8) + 1] if 8 in rows else rows for power in range(10)}
-    counts = {size: few for size, few in counts.items() if size < most} | {1: rows, most: rows}
-    ends = (1, most)
-    return measure_target(
-        target, cache, counts, drafter.features, rounds=lambda size: 5 if size in ends else 2
-    )
+def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:
+    """Measure what target steps of up to ``most`` sequences cost on this machine.
+
+    One sequence and all of them first, then as many numbers between as there is time for. The cache
+    is as before afterwards.
+    """
+    began = time.perf_counter()
+    between = (2**power for power in range(most.bit_length(), 0, -1) if 2**power < most)
+    counts = {
+        size: [tokens for tokens in _TOKENS if tokens <= 2 or size * tokens <= _ROWS]
+        for size in (1, most, *between)
+    }
+
+    def begin(size: int) -> nullcontext[None] | None:
+        late = time.perf_counter() - began > _MEASURING
+        return None if late and size not in (1, most) else nullcontext()
+
+    return measure_target(target, cache, counts, rounds=1, budget=_REPEATING, begin=begin)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,24 +13,33 @@ import torch
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.core.batch import Commit
-from paceline.core.params import SamplingParams, shown
+from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import vocabulary_of
 from paceline.draft.predicted import PredictedDrafter
 from paceline.drafters import BLOCK_SIZE, DraftLike
-from paceline.errors import CacheMemoryError, ConfigError, PacelineError
+from paceline.errors import CacheMemoryError, PacelineError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
-from paceline.request.door import ContextBudget, as_conversations, as_params, as_prompts, encode
+from paceline.request.door import (
+    ContextBudget,
+    as_conversations,
+    as_params,
+    as_prompts,
+    check_params,
+    encode,
+    endings,
+    params_of_sample,
+)
 from paceline.request.door import Message as Message
 from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.request import Request, advance
 from paceline.settings import told
-from paceline.stages import is_heard, stage
+from paceline.stages import stage, stage_or_bar
 from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
@@ -162,7 +171,10 @@ class LLM:
         self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
-        self._coupled = options.rule == "coupled"
+        # Under the coupled rule every sampled request has a seed.
+        seeds = seeded_generator(torch.device("cpu"), options.seed)
+        draw = partial(torch.randint, 2**62, (), generator=seeds)
+        self._draw_seed = (lambda: int(draw())) if options.rule == "coupled" else None
         self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id
         self.end_tokens: frozenset[int] = self.target.eos_token_ids | (
@@ -170,7 +182,6 @@ class LLM:
         )
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._host_generator = seeded_generator(torch.device("cpu"), options.seed)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
         self._stepping = False
@@ -207,12 +218,12 @@ class LLM:
         """
         requests = self._prepared(prompts, params, streams=False)
         self.enqueue(requests)
-        with _progress_bar(len(requests), progress) as advance:
+        with stage_or_bar("decoding", len(requests), "answers", progress) as begun:
             try:
                 while any(request.completion is None for request in requests):
                     before = sum(request.completion is not None for request in requests)
                     self.step()
-                    advance(sum(r.completion is not None for r in requests) - before)
+                    begun.advance(sum(r.completion is not None for r in requests) - before)
             finally:
                 self.release(requests)
         return [request.completion for request in requests if request.completion is not None]
@@ -284,25 +295,8 @@ class LLM:
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
         tokens = encode(self.tokenizer, prompt, width, self.context_budget)
-        bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < self._width]
-        if bad:
-            raise ConfigError(
-                f"token id {shown(bad[0])} in logit_bias or stop_token_ids is not in the "
-                f"vocabulary (0 to {self._width - 1})"
-            )
-        if params.drafter not in (None, "none", *self.drafters):
-            raise ConfigError(
-                f"drafter {shown(params.drafter)} is not loaded; use one of "
-                f"{', '.join(dict.fromkeys((*self.drafters, 'none')))}, or load it with draft=[...]"
-            )
-        stops = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops |= self.end_tokens
-        hidden = None
-        if not params.skip_special_tokens:
-            hidden = stops | (self.end_tokens if params.skip_end_tokens else frozenset())
-        if not all(0 <= token < width for token in params.prediction):
-            raise ConfigError(f"prediction has ids outside the vocabulary (0 to {width - 1})")
+        check_params(params, self._width, width, self.drafters)
+        stops, hidden = endings(params, self.end_tokens)
         requests = []
         grammar = params.grammar
         for index in range(params.n):
@@ -310,7 +304,7 @@ class LLM:
                 seq_id=next(self._ids),
                 tokens=list(tokens),
                 prompt_length=len(tokens),
-                params=self._params_of_sample(params, index),
+                params=params_of_sample(params, index, self._draw_seed),
                 stop_ids=stops,
                 constraint=None if grammar is None else self._grammars.matcher(grammar),
             )
@@ -318,15 +312,6 @@ class LLM:
                 Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy, hidden)
             )
         return requests
-
-    def _params_of_sample(self, params: SamplingParams, index: int) -> SamplingParams:
-        """Seeds of the n samples differ; under the coupled rule every request has one."""
-        if params.seed is not None:
-            return replace(params, seed=(params.seed + index) % 2**63) if index else params
-        if self._coupled and not params.greedy:
-            drawn = torch.randint(2**62, (), generator=self._host_generator)
-            return replace(params, seed=int(drawn))
-        return params
 
     # -- the loop: for callers with a loop of their own, as a server has ------------------------
 
@@ -384,17 +369,3 @@ class LLM:
             if request.completion is None and self._engine is not None:
                 self._engine.abort(request.seq.seq_id)
             self._requests.pop(request.seq.seq_id, None)
-
-
-@contextmanager
-def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A stage for whoever listens to stages, else a bar of its own if that is wanted."""
-    if is_heard() or not shown:
-        with stage("decoding", total, "answers") as begun:
-            yield begun.advance
-        return
-    from rich.progress import Progress
-
-    with Progress(transient=True) as bar:
-        task = bar.add_task("decoding", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -25,9 +25,11 @@ from typing import (
 
 import torch
 
+from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
+from paceline.draft.trees.size import paying_nodes
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.target import CausalModel
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # A static tree may be cut at any level, so one deep one stands for the shallower ones.
-_BRANCHING, _NODES = (2, 2, 1, 1, 1), 8
+_BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 8, 32
 _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
@@ -57,11 +59,20 @@ class Loading:
 @dataclass(frozen=True)
 class DraftContext:
     """What a prepared drafter is built from. ``cache`` is the target's own, ``generator`` the
-    randomness of requests without a seed."""
+    randomness of requests without a seed. ``costs`` tells what target forwards take, which is
+    measured when it is first asked; None where draft lengths are fixed, so that nothing is measured
+    and the same seed gives the same drafts."""
 
     target: CausalModel
     cache: PagedCache
     generator: torch.Generator
+    costs: Callable[[], TargetCosts] | None = None
+
+    def tree_nodes(self) -> int:
+        """Nodes of best-first trees whose number nobody has given."""
+        if self.costs is None:
+            return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
+        return paying_nodes(self.costs().curves[0])
 
     def new_cache(
         self,

@@ -70,9 +70,10 @@ class Profile:
     follows: bool = False
 
     @classmethod
-    def of(cls, drafter: Drafter, longest: int, seconds: CostCurve) -> Profile:
-        """Of drafts of up to ``longest`` levels; twice as many where a level takes no pass."""
-        lengths = range(1 + longest * (1 if drafter.passes(1) else 2))
+    def of(cls, drafter: Drafter, longest: int, seconds: CostCurve, costless: int = 2) -> Profile:
+        """Of drafts of up to ``longest`` levels; ``costless`` times as many where a level takes no
+        pass."""
+        lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
         reads, follows = getattr(drafter, "reads", False), getattr(drafter, "follows", False)

@@ -33,7 +33,7 @@ from paceline.pace.cost import Draft
 from paceline.pace.risk import Prospect, Risk
 
 _MARGIN = 1.02  # by which a member must beat those before it: no changing about for noise
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # at which a proposal may be cut
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which a proposal may be cut
 
 
 class _Pick(NamedTuple):

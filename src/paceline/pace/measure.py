@@ -17,6 +17,7 @@ from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 
 _BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
+_MOST_ROUNDS = 20
 _CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
 
@@ -35,8 +36,8 @@ def measure(
 ) -> CostCurve:
     """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts.
 
-    The minimum, because noise on a shared machine only ever adds; runs that take next to no time
-    are measured some rounds more. Made monotone: fewer tokens never cost more, so what more of
+    The minimum, because noise on a shared machine only ever adds; more rounds begin while the
+    ``budget`` in seconds is not spent. Made monotone: fewer tokens never cost more, so what more of
     them have taken is a bound.
     """
     best = [float("inf")] * len(counts)
@@ -44,7 +45,8 @@ def measure(
         run(count)  # warm-up: allocations, kernel selection
     began = time.perf_counter()
     done = 0
-    while done < rounds or (done < 4 * rounds and time.perf_counter() - began < budget):
+    most = max(4 * rounds, _MOST_ROUNDS)
+    while done < rounds or (done < most and time.perf_counter() - began < budget):
         done += 1
         for index, count in enumerate(counts):
             synchronise(device)
@@ -63,14 +65,16 @@ def measure_target(
     counts: Mapping[int, Sequence[int]],
     features: Sequence[int] = (),
     context: int = _CONTEXT,
-    rounds: Callable[[int], int] = lambda batch: 5,
+    rounds: int = 5,
+    budget: float | None = None,
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
     """Target forwards over chains after ``context`` tokens; the cache is as before afterwards.
 
-    ``counts``: tokens per sequence to measure, by numbers of sequences, the least first; those for
-    which the cache has no room are left out. ``rounds`` by numbers of sequences. ``begin`` is asked
-    before each of them for a context to measure it in; None ends the measuring.
+    ``counts``: tokens per sequence to measure, by numbers of sequences, in the order of measuring;
+    those for which the cache has no room are left out. ``rounds`` and ``budget`` of each as in
+    ``measure``, by default 0.06 s a round. ``begin`` is asked before each of them for a context to
+    measure it in; None ends the measuring.
     """
     context = max(1, min(context, target.max_positions // 2))
     most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
@@ -96,10 +100,10 @@ def measure_target(
             if around is None and curves:
                 break
             with around or nullcontext():
-                own, times = wanted.get(size, [1]), rounds(size)
-                run_size = partial(run, size)
-                curves[size] = measure(run_size, own, target.device, times, 0.06 * times)
+                own, seconds = wanted.get(size, [1]), 0.06 * rounds if budget is None else budget
+                curves[size] = measure(partial(run, size), own, target.device, rounds, seconds)
     finally:
         for seq_id in ids:
             cache.free(seq_id)
-    return TargetCosts(tuple(curves), tuple(curves.values()))
+    batches = tuple(sorted(curves))
+    return TargetCosts(batches, tuple(curves[size] for size in batches))

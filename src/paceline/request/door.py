@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import SamplingParams, is_unicode, is_whole, shown
@@ -110,6 +110,48 @@ def encode(
     if refused is not None:
         raise PromptError(refused)
     return tokens
+
+
+def check_params(params: SamplingParams, known: int, width: int, drafters: Sequence[str]) -> None:
+    """What depends on the model: ``known`` ids of the tokenizer, ``width`` of them with logits, and
+    the ``drafters`` that are loaded. Raises ConfigError."""
+    bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < known]
+    if bad:
+        raise ConfigError(
+            f"token id {shown(bad[0])} in logit_bias or stop_token_ids is not in the "
+            f"vocabulary (0 to {known - 1})"
+        )
+    if params.drafter not in (None, "none", *drafters):
+        raise ConfigError(
+            f"drafter {shown(params.drafter)} is not loaded; use one of "
+            f"{', '.join(dict.fromkeys((*drafters, 'none')))}, or load it with draft=[...]"
+        )
+    if not all(0 <= token < width for token in params.prediction):
+        raise ConfigError(f"prediction has ids outside the vocabulary (0 to {width - 1})")
+
+
+def endings(
+    params: SamplingParams, end_tokens: frozenset[int]
+) -> tuple[frozenset[int], frozenset[int] | None]:
+    """The ids that end a request, and the special ones that are no text; None is all of them."""
+    stops = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stops |= end_tokens
+    if params.skip_special_tokens:
+        return stops, None
+    return stops, stops | (end_tokens if params.skip_end_tokens else frozenset())
+
+
+def params_of_sample(
+    params: SamplingParams, index: int, draw_seed: Callable[[], int] | None
+) -> SamplingParams:
+    """Those of the sample ``index`` of a prompt: seeds differ. ``draw_seed`` gives one to each
+    sampled request that brings none."""
+    if params.seed is not None:
+        return replace(params, seed=(params.seed + index) % 2**63) if index else params
+    if draw_seed is not None and not params.greedy:
+        return replace(params, seed=draw_seed())
+    return params
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.native.growth import NativeGrowth, WantedTree
+from paceline.model.backends.native.model import NativeModel
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from random_heads import write_eagle
@@ -123,6 +126,19 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     assert len(tree.parents) == 6
     with pytest.raises(IndexError, match="no room"):
         growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0))], logits)
+
+
+def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
+    """Weights go with the last name for them, not when the collector comes by."""
+    model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
+    assert isinstance(model.native, NativeModel) and model.native.growth is not None
+    gone = weakref.ref(model.native)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]) -> None:

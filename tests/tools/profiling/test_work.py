@@ -8,9 +8,11 @@ import torch
 from engine_models import VOCAB, adapted
 from paceline.core.tree import chain_parents
 from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.native.model import NativeModel
 from paceline.model.backends.reference.prepack import quicken
 from paceline.model.paged.cache import Feed, PagedCache
-from paceline.tools.profiling.work import LARGE, WorkCounter
+from paceline.model.target import CausalModel
+from paceline.tools.profiling.work import LARGE, Work, WorkCounter
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, HEAD = 2, 32, 48, 4, 2, 8  # of engine_models.random_llama
 CONTEXT, ROWS = 5, 3
@@ -18,15 +20,8 @@ PER_LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * FFN
 WEIGHTS = LAYERS * PER_LAYER + VOCAB * WIDTH
 
 
-@pytest.mark.parametrize("how", ["native", "prepacked", "whole"])
-@torch.inference_mode()
-def test_a_forward(how: str) -> None:
+def forward_of(model: CausalModel) -> Work:
     """One pending token and two nodes behind five cached tokens, in float32."""
-    model = adapted()
-    if how == "native":
-        assert adopt(model)
-    elif how == "prepacked":
-        quicken(model)
     cache = PagedCache(model.cache_shapes, 4, 16, model.dtype, "cpu")
     cache.admit(1, [0])
     cache.reserve(1, CONTEXT + ROWS)
@@ -35,7 +30,18 @@ def test_a_forward(how: str) -> None:
     counter = WorkCounter()
     with counter.phase("step"), counter.phase("target"):
         model(batch, cache)
-    work = counter.phases["target"]
+    return counter.phases["target"]
+
+
+@pytest.mark.parametrize("how", ["native", "prepacked", "whole"])
+@torch.inference_mode()
+def test_a_forward(how: str) -> None:
+    model = adapted()
+    if how == "native":
+        assert adopt(model)
+    elif how == "prepacked":
+        quicken(model)
+    work = forward_of(model)
     assert work.weight_elements == WEIGHTS
     assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
     assert work.parameters == WEIGHTS
@@ -47,6 +53,19 @@ def test_a_forward(how: str) -> None:
     # Packed, query, key and value are one product, and so are gate and up.
     products = LAYERS * (7 if how == "whole" else 4) + 1
     assert work.kernels == (1 if how == "native" else products + LAYERS)
+
+
+@torch.inference_mode()
+def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
+    model = adapted()
+    assert adopt(model) and isinstance(model.native, NativeModel)
+    whole = forward_of(model)
+    model.native = model.native.without(frozenset({0}))
+    work = forward_of(model)
+    assert work.weight_elements == WEIGHTS - PER_LAYER
+    assert work.cache_bytes == whole.cache_bytes // LAYERS
+    attention = 4 * ROWS * HEADS * HEAD * (CONTEXT + ROWS)
+    assert work.flops == 2 * ROWS * (WEIGHTS - PER_LAYER) + attention
 
 
 def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:

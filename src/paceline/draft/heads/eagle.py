@@ -81,14 +81,12 @@ class Eagle(TreeSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
-        # Verifying about eight tokens costs a processor what one costs; a GPU has more room.
-        nodes = 32 if target.device.type == "cuda" else 8
-        policy = self.policy(nodes if self.best_first else 0)
         head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         step = eagle_step(head, target)
 
         def build(context: DraftContext) -> Drafter:
+            policy = self.policy(context.tree_nodes() if self.best_first else 0)
             cache = context.new_cache([head.cache_shape], target.dtype)
             return EagleDrafter(step, cache, policy, context.generator, self.kind)
 

@@ -26,11 +26,14 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EagleStep(Protocol):
-    """Runs ``head``; keys and values go into the cache. ``growth`` grows whole trees with it, if
-    that can be done."""
+    """Runs ``head``; keys and values go into the cache."""
 
     head: EagleHead
-    growth: NativeGrowth | None
+
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """Grows whole trees with it; None where that cannot be done."""
+        ...
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool

@@ -79,9 +79,11 @@ class NativeEagle:
         self._lm_head = lm_head
         self._ropes = Ropes(head.rotary, (None,))
         self._caches = CachePointers(1)
-        self.growth: NativeGrowth | None = NativeGrowth(
-            self._opened, self._ropes, self._caches, "eagle", self._work
-        )
+
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """See EagleStep."""
+        return NativeGrowth(self._opened, self._ropes, self._caches, "eagle", self._work)
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool

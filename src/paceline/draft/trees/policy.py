@@ -11,6 +11,7 @@ from paceline.core.batch import Slice
 from paceline.core.draws import draws_unseeded
 from paceline.draft.trees.grow import BestFirstTree, Growing, StaticTree
 from paceline.draft.trees.shape import Shape, best_shape
+from paceline.draft.trees.size import TYPICAL
 
 _CHAIN = Shape.branching((1,) * 64)
 
@@ -60,4 +61,4 @@ class Policy:
 @lru_cache(maxsize=256)
 def sampled_shape(nodes: int, length: int) -> Shape:
     """The static tree for drafts that are drawn: best where each level is accepted like this."""
-    return best_shape([(0.6, 0.18, 0.08)] * length, nodes)
+    return best_shape([TYPICAL] * length, nodes)

@@ -265,9 +265,7 @@ def measure_alone(
     counts: dict[int, Sequence[int]] = {plain_batch: (1,)}
     counts[batch] = sorted({1, 1 + low, 2 + low})
     counts = dict(sorted(counts.items()))
-    target = measure_target(
-        engine.target, engine.cache, counts, drafter.features, context, lambda size: _ROUNDS
-    )
+    target = measure_target(engine.target, engine.cache, counts, drafter.features, context, _ROUNDS)
     seconds = CostCurve((batch,), (0.0,))
     if drafter.passes(1):
         seconds = measure(drafter.rehearse, (batch,), engine.target.device, _ROUNDS)

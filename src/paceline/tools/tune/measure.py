@@ -80,9 +80,7 @@ def target_costs(
 
     counts = dict.fromkeys(batches, _FEW_TOKENS if hurried else _TOKENS)
     rounds = _HURRIED if hurried else 5
-    return measure_target(
-        llm.target, llm.engine.cache, counts, rounds=lambda size: rounds, begin=begin
-    )
+    return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
 
 
 def measure_plain(

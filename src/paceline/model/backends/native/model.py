@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,38 +41,39 @@ class Packing:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
-        self._matrices: list[tuple[Packed, float]] = []  # and the part of the rows that they see
+        # With the part of the rows that they see, and the layer that they are of.
+        self._matrices: list[tuple[Packed, float, int | None]] = []
 
-    def weight(self, packed: Packed, part: float = 1.0) -> CWeight:
-        self._matrices.append((packed, part))
+    def weight(self, packed: Packed, part: float = 1.0, layer: int | None = None) -> CWeight:
+        self._matrices.append((packed, part, layer))
         return packed.struct()
 
-    def matrices(self, layer: Any, dtype: torch.dtype) -> dict[str, Any]:
+    def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
         """Those of a decoder layer, packed; its modules keep no others."""
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, weight = layer.self_attn, layer.mlp, partial(self.weight, layer=number)
         found = {
-            "qkv": self.weight(pack_children(attention, PROJECTIONS, dtype)),
-            "out": self.weight(pack_children(attention, ("o_proj",), dtype)),
+            "qkv": weight(pack_children(attention, PROJECTIONS, dtype)),
+            "out": weight(pack_children(attention, ("o_proj",), dtype)),
         }
         if hasattr(mlp, "experts"):
-            return found | self._experts(mlp, dtype)
+            return found | self._experts(mlp, dtype, number)
         return found | {
-            "gate_up": self.weight(pack_children(mlp, GATED, dtype, gated=True)),
-            "down": self.weight(pack_children(mlp, ("down_proj",), dtype)),
+            "gate_up": weight(pack_children(mlp, GATED, dtype, gated=True)),
+            "down": weight(pack_children(mlp, ("down_proj",), dtype)),
         }
 
-    def _experts(self, mlp: Any, dtype: torch.dtype) -> dict[str, Any]:
+    def _experts(self, mlp: Any, dtype: torch.dtype, number: int | None) -> dict[str, Any]:
         packed = mlp.experts = PackedExperts(mlp.experts, dtype)
         count = len(packed.down)
         gate_up, down = (
-            (CWeight * count)(*(self.weight(one, mlp.gate.top_k / count) for one in every))
+            (CWeight * count)(*(self.weight(one, mlp.gate.top_k / count, number) for one in every))
             for every in (packed.gate_up, packed.down)
         )
         self.keep(gate_up, down)
         return {
             "experts": count,
             "chosen": mlp.gate.top_k,
-            "router": self.weight(Packed.of([linear_of(mlp.gate.weight)], dtype)),
+            "router": self.weight(Packed.of([linear_of(mlp.gate.weight)], dtype), layer=number),
             "expert_gate_up": gate_up,
             "expert_down": down,
         }
@@ -94,13 +96,16 @@ class Packing:
         head: Packed,
         width: int,
         layers: int,
+        skipped: frozenset[int] = frozenset(),
     ) -> NativeWork:
-        """Of a forward with ``wanted`` rows of logits and queries of ``width`` numbers. Of experts,
-        as if the rows were shared out evenly."""
+        """Of a forward with ``wanted`` rows of logits and queries of ``width`` numbers, ``layers``
+        of which are run and those ``skipped`` not. Of experts, as if the rows were shared out
+        evenly."""
         rows = sum(span.rows for span in spans)
         reads = [
             matrix.read(wanted if matrix is head else round(rows * part))
-            for matrix, part in self._matrices
+            for matrix, part, layer in self._matrices
+            if layer not in skipped
         ]
         return NativeWork.of_forward(tuple(reads), spans, cache, layers, width)
 
@@ -150,12 +155,11 @@ class NativeModel:
         )
         self._ropes = Ropes(hf.model.rotary_emb, decoder.rope_kinds)
         self._caches = CachePointers(self.num_layers)
-        self._growth = NativeGrowth(self._opened, self._ropes, self._caches, "grow", self._work)
 
     def _layer(self, layer: Any, index: int) -> CLayer:
         norms, packing = self.decoder.norms[index], self._packing
         return CLayer(
-            **packing.matrices(layer, self.dtype),
+            **packing.matrices(layer, self.dtype, index),
             attention_norm=packing.norm(norms.attention),
             mlp_norm=packing.norm(norms.mlp),
             attention_after=packing.norm(norms.attention_after),
@@ -175,11 +179,13 @@ class NativeModel:
     @property
     def growth(self) -> NativeGrowth | None:
         """Grows drafts with this model; None if layers are left out."""
-        return None if self.skipped else self._growth
+        parts = self._opened, self._ropes, self._caches  # made anew: kept, it would keep the model
+        return None if self.skipped else NativeGrowth(*parts, "grow", self._work)
 
     def _work(self, spans: Sequence[Span], cache: KeyValueStore, wanted: int) -> NativeWork:
-        width = self.decoder.heads * self.decoder.head_dim
-        return self._packing.work(spans, cache, wanted, self.lm_head, width, self.num_layers)
+        width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
+        run = layers - len(self.skipped)
+        return self._packing.work(spans, cache, wanted, self.lm_head, width, run, self.skipped)
 
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
