@@ -82,7 +82,10 @@ typedef struct {
   void* logits;  // [logit_rows, vocab] in dtype
   const int32_t* feature_layers;  // [features], ascending
   void* const* feature;  // each [rows, hidden] in dtype
-  void *const *keys, *const *values;  // per layer, [slots, kv_heads, head_dim] in dtype
+  // Per layer, [slots, kv_heads, head_dim] in dtype; `coded`: each head's numbers are codes of 8 bits
+  // with their scale, a float, behind them: [slots, kv_heads, head_dim + 4] bytes.
+  void *const *keys, *const *values;
+  int64_t coded;
   const uint8_t* skipped;  // per layer, or NULL
   const float* const* rope;  // tables [positions, head_dim]: cosines, then sines, half of each
   // Of an EAGLE head, in dtype: features [rows, fuse.inputs], or [rows, hidden] if `fused` already;
