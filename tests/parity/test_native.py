@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from every_drafter import SPECS
 from paceline.core.params import SamplingParams
@@ -57,6 +58,26 @@ def alone(dtype: str) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
+def coded() -> Iterator[LLM]:
+    """Plain decoding, one request at a time, with keys and values in 8 bits."""
+    llm = LLM(
+        "paceline/tiny",
+        dtype="bfloat16",
+        backend="native",
+        max_batch_size=1,
+        kv_cache_dtype="int8",
+    )
+    assert llm.target.backend == "native" and llm.engine.cache.dtype == torch.int8
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def coded_plain(coded: LLM) -> dict[str, list[list[int]]]:
+    return texts(coded)
+
+
+@pytest.fixture(scope="module")
 def plain(alone: LLM) -> dict[str, list[list[int]]]:
     return texts(alone)
 
@@ -79,6 +100,35 @@ def test_the_same_text(
     found = texts(llm, part)
     llm.close()
     assert found == {name: many[part] for name, many in plain.items()}
+
+
+# One without a cache of its own, one with, those that read the target's, one that reads features.
+@pytest.mark.parametrize("draft", ["ngram", "model", "early_exit", "quantized", "eagle3"])
+def test_the_same_text_of_a_cache_in_8_bits(
+    coded: LLM, coded_plain: dict[str, list[list[int]]], draft: str
+) -> None:
+    llm = coded.beside(SPECS[draft], draft_length=4, max_batch_size=4)
+    assert texts(llm) == coded_plain
+
+
+def test_more_fits_into_a_cache_in_8_bits(coded: LLM) -> None:
+    memory, target = 1 << 20, coded.target
+    cache = coded.beside(kv_cache_memory=memory).engine.cache
+    exact, few = (
+        bytes_per_token(target.cache_shapes, kind) for kind in (target.dtype, cache.dtype)
+    )
+    assert cache.num_blocks == memory // (16 * few) > 1.5 * (memory // (16 * exact))
+    held = sum(part.nbytes for n in range(target.num_layers) for part in cache.kv(n))
+    assert held == cache.num_blocks * 16 * few
+
+
+def test_shared_beginnings_in_8_bits(coded: LLM) -> None:
+    prompts, params = [PROMPTS[-1] + more for more in ("One", "Two")], REQUESTS["greedy"]
+    apart = coded.beside(prefix_sharing=False).generate(prompts, params)
+    llm = coded.beside()
+    one, two = (llm.generate(prompt, params)[0] for prompt in prompts)
+    assert two.stats.cached_tokens > 0
+    assert [one.token_ids, two.token_ids] == [done.token_ids for done in apart]
 
 
 @pytest.mark.parametrize("draft", ["model", "eagle", "eagle3", "medusa"])

@@ -41,6 +41,7 @@ struct Sizes {
   int64_t dtype, hidden, heads, kv_heads, head_dim, ffn, window;
   bool gemma;
   int eagle = 0, experts = 0;  // an EAGLE head of this version; experts of a layer
+  bool coded = false;          // keys and values of 8 bits
 };
 
 constexpr int LAYERS = 2, VOCAB = 61, LONGEST = 300, BLOCK = 4;
@@ -135,7 +136,9 @@ class Model {
 
 struct Cache {
   explicit Cache(const Sizes& s) : parts(2 * LAYERS), table(LONGEST / BLOCK + 1) {
-    for (Bytes& part : parts) part = numbers(s.dtype, table.size() * BLOCK * s.kv_heads * s.head_dim);
+    size_t entries = table.size() * BLOCK * s.kv_heads;
+    for (Bytes& part : parts)
+      part = s.coded ? Bytes(entries * (s.head_dim + 4), char(-1)) : numbers(s.dtype, entries * s.head_dim);  // NaN
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(table.size() - 1 - i);
   }
   int32_t slot(int32_t index) const { return table[index / BLOCK] * BLOCK + index % BLOCK; }
@@ -170,7 +173,7 @@ Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int conte
   b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data(), b.span = &span;
   b.tables = cache.table.data(), b.parents = parents.data(), b.wanted = wanted.data(), b.logits = logits.data();
   b.feature_layers = feature_layers, b.feature = features.data();
-  b.keys = keys.data(), b.values = values.data(), b.rope = ropes;
+  b.keys = keys.data(), b.values = values.data(), b.coded = m.size.coded, b.rope = ropes;
   Bytes states, outputs(rows * m.size.hidden * each);
   size_t width = m.state_width() * each;
   for (int32_t id : ids) states.insert(states.end(), m.states.begin() + id * width, m.states.begin() + (id + 1) * width);
@@ -286,6 +289,7 @@ int main() {
       {PL_BFLOAT16, 64, 2, 2, 64, 96, 0, false}, {PL_BFLOAT16, 32, 1, 1, 16, 700, 0, false},
       {PL_BFLOAT16, 40, 3, 1, 16, 56, 0, false, 3}, {PL_FLOAT32, 33, 3, 1, 24, 47, 0, false, 3},
       {PL_BFLOAT16, 33, 3, 1, 16, 56, 0, false, 1}, {PL_BFLOAT16, 40, 3, 1, 16, 47, 0, false, 0, 5},
+      {PL_BFLOAT16, 40, 8, 2, 70, 56, 50, true, 0, 0, true}, {PL_FLOAT32, 33, 3, 1, 22, 47, 0, false, 0, 0, true},
   };
   for (const Sizes& size : all) {
     Model m(size);

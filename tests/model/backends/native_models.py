@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.model.backends.native.adopt import adopt
-from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.codes import cache_dtype
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 
@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def native_model(shape: str, dtype: torch.dtype) -> CausalModel:
+def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> CausalModel:
     register()
     kind, changes = SHAPES[shape]
     config = getattr(transformers, kind)(**{**COMMON, **changes})
@@ -66,6 +66,7 @@ def native_model(shape: str, dtype: torch.dtype) -> CausalModel:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model = CausalModel(hf.to(dtype), shape)
     assert adopt(model)
+    model.cache_dtype = cache_dtype(kv_cache_dtype, dtype)
     return model
 
 
@@ -108,7 +109,7 @@ class Decoding:
 
     def _decode(self, path: list[Prefix], tokens: Sequence[int]) -> torch.Tensor:
         model = self.model
-        cache = PagedCache(model.cache_shapes, POSITIONS // 16, 16, model.dtype, "cpu")
+        cache = model.new_cache(POSITIONS // 16, 16)
         parts = [part for n in range(model.num_layers) for part in cache.kv(n)]
         if path:
             for part, rows in zip(
@@ -146,8 +147,7 @@ class Paged:
         blocks = list(range(each * self.sequences))
         self.rng.shuffle(blocks)
         self.tables = [blocks[i * each : (i + 1) * each] for i in range(self.sequences)]
-        shapes = self.model.cache_shapes
-        self.cache = PagedCache(shapes, len(blocks), self.block_size, self.model.dtype, "cpu")
+        self.cache = self.model.new_cache(len(blocks), self.block_size)
 
     def slot(self, seq: int, index: int) -> int:
         return (

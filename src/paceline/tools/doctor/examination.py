@@ -79,6 +79,7 @@ def examine(
     offload: str | None = None,
     weights_memory: int | None = None,
     tensor_parallel: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -90,7 +91,7 @@ def examine(
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
-    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
+    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory, kv_cache_dtype)
     quantize = None if quantize == "none" else quantize
     rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
@@ -105,7 +106,7 @@ def examine(
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    held = (weight_bytes(model, setting, rounding), model.cache_bytes(setting.dtype))
+    held = (weight_bytes(model, setting, rounding), model.cache_bytes(setting.cache_dtype))
     cost = _Cost(*(count // each for count in held))
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         noticed, more = _draft(spec, folder, model, setting, rounding)

@@ -91,7 +91,7 @@ class NativeGrowth:
         outputs = None if outputs is None else outputs.contiguous()
         ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
         tables_of_ropes = (ctypes.c_void_p * len(ropes))(*(rope.data_ptr() for rope in ropes))
-        keys, values = self._caches.of(cache)
+        keys, values, coded = self._caches.of(cache)
         tokens, parents, slots = found
         growth = CGrowth(
             trees=len(wanted),
@@ -107,6 +107,7 @@ class NativeGrowth:
             outputs=None if outputs is None else outputs.data_ptr(),
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
+            coded=coded,
             rope=ctypes.addressof(tables_of_ropes),
             most=most,
             tokens=tokens.data_ptr(),

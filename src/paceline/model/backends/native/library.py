@@ -85,7 +85,9 @@ class CBatch(Structure):
         *((name, c_int64) for name in ("block_size", "threads")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
         *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
-        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope", "hidden")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("coded", c_int64),
+        *((name, c_void_p) for name in ("skipped", "rope", "hidden")),
         ("fused", c_int64),
         ("outputs", c_void_p),
     )
@@ -102,7 +104,9 @@ class CGrowth(Structure):
         ("stride", c_int64),
         ("columns", c_int64),
         ("sharpness", c_float),
-        *((name, c_void_p) for name in ("ids", "outputs", "keys", "values", "rope")),
+        *((name, c_void_p) for name in ("ids", "outputs", "keys", "values")),
+        ("coded", c_int64),
+        ("rope", c_void_p),
         ("most", c_int64),
         *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts")),
     )

@@ -131,7 +131,7 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     batch.block_size = g.block_size, batch.threads = g.threads;
     batch.ids = ids.data(), batch.positions = positions.data(), batch.slots = slots.data();
     batch.span = spans.data(), batch.tables = g.tables, batch.parents = parents.data(), batch.wanted = wanted.data();
-    batch.logits = logits_.data(), batch.keys = g.keys, batch.values = g.values, batch.rope = g.rope;
+    batch.logits = logits_.data(), batch.keys = g.keys, batch.values = g.values, batch.coded = g.coded, batch.rope = g.rope;
     if (g.outputs) batch.hidden = hidden_.data(), batch.fused = 1, batch.outputs = outputs_.data();
     forward.run(k, quantised, batch);
     logits = logits_.data();

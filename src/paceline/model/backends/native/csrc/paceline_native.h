@@ -82,7 +82,10 @@ typedef struct {
   void* logits;  // [logit_rows, vocab] in dtype
   const int32_t* feature_layers;  // [features], ascending
   void* const* feature;  // each [rows, hidden] in dtype
-  void *const *keys, *const *values;  // per layer, [slots, kv_heads, head_dim] in dtype
+  // Per layer, [slots, kv_heads, head_dim] in dtype; `coded`: each head's numbers are codes of 8 bits
+  // with their scale, a float, behind them: [slots, kv_heads, head_dim + 4] bytes.
+  void *const *keys, *const *values;
+  int64_t coded;
   const uint8_t* skipped;  // per layer, or NULL
   const float* const* rope;  // tables [positions, head_dim]: cosines, then sines, half of each
   // Of an EAGLE head, in dtype: features [rows, fuse.inputs], or [rows, hidden] if `fused` already;
@@ -110,6 +113,7 @@ typedef struct {
   const int64_t* ids;  // [columns]: tokens, ascending; NULL: the columns' numbers
   const void* outputs;  // of an EAGLE head, [trees, hidden] in dtype; else NULL
   void *const *keys, *const *values;
+  int64_t coded;  // as of a batch
   const float* const* rope;
   // Of each tree `counts` nodes in order, in lines of `most`: tokens, their parents, and which
   // expanded node each is, or -1.

@@ -113,14 +113,38 @@ inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* h
   }
 }
 
+// A head's numbers as codes of 8 bits, and the scale behind them. What is not finite makes the scale
+// NaN: no code could say it.
+inline void give_codes(const float* x, long width, int8_t* y) {
+  V most = zero(), strange = zero();
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i);
+    most = larger(larger(a, zero() - a), most);
+    strange = fma(a, zero(), strange);
+  }
+  float scale = largest(most) / 127.0f + sum(strange), inverse = scale > 0 ? 1.0f / scale : 0.0f, codes[16];
+  for (long i = 0; i < width; i += 16) {
+    store(codes, smaller(nearest(load_first(x + i, width - i) * set1(inverse)), set1(127.0f)));
+    for (long j = 0; j < 16 && i + j < width; j++) y[i + j] = static_cast<int8_t>(codes[j]);
+  }
+  memcpy(y + width, &scale, sizeof(scale));
+}
+
+// The key or the value of a row.
+inline void give_entry(const pl_model& m, const float* x, void* to, bool coded) {
+  if (!coded) return give(m.dtype, x, m.kv_heads * m.head_dim, to);
+  for (long h = 0; h < m.kv_heads; h++)
+    give_codes(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * entry_bytes(m, true));
+}
+
 // Queries stay in qkv, scaled; the key and the value go to their places in the cache.
-void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value) {
+void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool coded) {
   long d = m.head_dim;
   for (long h = 0; h < m.heads; h++) turn(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
   for (long h = 0; h < m.kv_heads; h++) turn(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
-  give(m.dtype, k, m.kv_heads * d, key);
-  give(m.dtype, k + m.kv_heads * d, m.kv_heads * d, value);
+  give_entry(m, k, key, coded);
+  give_entry(m, k + m.kv_heads * d, value, coded);
 }
 
 template <class T>
