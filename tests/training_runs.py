@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.cli.main import app
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.trainer import Progress
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
 DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
@@ -89,6 +91,24 @@ def train(
     trainer: Any = kind(config, out, device="cpu")
     trainer.run(report, eval_every=eval_every)
     return trainer
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A run from beginning to end: its trainer, what it measured on held-out texts before the
+    first step (trainers of drafts do), and what it reported after each step."""
+
+    trainer: Any
+    before: AcceptanceCounts
+    seen: list[Progress]
+
+
+def learnt(kind: Callable[..., Any], config: Any, out: Path, eval_every: int = 12) -> Learnt:
+    """``train``, watched."""
+    trainer, seen = kind(config, out, device="cpu"), list[Progress]()
+    before = total(trainer.measure().values() if hasattr(trainer, "measure") else ())
+    trainer.run(seen.append, eval_every=eval_every)
+    return Learnt(trainer, before, seen)
 
 
 class Cut(Exception):

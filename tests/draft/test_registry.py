@@ -63,19 +63,28 @@ def test_doctor_has_no_complaint(example: str) -> None:
     assert about and {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
 
 
+def pairs_of(llm: LLM) -> Counter[tuple[int, ...]]:
+    """The first two tokens of 400 unseeded answers."""
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
+    found = llm.generate("The quick brown fox", params)
+    return Counter(tuple(completion.token_ids) for completion in found)
+
+
+@pytest.fixture(scope="module")
+def ours(plain: LLM) -> Counter[tuple[int, ...]]:
+    return pairs_of(plain)
+
+
 @pytest.mark.parametrize("example", FIRST)
-def test_unseeded_pairs_follow_the_targets_distribution(plain: LLM, example: str) -> None:
+def test_unseeded_pairs_follow_the_targets_distribution(
+    plain: LLM, ours: Counter[tuple[int, ...]], example: str
+) -> None:
     """First two tokens over many runs: plain and drafted counts come from one distribution.
 
     A two-sample chi-square; the engine seeds are fixed. 27.9 is the 0.05 % point of 8 degrees.
     """
-    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=400)
-    counts = []
-    drafted = plain.beside(example.format(**WEIGHTS), draft_length=2, max_batch_size=200, seed=5)
-    for llm in (plain, drafted):
-        found = llm.generate("The quick brown fox", params)
-        counts.append(Counter(tuple(completion.token_ids) for completion in found))
-    ours, theirs = counts
+    spec = example.format(**WEIGHTS)
+    theirs = pairs_of(plain.beside(spec, draft_length=2, max_batch_size=200, seed=5))
     pairs = ours.keys() | theirs.keys()
     statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
     assert len(pairs) <= 9 and statistic < 27.9
