@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -27,28 +28,22 @@ os.environ["PACELINE_MODEL"] = "paceline/tiny"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_rounds() -> Iterator[None]:
-    """Start-up measures what steps cost in the rounds it asks for, and in none beyond them.
+def one_round() -> Iterator[None]:
+    """Start-up measures everything that it measures, but each step once.
 
-    Rounds that are there for the sake of precise prices took a second of every engine whose draft
-    length adapts; which lengths it chooses is tested with prices that are given.
+    Precise prices took seconds of every engine whose draft length adapts. Which lengths it chooses
+    is tested with prices that are given, and ``measure`` itself by those who import it.
     """
     from paceline.pace import measure as measuring
 
     real = measuring.measure
 
-    def once_over(
-        run: Callable[[int], None],
-        counts: Sequence[int],
-        device: Any,
-        rounds: int = 5,
-        budget: float = 0.0,
-    ) -> Any:
-        return real(run, counts, device, rounds, 0.0)
+    def once(run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object) -> Any:
+        return real(run, counts, device, rounds=1, budget=0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.pace.measure.measure", once_over)
-        patch.setattr("paceline.build.measure", once_over)
+        patch.setattr("paceline.pace.measure.measure", once)
+        patch.setattr("paceline.build.measure", once)
         yield
 
 
@@ -100,3 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((n for n, folder in enumerate(first) if folder in item.path.parents), 9)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Libraries, modules and tests stay to the end: the collector need not look at them again
+    whenever a test leaves something behind."""
+    gc.collect()
+    gc.freeze()

@@ -174,6 +174,29 @@ def check_ctrl_c(arguments: list[str], word: str) -> int:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         code = process.wait(timeout=60)
+    return _check_resumed(arguments, code, rest)
+
+
+def check_interrupt(
+    arguments: list[str], trainer: type[Trainer], at: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """The same within this process: the signal comes in the middle of step ``at`` + 1."""
+    kind: Any = trainer
+    whole = kind.train_step
+
+    def interrupted(self: Any) -> float:
+        if self.step == at:
+            signal.raise_signal(signal.SIGINT)
+        loss: float = whole(self)
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "train_step", interrupted)
+        result = CliRunner().invoke(app, [*arguments, "--steps=1000000", "--eval-every=5"])
+    return _check_resumed(arguments, result.exit_code, result.stderr)
+
+
+def _check_resumed(arguments: list[str], code: int, rest: str) -> int:
     assert code == 130, rest
     last = rest.splitlines()[-1]
     assert last.startswith("interrupted at step ")

@@ -30,13 +30,14 @@ from paceline.tools.doctor import Severity, examine
 from paceline.tools.tune.candidates import variants
 
 TARGET = "paceline/tiny"
+CACHE = 128 << 20  # bytes: room for 200 short requests; whole contexts of them would fill 2.5 GB
 EXAMPLES = [example for record in DRAFTERS.values() for example in record.examples]
 FIRST = [record.examples[0] for record in DRAFTERS.values()]
 
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM(TARGET, dtype="float32", max_batch_size=200, seed=3)
+    return LLM(TARGET, dtype="float32", max_batch_size=200, kv_cache_memory=CACHE, seed=3)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -84,7 +85,8 @@ def test_unseeded_pairs_follow_the_targets_distribution(
     A two-sample chi-square; the engine seeds are fixed. 27.9 is the 0.05 % point of 8 degrees.
     """
     spec = example.format(**WEIGHTS)
-    theirs = pairs_of(plain.beside(spec, draft_length=2, max_batch_size=200, seed=5))
+    options = {"draft_length": 2, "max_batch_size": 200, "kv_cache_memory": CACHE}
+    theirs = pairs_of(plain.beside(spec, seed=5, **options))
     pairs = ours.keys() | theirs.keys()
     statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
     assert len(pairs) <= 9 and statistic < 27.9

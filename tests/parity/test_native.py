@@ -22,9 +22,9 @@ PROMPTS = [
     "Once upon a time, there was a little fox who lived in the woods. " * 4,
 ]
 REQUESTS = {
-    "greedy": SamplingParams(max_tokens=40, ignore_eos=True),
-    "seeded": SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True),
-    "top-p": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True),
+    "top-p": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
 }
 # Longer drafts, and the length that adapts itself.
 MORE = {
