@@ -1,11 +1,15 @@
 """The native backend's forward beside the reference's: rows, context and prompts, taking turns.
 
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
+    python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
+    python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
 ``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
 With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain ones: its
-arithmetic for quantised weights is there to be read.
+arithmetic for quantised weights is there to be read. With ``--kv-cache-dtype`` the native backend
+runs twice, with keys and values as they are and in 8 bits. The last line says how fast the native
+backend's one row reads weights and cache, beside a plain sum over memory in the same run.
 """
 
 from __future__ import annotations
@@ -13,14 +17,31 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
+from functools import partial
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from paceline.model.backends.native.witness import NativeWork, witnessed
 from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.codes import CODED, cache_dtype, encode
 from paceline.model.target import CausalModel
+from paceline.tools.profiling.machine import read_bandwidth
 
 ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
+    """A cache of random numbers: what was never written may be no memory at all."""
+    dtype = cache_dtype(kind, model.dtype)
+    cache = PagedCache(model.cache_shapes, blocks, 16, dtype, "cpu")
+    for layer, (heads, *widths) in enumerate(model.cache_shapes):
+        for part, width in zip(cache.kv(layer), widths, strict=True):
+            numbers = torch.randn(blocks * 16, heads, width)
+            part.copy_(encode(numbers) if dtype == CODED else numbers)
+    return cache
 
 
 def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prompt: bool) -> float:
@@ -38,47 +59,84 @@ def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prom
     return 1e3 * took
 
 
+def wide(layers: int, folder: str) -> str:
+    """A random Llama as wide as one of 8 billion parameters, written to ``folder``."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
+    """Of weights and cache by a forward of one row."""
+    works: list[NativeWork] = []
+    with witnessed(works.append):
+        forward(model, cache, context, 1, prompt=False)
+    return sum(w.cache_bytes + sum(read.bytes for read in w.products) for w in works)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="paceline/smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", choices=("int8", "int4"))
+    parser.add_argument("--kv-cache-dtype", choices=("int8",), help="beside the model's own")
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--wide", type=int, metavar="LAYERS", help="a random wide model instead")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    models = {
-        name: CausalModel.load(options.model, options.dtype, "cpu", quantize=bits, backend=name)
-        for name, bits in (("reference", None), ("native", options.quantize))
-    }
-    lengths = (options.prompt,) if options.prompt else ROWS
+    with tempfile.TemporaryDirectory() as folder:
+        source = wide(options.wide, folder) if options.wide else options.model
+        load = partial(CausalModel.load, source, options.dtype, "cpu")
+        native, kind = load(quantize=options.quantize, backend="native"), options.kv_cache_dtype
+        other = native if kind else load(backend="reference")
+    name = kind or "reference"
+    lengths = (options.prompt,) if options.prompt else tuple(options.rows)
     blocks = -(-(options.context + max(lengths)) // 16) + 1
-    found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in models}
+    runs = {
+        name: (other, filled(other, blocks, kind or "auto")),
+        "native": (native, filled(native, blocks, "auto")),
+    }
+    found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in runs}
     with torch.inference_mode():
-        caches = {
-            name: PagedCache(model.cache_shapes, blocks, 16, model.dtype, "cpu")
-            for name, model in models.items()
-        }
         for turn in range(options.rounds + 1):
             for rows in lengths:
-                for name, model in models.items():
-                    took = forward(model, caches[name], options.context, rows, bool(options.prompt))
+                for run, (model, cache) in runs.items():
+                    took = forward(model, cache, options.context, rows, bool(options.prompt))
                     if turn:
-                        found[name][rows].append(took)
+                        found[run][rows].append(took)
+        size = bytes_read(*runs["native"], options.context)
+        best = read_bandwidth(torch.device("cpu"), 1 << 28)
     medians = {
-        name: {rows: statistics.median(times) for rows, times in by_rows.items()}
-        for name, by_rows in found.items()
+        run: {count: statistics.median(times) for count, times in by_rows.items()}
+        for run, by_rows in found.items()
     }
     if options.json:
         print(json.dumps(medians))
         return
-    print(" rows  reference   native native/ref ratio ref  native")
+    print(f" rows {name:>10}   native native/{name[:3]} ratio {name[:3]}  native")
     for rows in lengths:
-        ref, nat = medians["reference"], medians["native"]
+        first, own = medians[name], medians["native"]
         print(
-            f"{rows:5} {ref[rows]:10.2f} {nat[rows]:8.2f} {nat[rows] / ref[rows]:10.2f} "
-            f"{ref[rows] / ref[lengths[0]]:9.2f} {nat[rows] / nat[lengths[0]]:7.2f}"
+            f"{rows:5} {first[rows]:10.2f} {own[rows]:8.2f} {own[rows] / first[rows]:10.2f} "
+            f"{first[rows] / first[lengths[0]]:9.2f} {own[rows] / own[lengths[0]]:7.2f}"
+        )
+    if not options.prompt:
+        rate = size / medians["native"][1] * 1e3
+        print(
+            f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of a sum's "
+            f"{best / 1e9:.1f} GB/s"
         )
 
 

@@ -1,4 +1,4 @@
-"""What rounding a model's weights costs in perplexity, by method.
+"""What rounding a model's weights, or its keys and values, costs in perplexity, by method.
 
     python benchmarks/perplexity.py chat.jsonl code.jsonl --calibrate more.jsonl
 
@@ -13,14 +13,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.paged.codes import cache_dtype
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
 from paceline.tools.perplexity import perplexity, read_windows
+
+CODED_CACHE = ", keys and values int8"
 
 
 def schemes() -> Iterator[tuple[str, Scheme | None, bool]]:
     """Name, scheme and whether it needs text to round by."""
     yield "float32", None, False
+    yield f"float32{CODED_CACHE}", None, False
     yield "int8, head int8", Scheme("int8", head="int8"), False
     yield "int8", Scheme("int8"), False
     yield "int4, free offsets, head int8", Scheme("int4", head="int8", zero="free"), False
@@ -34,6 +38,7 @@ def measured(
     scheme: Scheme | None,
     texts: Sequence[list[list[int]]],
     read: list[list[int]] | None,
+    kv_cache_dtype: str,
 ) -> list[float]:
     """The perplexity of each file."""
     hf = load_module(model, "float32", "cpu", None if read is None else "sdpa")
@@ -44,6 +49,7 @@ def measured(
     register()
     hf.set_attn_implementation(ATTENTION)
     target = CausalModel(hf, model)
+    target.cache_dtype = cache_dtype(kv_cache_dtype, target.dtype)
     return [perplexity(target, windows).value for windows in texts]
 
 
@@ -65,7 +71,8 @@ def main() -> None:
     for name, scheme, calibrated in schemes():
         if calibrated and not read:
             continue
-        found = measured(options.model, scheme, texts, read if calibrated else None)
+        kind = "int8" if name.endswith(CODED_CACHE) else "auto"
+        found = measured(options.model, scheme, texts, read if calibrated else None, kind)
         base = base or found
         rises = [value / plain - 1 for value, plain in zip(found, base, strict=True)]
         print(json.dumps({"method": name, "perplexity": found, "rise": rises}), flush=True)

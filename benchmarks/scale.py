@@ -7,7 +7,7 @@ Plain decoding stands beside drafts of three tokens and the engine's own choice.
     python benchmarks/scale.py                        # all of docs/scale.md: some minutes
     python benchmarks/scale.py --chips h100 --models 8b --seconds 5
     python benchmarks/scale.py --capacity --chips h100 --models 8b    # a sheet, by formula
-    python benchmarks/scale.py --check    # the same simulation of this machine, against it
+    python benchmarks/scale.py --check smollm2    # the same simulation of this machine, against it
 
 The last line of the output is one JSON object.
 """
@@ -25,6 +25,7 @@ from rich.progress import track
 
 from paceline.tools.report.document import Report, Table, Text
 from paceline.tools.report.terminal import print_report
+from scale_check import PAIRS, check
 from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows
 from scale_replica import Figures, Replica, Settings, Traffic
 
@@ -217,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
     own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
     own.add_argument("--capacity", action="store_true", help="a sheet, by a formula")
-    own.add_argument("--check", action="store_true", help="predict this machine, and measure it")
+    own.add_argument("--check", choices=PAIRS, help="predict this machine, and measure it")
     own.add_argument("--json", help="also write the figures here")
     return own
 
@@ -225,9 +226,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.check:
-        from scale_check import check
-
-        figures = check(Console())
+        figures = check(Console(), args.check)
     elif args.capacity:
         figures = capacity(args)
     else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,26 @@ os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
 os.environ.setdefault("PACELINE_NATIVE_CACHE", str(cache_folder() / "native"))
 os.environ["PACELINE_CACHE"] = str(Path(tempfile.gettempdir()) / f"no-paceline-cache-{os.getpid()}")
 os.environ["PACELINE_MODEL"] = "paceline/tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_round() -> Iterator[None]:
+    """Start-up measures everything that it measures, but each step once.
+
+    Precise prices took seconds of every engine whose draft length adapts. Which lengths it chooses
+    is tested with prices that are given, and ``measure`` itself by those who import it.
+    """
+    from paceline.pace import measure as measuring
+
+    real = measuring.measure
+
+    def once(run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object) -> Any:
+        return real(run, counts, device, rounds=1, budget=0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.pace.measure.measure", once)
+        patch.setattr("paceline.build.measure", once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +80,25 @@ def pytest_configure() -> None:
     """A suite in the background of a shell ignores Ctrl-C, and so would the commands it tests."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Folders whose modules share what takes long to make (a trained head, the pulled model), and the
+# longest tests: whoever is idle first takes tests from the end, and makes what they share again.
+_FIRST = ("soak", "real", "train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders above come first; all else stays in its order."""
+    first = [Path(__file__).parent / name for name in _FIRST]
+
+    def place(item: pytest.Item) -> int:
+        return next((n for n, folder in enumerate(first) if folder in item.path.parents), 9)
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Libraries, modules and tests stay to the end: the collector need not look at them again
+    whenever a test leaves something behind."""
+    gc.collect()
+    gc.freeze()

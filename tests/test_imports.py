@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -65,16 +67,32 @@ def part_of(path: Path) -> str:
     return room_of(path.relative_to(SOURCE).with_suffix("").parts)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of the modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@dataclass
+class Facts:
+    """Of a file: full names of the modules that it imports, anywhere, and how long it is."""
+
+    imports: list[str] = field(default_factory=list)
+    functions: dict[str, int] = field(default_factory=dict)  # lines beyond the first
+    lines: int = 0
+
+
+@cache  # read once, not by each test
+def facts(path: Path) -> Facts:
+    text = path.read_text(encoding="utf-8")
+    found = Facts(lines=len(text.splitlines()))
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            found.imports.append(node.module or "")
             if node.module == "paceline":
-                yield from (f"paceline.{alias.name}" for alias in node.names)
+                found.imports += [f"paceline.{alias.name}" for alias in node.names]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            longest = max(node.end_lineno - node.lineno, found.functions.get(node.name, 0))
+            found.functions[node.name] = longest
+    return found
 
 
 def name(path: Path) -> str:
@@ -91,7 +109,7 @@ def test_imports_go_downwards(path: Path) -> None:
     part = part_of(path)
     if part == "__init__":
         return  # the public API names everything
-    for module in imports(path):
+    for module in facts(path).imports:
         words = module.split(".")
         if words[0] in FOREIGN:
             assert part in FOREIGN[words[0]], f"{name(path)} imports {module}"
@@ -140,24 +158,20 @@ def test_no_modules_below_the_tools_import_each_other_in_a_circle() -> None:
     "path", [p for p in MODULES if part_of(p) not in {"cli", "server", "__init__"}], ids=name
 )
 def test_only_the_top_row_uses_the_public_api(path: Path) -> None:
-    assert "paceline" not in set(imports(path))
+    assert "paceline" not in facts(path).imports
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) == "core"], ids=name)
 def test_core_needs_torch_numpy_and_the_standard_library_only(path: Path) -> None:
-    for module in imports(path):
+    for module in facts(path).imports:
         top = module.split(".")[0]
         assert top in {"paceline", "torch", "numpy"} or top in sys.stdlib_module_names, module
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+    assert facts(path).lines <= 400
+    assert not [name for name, lines in facts(path).functions.items() if lines >= 60]
 
 
 def test_no_module_is_a_drawer_for_everything() -> None:

@@ -286,6 +286,11 @@ def test_parameters_out_of_range(changes: dict[str, object], word: str) -> None:
         ({"max_batch_size": 0}, ConfigError, "max_batch_size"),
         ({"kv_cache_memory": 10}, CacheMemoryError, "kv_cache_memory"),
         ({"dtype": "float7"}, ConfigError, "dtype"),
+        (
+            {"kv_cache_dtype": "int4"},
+            ConfigError,
+            "kv_cache_dtype is 'int4'; use one of auto, int8",
+        ),
         ({"device": "abacus"}, ConfigError, "device"),
     ],
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from paceline import LLM, SamplingParams
 from paceline.cli.main import app
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.lm import LMConfig, LMTrainer
+from paceline.train.trainer import Progress
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
 DEEDS = ("saw", "liked", "found", "painted", "wanted", "gave away")
@@ -91,6 +93,24 @@ def train(
     return trainer
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """A run from beginning to end: its trainer, what it measured on held-out texts before the
+    first step (trainers of drafts do), and what it reported after each step."""
+
+    trainer: Any
+    before: AcceptanceCounts
+    seen: list[Progress]
+
+
+def learnt(kind: Callable[..., Any], config: Any, out: Path, eval_every: int = 12) -> Learnt:
+    """``train``, watched."""
+    trainer, seen = kind(config, out, device="cpu"), list[Progress]()
+    before = total(trainer.measure().values() if hasattr(trainer, "measure") else ())
+    trainer.run(seen.append, eval_every=eval_every)
+    return Learnt(trainer, before, seen)
+
+
 class Cut(Exception):
     """Stands for a power cut between two steps."""
 
@@ -154,6 +174,29 @@ def check_ctrl_c(arguments: list[str], word: str) -> int:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         code = process.wait(timeout=60)
+    return _check_resumed(arguments, code, rest)
+
+
+def check_interrupt(
+    arguments: list[str], trainer: type[Trainer], at: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """The same within this process: the signal comes in the middle of step ``at`` + 1."""
+    kind: Any = trainer
+    whole = kind.train_step
+
+    def interrupted(self: Any) -> float:
+        if self.step == at:
+            signal.raise_signal(signal.SIGINT)
+        loss: float = whole(self)
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "train_step", interrupted)
+        result = CliRunner().invoke(app, [*arguments, "--steps=1000000", "--eval-every=5"])
+    return _check_resumed(arguments, result.exit_code, result.stderr)
+
+
+def _check_resumed(arguments: list[str], code: int, rest: str) -> int:
     assert code == 130, rest
     last = rest.splitlines()[-1]
     assert last.startswith("interrupted at step ")

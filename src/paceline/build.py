@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.heads.eagle import MOST_WAITING
+from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.router import Router
 from paceline.draft.spec import DraftContext, Loading, Prepared
 from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
@@ -22,6 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
+from paceline.model.paged.codes import cache_dtype
 from paceline.model.target import CausalModel
 from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.cost import CostModel, Profile
@@ -108,7 +109,7 @@ def cache_blocks(
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
     of the device. Raises CacheMemoryError if not even a few blocks fit.
     """
-    own_bytes = bytes_per_token(target.cache_shapes, target.dtype)
+    own_bytes = bytes_per_token(target.cache_shapes, target.cache_dtype)
     per_token = own_bytes + draft_bytes
     kept = most_kept(options.max_batch_size, options.prefill_chunk)
     fitting = partial(
@@ -140,6 +141,14 @@ def load_target(name: str, settings: EngineSettings) -> CausalModel:
 
     Raises ModelLoadError, UnsupportedModelError, ConfigError.
     """
+    cached = partial(cache_dtype, settings.kv_cache_dtype)
+    cached(torch.float32)  # what is unknown is refused before anything is loaded
+    target = _loaded(name, settings)
+    target.cache_dtype = cached(target.dtype)
+    return target
+
+
+def _loaded(name: str, settings: EngineSettings) -> CausalModel:
     how: dict[str, Any] = {
         key: getattr(settings, key) for key in ("dtype", "device", "backend", "quantize")
     }
@@ -175,8 +184,7 @@ def build_engine(
     ``generator`` is the randomness of requests without a seed. Raises CacheMemoryError.
     """
     blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
-    shapes, device = target.cache_shapes, target.device
-    cache = PagedCache(shapes, blocks, BLOCK_SIZE, target.dtype, device, options.prefix_sharing)
+    cache, device = target.new_cache(blocks, BLOCK_SIZE, options.prefix_sharing), target.device
     adapts = options.draft_length == "auto"
 
     @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceView
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -134,7 +134,7 @@ def _fresh_logits(model: CausalModel, tokens: Sequence[int], rows: int = 0) -> t
 
     In one forward or, with ``rows``, the last tokens in forwards of so many each.
     """
-    cache = PagedCache(model.cache_shapes, 1, len(tokens), model.dtype, model.device)
+    cache = model.new_cache(1, len(tokens))
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
     first = max(1, len(tokens) - _READ_IN_STEPS) if rows else len(tokens)

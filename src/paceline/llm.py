@@ -56,19 +56,18 @@ class LLM:
     ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
     ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
     which then belongs to this LLM. Of a list of them every request may choose one by its name in
-    ``drafters`` (its kind), see ``SamplingParams.drafter``; the first is the default.
-    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
-    "auto" runs forwards on kernels of our own ("native"), whose rows have the same bits whatever
-    rides along, where they know the model, else on torch ("reference"), which one line says.
-    ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none" dequantises those of a
-    quantised file; ``draft_quantize`` rounds those of draft models. ``tensor_parallel``
-    processes share the target's weights; ``offload`` "cpu" or "disk" leaves layers there for which
-    ``weights_memory`` bytes of the device do not do, ``draft_offload`` those of draft models
-    (docs/parallel.md), which compute on ``draft_device``.
-    ``kv_cache_memory`` is in bytes, ``draft_length`` in tokens or "auto". ``prefix_sharing`` lets
-    requests that begin alike share what is cached. ``seed`` seeds requests that bring none.
-    ``lossy`` accepts drafts that the target finds plausible (typical acceptance): sampled text is
-    then NOT distributed as the target's own, and every completion says ``lossy``.
+    ``drafters`` (its kind, see ``SamplingParams.drafter``), else the first is taken. ``dtype`` and
+    ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend`` "auto" runs on
+    kernels of our own ("native"), whose rows have the same bits whatever rides along, where they
+    know the model, else on torch ("reference"), and says so. ``quantize`` "int8" or "int4" rounds
+    the weights (on a CPU), "none" dequantises those of a quantised file; ``draft_quantize`` rounds
+    those of draft models. ``tensor_parallel`` processes share the target's weights; ``offload``
+    "cpu" or "disk" leaves layers there for which ``weights_memory`` bytes of the device do not do,
+    ``draft_offload`` those of draft models, which run on ``draft_device``. ``kv_cache_memory`` is
+    in bytes, ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits,
+    ``draft_length`` is in tokens or "auto". ``prefix_sharing`` shares what is cached of equal
+    beginnings, ``seed`` seeds requests that bring none. ``lossy`` accepts plausible drafts (typical
+    acceptance): sampled text is then NOT distributed as the target's own; completions say it.
 
     ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
     and, with that draft, its length and, on the machine that it was made on, its costs, which are
@@ -103,6 +102,7 @@ class LLM:
         weights_memory: int | None = None,
         draft_offload: str | None = None,
         draft_device: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)

@@ -256,6 +256,12 @@ class LoadSettings:
     kv_cache_memory: int | None = _engine(
         None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
     )
+    kv_cache_dtype: str = _engine(
+        "auto",
+        "Numbers of the target's keys and values; auto: as the model's.",
+        choices=("auto", "int8"),
+        but=("beside",),
+    )
 
 
 @dataclass(frozen=True)

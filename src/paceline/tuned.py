@@ -61,7 +61,7 @@ class MachineIdentity:
             processor=torch.cuda.get_device_name(device) if cuda else _processor(),
             device=device.type,
             threads=0 if cuda else torch.get_num_threads(),
-            dtype=str(target.dtype).removeprefix("torch."),
+            dtype=target.numbers,
             backend=target.backend,
             torch=str(torch.__version__),
             transformers=version("transformers"),

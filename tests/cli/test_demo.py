@@ -185,5 +185,5 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ]
     fetched: list[str] = []
     monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))
-    CliRunner().invoke(app, [*QUICK, "--json"])
+    assert CliRunner().invoke(app, [*QUICK, "--json", "--max-tokens", "2"]).exit_code == 0
     assert not fetched  # never unasked

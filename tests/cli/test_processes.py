@@ -138,7 +138,7 @@ def test_sigterm_under_load(shared: ServedProcess) -> None:
     status, body = clients.found[0]
     assert status == 200 and body["usage"]["completion_tokens"] == 300
     assert shared.wait() == 0
-    wait_until(lambda: gone(engine), seconds=5)
+    wait_until(lambda: gone(engine))
 
 
 def test_the_engine_is_killed(server: ServedProcess) -> None:
@@ -154,7 +154,7 @@ def test_the_engine_is_killed(server: ServedProcess) -> None:
     status, body = clients.found[0]
     assert status == 503 and body["error"]["code"] == "engine_lost"
     assert server.wait(20) == 1
-    wait_until(lambda: gone(engine), seconds=5)
+    wait_until(lambda: gone(engine))
     said = [line for line in server.errors if line.startswith("error: ")]
     assert len(said) == 1 and "its process was killed by SIGKILL" in said[0]
     assert "Traceback" not in "".join(server.errors)
@@ -165,7 +165,7 @@ def test_the_http_process_is_killed(server: ServedProcess) -> None:
     clients = Clients(server)
     server.process.kill()
     server.process.wait()
-    wait_until(lambda: gone(engine), seconds=5)
+    wait_until(lambda: gone(engine))
     clients.thread.join(20)
     assert not clients.thread.is_alive()
 
@@ -181,7 +181,7 @@ def test_ctrl_c_in_a_terminal() -> None:
         assert not gone(engine)
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.wait(20) == 130
-        wait_until(lambda: gone(engine), seconds=5)
+        wait_until(lambda: gone(engine))
         assert "Traceback" not in "".join(server.errors)
 
 
@@ -206,7 +206,7 @@ def test_an_end_while_loading(victim: str) -> None:
                 wait_until(lambda: "libtorch" in Path(f"/proc/{engine}/maps").read_text(), 60)
                 os.killpg(process.pid, signal.SIGINT)
             _, errors = process.communicate(timeout=60)
-            wait_until(lambda: gone(engine), seconds=5)
+            wait_until(lambda: gone(engine))
         finally:
             process.kill()
     # Python itself makes an interrupt that passes through the making of a dataclass, as imports do,

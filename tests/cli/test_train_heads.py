@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from command_lines import refusals
 from paceline.cli.main import app
+from paceline.train.eagle import EagleTrainer
 from tiny_models import SENTENCES, TinyPair
-from training_runs import check_ctrl_c, options, write_records
+from training_runs import check_interrupt, options, write_records
 
 SIZES = options(seq_len=24, long_every=0, batch_tokens=48, micro_tokens=48, warmup=1)
 SIZES += options(held_out=2, held_out_tokens=6, threads=1)
@@ -84,7 +85,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_ctrl_c_saves_and_the_same_command_resumes(
-    tiny_pair: TinyPair, corpus: str, tmp_path: Path
+    tiny_pair: TinyPair, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a process of its own: test_train.py."""
     command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
-    check_ctrl_c(command, "tokens per target step")
+    assert check_interrupt(command, EagleTrainer, 6, monkeypatch) == 7

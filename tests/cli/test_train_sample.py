@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline import LLM
+from paceline.cli import progress
 from paceline.cli.main import app
 from tiny_models import SENTENCES, TinyPair
 
@@ -108,18 +109,16 @@ def test_a_killed_run_goes_on(tiny_pair: TinyPair, prompts: str, tmp_path: Path)
     assert sorted(record["job"] for record in records) == list(range(20))
 
 
-def test_it_says_what_it_does(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
-    """In a pipe, from the first second: the heartbeat is set to next to nothing."""
-    code = (
-        "import sys, paceline.cli.progress as progress\n"
-        "progress.showing.__wrapped__.__defaults__ = (None, 0.01)\n"
-        "from paceline.cli.main import app\n"
-        "app(sys.argv[1:])"
-    )
+def test_it_says_what_it_does(
+    tiny_pair: TinyPair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stderr is no terminal, from the first second: the heartbeat is next to nothing."""
+    for name in ("_SOON", "_APART"):
+        monkeypatch.setattr(progress, name, 0.01)
+    monkeypatch.setattr(progress.showing.__wrapped__, "__defaults__", (None, 0.01))  # type: ignore[attr-defined]
     command = arguments(tiny_pair, prompts, tmp_path / "a.jsonl", "--max-tokens=120")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=True
-    )
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
     assert "loading " in done.stderr
     assert re.search(
         r"writing answers: \d+ of 20 records, [\d,]+ tokens, [\d,]+ tokens/s", done.stderr

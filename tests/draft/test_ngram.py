@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.batch import Plan, Slice
@@ -84,6 +84,7 @@ def test_prefill_chunks_and_length_zero_draft_nothing() -> None:
     assert [len(tree) for tree in trees] == [0, 0]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2), min_size=2, max_size=24),
     st.integers(1, 23),

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = "a dog\n" * 4
@@ -59,17 +62,18 @@ def run(words: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_it_is_found_by_its_entry_point(installed: dict[str, str]) -> None:
-    run(["-c", USE], installed)
-
-
-def test_the_command_line_knows_it(installed: dict[str, str]) -> None:
-    command = ["-c", "from paceline.cli.main import main; main()", "generate", LINES]
-    words = [*command, "--model", "paceline/tiny", "--max-tokens", "12"]
-    assert run([*words, "--draft", "repeat:longest=4"], installed) == run(words, installed)
+def test_its_entry_point_is_found_in_python_and_by_the_command_line(
+    installed: dict[str, str],
+) -> None:
+    words = ["generate", LINES, "--model", "paceline/tiny", "--max-tokens", "12"]
+    plain = CliRunner().invoke(app, words)
+    assert plain.exit_code == 0 and plain.stdout
+    both = f"{USE}\nfrom paceline.cli.main import main; main()"
+    assert run(["-c", both, *words, "--draft", "repeat:longest=4"], installed) == plain.stdout
 
 
 def test_the_tests_of_all_kinds_run_over_it(installed: dict[str, str]) -> None:
     rooms = ["tests/parity/test_random_models.py", "tests/draft/test_registry.py"]
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "repeat", *rooms]
-    assert "passed" in run(words, installed)
+    # Its plugins are not asked for, and take seconds to import.
+    assert "passed" in run(words, {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from paceline.engine.clock import PhaseClock
+from simulated_clock import Clock
 
 
-def test_a_phase_of_the_step_under_way_and_of_all() -> None:
+def test_a_phase_of_the_step_under_way_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Clock()
+    monkeypatch.setattr("paceline.engine.clock.time.perf_counter", time)
     clock = PhaseClock()
     for _ in range(2):
         clock.start()
-        time.sleep(0.002)
-        clock.lap("draft")
-        clock.lap("target")
-        time.sleep(0.002)
-        clock.lap("draft")
-        current = clock.current("draft")
-        assert current is not None and current >= 0.004
-        assert clock.current("verify") == 0
-    totals = clock.totals()
-    assert totals["draft"] >= 0.008 and clock.steps == 2
-    assert totals["draft"] == pytest.approx(sum(totals.values()), rel=0.1)
+        for phase, seconds in (("draft", 2.0), ("target", 1.0), ("draft", 3.0)):
+            time.now += seconds
+            clock.lap(phase)
+        assert clock.current("draft") == 5 and clock.current("verify") == 0
+        time.now += 9  # between steps
+    assert clock.totals() == {"draft": 10, "target": 2, "verify": 0, "other": 0}
+    assert clock.steps == 2
     assert clock.current("draft") == 0, "no step is under way"
 
 

@@ -83,8 +83,8 @@ def test_each_is_served_as_if_alone(plain: LLM, spec: str) -> None:
         for prompt, asked, done in zip(prompts, params, llm.generate(prompts, params), strict=True):
             assert all(0 <= token < vocab for token in done.token_ids), asked
             assert len(done.token_ids) <= asked.max_tokens
-            (alone,) = plain.generate(prompt, asked)
             if asked.greedy or asked.seed is not None:
+                (alone,) = plain.generate(prompt, asked)
                 assert done.token_ids == alone.token_ids, asked
                 assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason), asked
             hopeless = bool(asked.min_tokens and asked.stop_token_ids)

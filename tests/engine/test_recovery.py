@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine_models import write_pair
 from paceline import LLM, SamplingParams
 from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, EngineLostError
@@ -23,24 +21,37 @@ PARAMS = [
     SamplingParams(max_tokens=18, temperature=1.0, seed=5, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=18, temperature=0.8, seed=6, ignore_eos=True, stop=("qqqq",)),
 ]
+Make = Callable[..., LLM]
 DRAFTS = {"chain": "{draft}", "tree": "tree:{draft},nodes=6,width=3", "none": None}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return write_pair(Path(tmp_path_factory.mktemp("recovery")))
+def plain(random_pair: tuple[str, str]) -> LLM:
+    return LLM(random_pair[0], dtype="float32", max_batch_size=1)
 
 
 @pytest.fixture(scope="module")
-def alone(folders: tuple[str, str]) -> list[Completion]:
+def alone(plain: LLM) -> list[Completion]:
     """Each request decoded plainly and by itself."""
-    llm = LLM(folders[0], dtype="float32", max_batch_size=1)
-    return [llm.generate(*pair)[0] for pair in zip(PROMPTS, PARAMS, strict=True)]
+    return [plain.generate(*pair)[0] for pair in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture
+def make(plain: LLM, random_pair: tuple[str, str]) -> Make:
+    """Engines over the same weights, each with a cache, a scheduler and a drafter of its own."""
+
+    def made(kind: str, **options: Any) -> LLM:
+        draft = DRAFTS[kind]
+        spec = None if draft is None else draft.format(draft=random_pair[1])
+        options = {"max_batch_size": 4, "draft_length": 3} | options
+        return plain.beside(spec, prefix_sharing=False, **options)
+
+    return made
 
 
 @pytest.fixture(params=DRAFTS)
-def llm(folders: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[LLM]:
-    made = engine(folders, request.param)
+def llm(make: Make, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    made = make(request.param)
     yield made
     assert not made.engine.has_work
     blocks = made.engine.cache
@@ -48,13 +59,6 @@ def llm(folders: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[LL
     blocks.check()
     own = getattr(made.engine.drafter, "cache", blocks)
     assert own.pool.available == own.num_blocks
-
-
-def engine(folders: tuple[str, str], kind: str, **options: Any) -> LLM:
-    draft = DRAFTS[kind]
-    spec = None if draft is None else draft.format(draft=folders[1])
-    options = {"max_batch_size": 4, "draft_length": 3} | options
-    return LLM(folders[0], spec, dtype="float32", prefix_sharing=False, **options)
 
 
 class Fault:
@@ -224,9 +228,9 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
 @pytest.mark.parametrize("start", [1, 3])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_a_drafter_that_always_fails_costs_speed_alone(
-    folders: tuple[str, str], alone: list[Completion], stage: str, start: int, kind: str
+    make: Make, alone: list[Completion], stage: str, start: int, kind: str
 ) -> None:
-    llm = engine(folders, kind)
+    llm = make(kind)
     fault = Fault(*STAGES[stage](llm), lambda own, *_: own.calls >= start, ValueError("planted"))
     requests, events = run(llm)
     for request, own, expected in zip(requests, events, alone, strict=True):
@@ -364,7 +368,7 @@ def test_a_failure_is_one_line_and_says_where() -> None:
 
 
 def test_a_clock_set_back_makes_no_time_negative(
-    folders: tuple[str, str], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+    make: Make, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import time
 
@@ -376,7 +380,7 @@ def test_a_clock_set_back_makes_no_time_negative(
 
     monkeypatch.setattr(time, "time", backwards)
     monkeypatch.setattr(time, "time_ns", lambda: int(backwards() * 1e9))
-    llm = engine(folders, "chain", draft_length="auto")
+    llm = make("chain", draft_length="auto")
     requests, events = run(llm)
     for request, own, expected in zip(requests, events, alone, strict=True):
         check(request, own, expected)

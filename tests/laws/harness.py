@@ -320,15 +320,18 @@ def joint_distribution(setting: Setting, step: Step, length: int) -> torch.Tenso
             return known[context, left]
         distribution = torch.zeros(vocab**left, dtype=torch.float64)
         emitted = step(context)
-        depth = next(d for d in itertools.count() if len(strings(vocab, d)) >= len(emitted))
-        for string, weight in zip(strings(vocab, depth), emitted.tolist(), strict=True):
-            if weight == 0.0:
-                continue
-            assert string, "a step must emit at least one token"
-            head = string[:left]
-            tail = joint((*context, *head), left - len(head))
-            at = sum(token * vocab ** (left - 1 - i) for i, token in enumerate(head))
-            distribution[at : at + len(tail)] += weight * tail
+        assert float(emitted[0]) == 0.0, "a step must emit at least one token"
+        begin, length = 1, 1
+        while begin < len(emitted):  # the strings of each length stand together, in order
+            weights = emitted[begin : begin + vocab**length]
+            if length >= left:  # what goes beyond does not matter
+                distribution += weights.view(vocab**left, -1).sum(1)
+            else:
+                tails = distribution.view(vocab**length, -1)
+                for at in weights.nonzero().flatten().tolist():
+                    string = strings(vocab, length)[begin + at]
+                    tails[at] += weights[at] * joint((*context, *string), left - length)
+            begin, length = begin + vocab**length, length + 1
         known[context, left] = distribution
         return distribution
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.pace.ledger import CREDIT, KEPT, OWN_SHARE, SHARE, Ledger
+from paceline.pace.ledger import CREDIT, GRANT, KEPT, OWN_SHARE, SHARE, Ledger
 
 PLAIN = 2.0  # seconds of a plain step
 
@@ -15,12 +15,12 @@ def draft(ledger: Ledger, tokens: int, seconds: float, probe: bool = False) -> N
     ledger.settle({"it": 1}, {0: tokens}, seconds, PLAIN, seconds, probe)
 
 
-def test_nothing_may_be_risked_before_anything_was_earned() -> None:
+def test_little_may_be_risked_before_anything_was_earned() -> None:
     ledger = Ledger()
     assert ledger.allowance("it", 1, PLAIN) == 0.0
     for _ in range(50):
         ledger.pass_by(PLAIN, PLAIN)
-    assert ledger.allowance("it", 1, PLAIN) == pytest.approx(50 * SHARE * PLAIN)
+    assert ledger.allowance("it", 1, PLAIN) == pytest.approx((GRANT + 50 * SHARE) * PLAIN)
     for _ in range(10_000):
         ledger.pass_by(PLAIN, PLAIN)
     assert ledger.purse == KEPT * PLAIN, "a long time of plain decoding is no licence"
@@ -67,7 +67,7 @@ def test_the_bound_holds_whatever_drafts_come_to(seed: int) -> None:
             tokens, took = 1, PLAIN
         ledger.pass_by(took, PLAIN)
         spent, plain = spent + took, plain + tokens * PLAIN
-        assert spent <= (1 + SHARE) * plain + dearest + CREDIT * PLAIN
+        assert spent <= (1 + SHARE) * plain + dearest + (GRANT + CREDIT) * PLAIN
 
 
 def test_what_was_lent_for_reading_comes_back() -> None:
@@ -81,7 +81,9 @@ def test_what_was_lent_for_reading_comes_back() -> None:
     idle.lend("it", 2 * PLAIN)
     for _ in range(150):
         idle.pass_by(PLAIN, PLAIN)
-    assert idle.may_lend("it", PLAIN) and idle.purse == 0.0, "out of what was for trying"
+    assert idle.may_lend("it", PLAIN) and idle.purse == pytest.approx(GRANT * PLAIN), (
+        "out of what was earned"
+    )
 
 
 def test_a_sequence_may_lose_a_share_of_its_own_time() -> None:

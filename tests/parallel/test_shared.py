@@ -129,6 +129,17 @@ def test_the_text_is_that_of_one_process(
     assert said(twins.shared, spec.format(**twins.folders)) == expected
 
 
+def test_a_cache_in_8_bits_is_that_of_one_process(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's codes are its own, so it makes no difference on which rank they are made."""
+    for llm in (twins.alone, twins.shared):
+        monkeypatch.setattr(llm.target, "cache_dtype", torch.int8)
+    wanted = said(twins.alone, None)
+    for spec in ("none", "tree:{draft},branching=2x2x1"):
+        assert said(twins.shared, spec.format(**twins.folders)) == wanted
+
+
 def test_each_rank_has_half_of_the_heads_and_reads_half_of_the_weights(twins: Twins) -> None:
     whole, own = twins.alone.target.cache_shapes, twins.shared.target.cache_shapes
     assert [(2 * heads, k, v) for heads, k, v in own] == whole
@@ -224,13 +235,14 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
         nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
         ancestors=(None, None, mask),
     )
-    order, numbers = batch_order(CacheOrder(0, 4, 16), batch)
+    cache = CacheOrder(0, 4, 16, torch.float32)
+    order, numbers = batch_order(cache, batch)
     assert numbers is not None and len(numbers) == order.following == 3 + 4
     again = pickle.loads(pickle.dumps(order)).whole(numbers)
     assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
     assert again.ancestors[:2] == (None, None) and torch.equal(again.ancestors[2], mask)
     assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
-    plain, nothing = batch_order(CacheOrder(0, 4, 16), replace(batch, nodes=(), ancestors=(None,)))
+    plain, nothing = batch_order(cache, replace(batch, nodes=(), ancestors=(None,)))
     assert nothing is None and plain.following == 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from every_drafter import SPECS
 from paceline.core.params import SamplingParams
@@ -21,9 +22,9 @@ PROMPTS = [
     "Once upon a time, there was a little fox who lived in the woods. " * 4,
 ]
 REQUESTS = {
-    "greedy": SamplingParams(max_tokens=40, ignore_eos=True),
-    "seeded": SamplingParams(max_tokens=40, temperature=1.0, seed=4, ignore_eos=True),
-    "top-p": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True),
+    "top-p": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
 }
 # Longer drafts, and the length that adapts itself.
 MORE = {
@@ -57,50 +58,91 @@ def alone(dtype: str) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
+def coded() -> Iterator[LLM]:
+    """Plain decoding, one request at a time, with keys and values in 8 bits."""
+    llm = LLM(
+        "paceline/tiny",
+        dtype="bfloat16",
+        backend="native",
+        max_batch_size=1,
+        kv_cache_dtype="int8",
+    )
+    assert llm.target.backend == "native" and llm.engine.cache.dtype == torch.int8
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def coded_plain(coded: LLM) -> dict[str, list[list[int]]]:
+    return texts(coded)
+
+
+@pytest.fixture(scope="module")
 def plain(alone: LLM) -> dict[str, list[list[int]]]:
     return texts(alone)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_the_same_text(
-    plain: dict[str, list[list[int]]], dtype: str, draft: str, batch: int
+    alone: LLM, plain: dict[str, list[list[int]]], dtype: str, draft: str
 ) -> None:
+    """Every drafter alone in one dtype and in company in the other; both ways in both dtypes."""
     spec, length = DRAFTS[draft]
-    part = slice(None) if batch > 1 else slice(1, 3)  # one after another takes longer
-    llm = LLM(
-        "paceline/tiny",
-        spec,
-        dtype=dtype,
-        backend="native",
-        draft_length=length,
-        max_batch_size=batch,
-    )
+    in_company = (list(DRAFTS).index(draft) + (dtype == "float32")) % 2 == 0
+    part = slice(None) if in_company else slice(1, 3)  # one after another takes longer
+    llm = alone.beside(spec, draft_length=length, max_batch_size=4 if in_company else 1)
     found = texts(llm, part)
     llm.close()
     assert found == {name: many[part] for name, many in plain.items()}
 
 
+# One without a cache of its own, one with, those that read the target's, one that reads features.
+@pytest.mark.parametrize("draft", ["ngram", "model", "early_exit", "quantized", "eagle3"])
+def test_the_same_text_of_a_cache_in_8_bits(
+    coded: LLM, coded_plain: dict[str, list[list[int]]], draft: str
+) -> None:
+    llm = coded.beside(SPECS[draft], draft_length=4, max_batch_size=4)
+    assert texts(llm) == coded_plain
+
+
+def test_more_fits_into_a_cache_in_8_bits(coded: LLM) -> None:
+    memory, target = 1 << 20, coded.target
+    cache = coded.beside(kv_cache_memory=memory).engine.cache
+    exact, few = (
+        bytes_per_token(target.cache_shapes, kind) for kind in (target.dtype, cache.dtype)
+    )
+    assert cache.num_blocks == memory // (16 * few) > 1.5 * (memory // (16 * exact))
+    held = sum(part.nbytes for n in range(target.num_layers) for part in cache.kv(n))
+    assert held == cache.num_blocks * 16 * few
+
+
+def test_shared_beginnings_in_8_bits(coded: LLM) -> None:
+    prompts, params = [PROMPTS[-1] + more for more in ("One", "Two")], REQUESTS["greedy"]
+    apart = coded.beside(prefix_sharing=False).generate(prompts, params)
+    llm = coded.beside()
+    one, two = (llm.generate(prompt, params)[0] for prompt in prompts)
+    assert two.stats.cached_tokens > 0
+    assert [one.token_ids, two.token_ids] == [done.token_ids for done in apart]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
 @pytest.mark.parametrize("draft", ["model", "eagle", "eagle3", "medusa"])
-def test_acceptance_is_reproducible(draft: str) -> None:
+def test_acceptance_is_reproducible(alone: LLM, draft: str) -> None:
     """Drafts' bits are a row's own, too: in company the very same tokens are drafted."""
     counts = []
     for batch in (1, 4):
-        llm = LLM("paceline/tiny", SPECS[draft], dtype="bfloat16", backend="native", draft_length=4)
+        llm = alone.beside(SPECS[draft], draft_length=4)
         found = llm.generate(PROMPTS[:batch], REQUESTS["greedy"])
         counts.append([(one.draft_mask, one.stats.target_steps) for one in found[:1]])
         llm.close()
     assert counts[0] == counts[1] and any(counts[0][0][0])
 
 
-def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]], dtype: str) -> None:
+def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]]) -> None:
     """A cache too small for all, so that sequences give up their blocks and are read again."""
     target = alone.target
-    llm = LLM(
-        "paceline/tiny",
+    llm = alone.beside(
         "ngram",
-        dtype=dtype,
-        backend="native",
         draft_length=4,
         max_batch_size=5,
         kv_cache_memory=208 * bytes_per_token(target.cache_shapes, target.dtype),

@@ -33,6 +33,12 @@ PROMPTS: list[str | list[int]] = [
     [5],
 ]
 EXAMPLES = [example for kind in DRAFTERS if kind != "none" for example in DRAFTERS[kind].examples]
+# Every drafter at every length and alone as well as in company; every length with both.
+CASES = [
+    (example, length, (1, 5)[(row + column) % 2])
+    for row, example in enumerate(EXAMPLES)
+    for column, length in enumerate((1, 4, "auto"))
+]
 MANY = DRAFTERS["hybrid"].examples[1]
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
@@ -91,18 +97,16 @@ def expected(plain: LLM) -> dict[str, list[list[int]]]:
     return {name: texts(plain, params, PROMPTS) for name, params in REQUESTS.items()}
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("length", [1, 4, "auto"])
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(("example", "length", "batch"), CASES)
 def test_same_tokens_as_plain_decoding(
+    plain: LLM,
     folders: dict[str, str],
     expected: dict[str, list[list[int]]],
     example: str,
     length: int | str,
     batch: int,
 ) -> None:
-    spec = example.format(**folders)
-    llm = LLM(folders["target"], spec, dtype="float32", draft_length=length, max_batch_size=batch)
+    llm = plain.beside(example.format(**folders), draft_length=length, max_batch_size=batch)
     accepted = 0
     part = slice(None) if batch > 1 else slice(1, 3)
     for name, params in REQUESTS.items():
@@ -116,11 +120,11 @@ def test_same_tokens_as_plain_decoding(
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_the_target_as_its_own_draft_is_always_right(folders: dict[str, str], rule: str) -> None:
+def test_the_target_as_its_own_draft_is_always_right(
+    plain: LLM, folders: dict[str, str], rule: str
+) -> None:
     """With q = p every rule accepts everything: any mix-up of rows or positions would show."""
-    llm = LLM(
-        folders["target"], folders["target"], dtype="float32", draft_length=3, rule=rule, seed=5
-    )
+    llm = plain.beside(folders["target"], draft_length=3, rule=rule, seed=5)
     params = SamplingParams(max_tokens=21, temperature=1.0, ignore_eos=True)
     for completion in llm.generate(PROMPTS, params):
         assert completion.stats.acceptance_rate > 0.99
@@ -131,7 +135,7 @@ def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> Non
     """Greedy, seeded, penalised and unseeded requests side by side; each gets its own
     distribution."""
     params_list = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
-    llm = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
+    llm = plain.beside(f"model:{folders['draft']}", draft_length=3)
     got = llm.generate(PROMPTS, params_list)
     for prompt, params, completion in list(zip(PROMPTS, params_list, got, strict=True))[:4]:
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
@@ -161,7 +165,7 @@ def test_members_of_a_hybrid_may_take_any_turns(
 
     monkeypatch.setattr(HybridDrafter, "_settle", any_pick)
     spec = MANY + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
-    llm = LLM(folders["target"], spec.format(**folders), dtype="float32", draft_length=4)
+    llm = plain.beside(spec.format(**folders), draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):
         params = REQUESTS[name]
         assert texts(llm, params, PROMPTS) == texts(plain, params, PROMPTS), name
@@ -178,7 +182,7 @@ def test_drafters_side_by_side_in_one_batch(
     hybrid = DRAFTERS["hybrid"].examples[0]
     specs = ("ngram:max=3,length=6,candidates=1", "model:{target}", hybrid, "eagle3:{eagle3}")
     drafts = [spec.format(**folders) for spec in specs]
-    llm = LLM(folders["target"], drafts, dtype="float32", draft_length=length)
+    llm = plain.beside(drafts, draft_length=length)
     assert llm.drafters == ("ngram", "model", "hybrid", "eagle3")
     for sampled in ({}, {"temperature": 0.8, "seed": 31}):
         params_list = [
@@ -211,10 +215,12 @@ def test_plain_greedy_equals_transformers(folders: dict[str, str], plain: LLM) -
         assert completion.token_ids == out[0, len(ids) :].tolist()
 
 
-def test_seeded_text_does_not_depend_on_preemption_or_chunks(folders: dict[str, str]) -> None:
+def test_seeded_text_does_not_depend_on_preemption_or_chunks(
+    plain: LLM, folders: dict[str, str]
+) -> None:
     """A cache far too small for five sequences: they are preempted and computed again."""
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
-    unlimited = LLM(folders["target"], f"model:{folders['draft']}", dtype="float32", draft_length=3)
+    unlimited = plain.beside(f"model:{folders['draft']}", draft_length=3)
     expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
     tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected

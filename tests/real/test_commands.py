@@ -86,8 +86,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def record(command: str, *arguments: str) -> dict[str, Any]:
-    """What a command prints as JSON."""
-    result = CliRunner().invoke(app, [command, *arguments, "--dtype", "float32", "--json"])
+    """What a command prints as JSON; in the dtype that users get, and with a small cache."""
+    result = CliRunner().invoke(app, [command, *arguments, "--kv-cache-memory", "100M", "--json"])
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found

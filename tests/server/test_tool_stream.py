@@ -93,7 +93,7 @@ BITS = [
 ANSWERS = st.lists(st.sampled_from(BITS), max_size=8).map("".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     text=ANSWERS, parallel=st.booleans(), reason=st.sampled_from(["stop", "length"]), data=st.data()
 )
@@ -196,7 +196,7 @@ ARGUMENTS = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     arguments=st.dictionaries(st.text(max_size=4), ARGUMENTS, max_size=3),
     reason=st.sampled_from(["stop", "length"]),

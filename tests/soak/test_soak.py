@@ -1,6 +1,6 @@
 """The short form of ``make soak``: everything that clients do, for less than a minute.
 
-``PACELINE_SOAK_SECONDS`` says for how long (25 by default, to which comes the time to compare).
+``PACELINE_SOAK_SECONDS`` says for how long (12 by default, to which comes the time to compare).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from soak.__main__ import EMBEDDED, arguments_of, soak, summary
 from soak.storm import Plan
 
-SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "25"))
+SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "12"))
 
 
 def test_a_server_under_all_that_clients_do() -> None:

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.cli.measuring import PerplexityOptions
+from paceline.llm import LLM
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.tools.perplexity import beside_original, perplexity, read_windows, shipped_windows
@@ -37,6 +39,15 @@ def test_beside_the_original(tiny_pair: TinyPair, text: Path) -> None:
     alone = beside_original(rounded, tokenizer, None, None, 300)
     assert alone.rise is None and "--original" in alone.line and alone.own.tokens < 300
     assert "--original" not in beside_original(plain, tokenizer, text, None, 50).line
+
+
+def test_what_a_cache_in_8_bits_cost(tiny_pair: TinyPair, text: Path) -> None:
+    llm = LLM(tiny_pair.target, dtype="float32", kv_cache_dtype="int8")
+    assert llm.target.numbers == "float32, cache int8"
+    found = PerplexityOptions(str(text)).compared(llm, tiny_pair.target, None, 2000)
+    llm.close()
+    assert found.original == tiny_pair.target
+    assert found.rise is not None and found.rise != 0 and abs(found.rise) < 5e-3
 
 
 def test_the_shipped_text_is_cut(tiny_pair: TinyPair) -> None:

@@ -17,7 +17,6 @@ from paceline.llm import LLM
 from paceline.train.acceptance import total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import distillation_loss, total_variation
-from paceline.train.trainer import Progress
 from tiny_models import TinyPair
 
 train = partial(training_runs.train, DraftTrainer)
@@ -55,15 +54,18 @@ def config(files: dict[str, str], target: str) -> DraftConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> DraftTrainer:
-    return train(config, tmp_path_factory.mktemp("run"))
+def learnt(config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> training_runs.Learnt:
+    return training_runs.learnt(DraftTrainer, config, tmp_path_factory.mktemp("run"))
 
 
-def test_acceptance_rises_while_training(config: DraftConfig, tmp_path: Path) -> None:
-    trainer = DraftTrainer(config, tmp_path, device="cpu")
-    before = total(trainer.measure().values())
-    seen: list[Progress] = []
-    trainer.run(seen.append, eval_every=12)
+@pytest.fixture(scope="module")
+def finished(learnt: training_runs.Learnt) -> DraftTrainer:
+    trainer: DraftTrainer = learnt.trainer
+    return trainer
+
+
+def test_acceptance_rises_while_training(learnt: training_runs.Learnt) -> None:
+    before, seen = learnt.before, learnt.seen
     measured = [progress.acceptance for progress in seen if progress.acceptance]
     assert [set(found) for found in measured] == [{"one", "two"}] * 2
     after = total(measured[-1].values())

@@ -41,8 +41,16 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> EagleTrainer:
-    return train(config, tmp_path_factory.mktemp("run"))
+def learnt(
+    config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> training_runs.Learnt:
+    return training_runs.learnt(EagleTrainer, config, tmp_path_factory.mktemp("run"), eval_every=30)
+
+
+@pytest.fixture(scope="module")
+def finished(learnt: training_runs.Learnt) -> EagleTrainer:
+    trainer: EagleTrainer = learnt.trainer
+    return trainer
 
 
 # -- the unrolled forward --------------------------------------------------------------------
@@ -89,17 +97,14 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
 # -- training --------------------------------------------------------------------------------
 
 
-def test_the_head_learns_what_the_target_says(config: EagleTrainConfig, tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    trainer = EagleTrainer(config, tmp_path, device="cpu")
-    before = total(trainer.measure().values()).mean_accepted_length
-    trainer.run(seen.append, eval_every=30)
+def test_the_head_learns_what_the_target_says(learnt: training_runs.Learnt) -> None:
+    seen, history = learnt.seen, learnt.trainer.history
     assert seen[-1].loss < 0.6 * seen[0].loss
     after = total(seen[-1].acceptance.values()).mean_accepted_length
     assert after > 1.5
-    assert after > before + 0.4
-    assert [entry["step"] for entry in trainer.history] == [30, 60]
-    assert trainer.history[-1]["acceptance"]["toy"]["mean_accepted_length"] == pytest.approx(after)
+    assert after > learnt.before.mean_accepted_length + 0.4
+    assert [entry["step"] for entry in history] == [30, 60]
+    assert history[-1]["acceptance"]["toy"]["mean_accepted_length"] == pytest.approx(after)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -126,8 +131,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(finished: EagleTrainer
 def test_a_resumed_run_ends_with_the_same_weights(
     config: EagleTrainConfig, tmp_path: Path, cached: bool
 ) -> None:
-    short = replace(config, steps=12, cache_features=cached)
-
+    short = replace(config, steps=12, cache_features=cached, held_out=2)
     whole = train(short, tmp_path / "whole")
     again = training_runs.resumed(
         lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30

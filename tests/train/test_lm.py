@@ -17,7 +17,7 @@ from paceline import ConfigError, DataError
 from paceline.train.card import write_card
 from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.losses import distillation_loss
-from paceline.train.trainer import Progress, learning_rate_scale
+from paceline.train.trainer import learning_rate_scale
 
 train = partial(training_runs.train, LMTrainer)
 
@@ -50,13 +50,18 @@ def config(corpus: Path) -> LMConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(config: LMConfig, tmp_path_factory: pytest.TempPathFactory) -> LMTrainer:
-    return train(config, tmp_path_factory.mktemp("run"))
+def learnt(config: LMConfig, tmp_path_factory: pytest.TempPathFactory) -> training_runs.Learnt:
+    return training_runs.learnt(LMTrainer, config, tmp_path_factory.mktemp("run"))
 
 
-def test_the_loss_goes_down(config: LMConfig, tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    trainer = train(config, tmp_path, seen.append)
+@pytest.fixture(scope="module")
+def finished(learnt: training_runs.Learnt) -> LMTrainer:
+    trainer: LMTrainer = learnt.trainer
+    return trainer
+
+
+def test_the_loss_goes_down(learnt: training_runs.Learnt) -> None:
+    seen, trainer = learnt.seen, learnt.trainer
     assert [item.step for item in seen] == list(range(1, 25))
     assert seen[-1].loss < 0.6 * seen[0].loss
     assert [entry["step"] for entry in trainer.history] == [12, 24]

@@ -39,8 +39,17 @@ def config(corpus: str, target: str) -> MedusaTrainConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory) -> MedusaTrainer:
-    return train(config, tmp_path_factory.mktemp("run"))
+def learnt(
+    config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> training_runs.Learnt:
+    out = tmp_path_factory.mktemp("run")
+    return training_runs.learnt(MedusaTrainer, config, out, eval_every=30)
+
+
+@pytest.fixture(scope="module")
+def finished(learnt: training_runs.Learnt) -> MedusaTrainer:
+    trainer: MedusaTrainer = learnt.trainer
+    return trainer
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -76,16 +85,18 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_heads_learn(config: MedusaTrainConfig, tmp_path: Path, shared: bool) -> None:
-    seen: list[Progress] = []
-    trainer = MedusaTrainer(replace(config, shared_head=shared), tmp_path, device="cpu")
-    before = total(trainer.measure().values()).mean_accepted_length
-    untouched = {k: v.clone() for k, v in trainer.target.state_dict().items()}
-    trainer.run(seen.append, eval_every=30)
+def test_the_heads_learn(
+    config: MedusaTrainConfig, learnt: training_runs.Learnt, tmp_path: Path, shared: bool
+) -> None:
+    if not shared:
+        own = replace(config, shared_head=False)
+        learnt = training_runs.learnt(MedusaTrainer, own, tmp_path / "own", eval_every=30)
+    seen = learnt.seen
     assert seen[-1].loss < 0.7 * seen[0].loss
     after = total(seen[-1].acceptance.values()).mean_accepted_length
-    assert after > 1.4 and after > before
-    assert same(untouched, trainer.target.state_dict())
+    assert after > 1.4 and after > learnt.before.mean_accepted_length
+    untouched = MedusaTrainer(config, tmp_path / "new", device="cpu").target
+    assert same(untouched.state_dict(), learnt.trainer.target.state_dict())
 
 
 @pytest.mark.parametrize("joint", [False, True])

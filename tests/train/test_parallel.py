@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -25,6 +25,7 @@ SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens
 SHORT = [*SIZES, "--micro-tokens=64", "--warmup=1", "--dtype=float32", "--steps=4"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 5))
 def test_a_batch_is_dealt_out_whole_and_evenly(tokens: list[int], size: int) -> None:
     team = Team()

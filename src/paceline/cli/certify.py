@@ -170,10 +170,11 @@ def _certifier(
 
 
 def _perplexity(text: PerplexityOptions, engine: ModelOptions, llm: LLM) -> TextPerplexity | None:
-    """Of a quantised target, with respect to which everything was looked at; or if asked for."""
+    """Of a target with quantised weights or cache, by which everything was judged; or if asked."""
     from paceline.model.held import is_few
 
-    if text.perplexity is None and not is_few(llm.target.hf):
+    plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
+    if text.perplexity is None and plain:
         return None
     return text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
 

@@ -100,6 +100,7 @@ def doctor(
             offload=engine.offload,
             weights_memory=engine.weights_memory,
             tensor_parallel=engine.tensor_parallel,
+            kv_cache_dtype=engine.kv_cache_dtype,
         )
         if for_engine is not None:
             findings = by_severity([*findings, *_ahead(for_engine, engine)])

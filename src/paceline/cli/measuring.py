@@ -108,7 +108,7 @@ class PerplexityOptions:
     original: str | None = _prompts(
         None,
         "The model that a quantised checkpoint was made of.",
-        shown="with --quantize the model itself",
+        shown="with --quantize or --kv-cache-dtype the model itself",
     )
 
     def check(self) -> None:
@@ -121,7 +121,8 @@ class PerplexityOptions:
         from paceline.tools.perplexity import beside_original
 
         file = None if self.perplexity is None else Path(self.perplexity)
-        original = self.original or (None if quantize is None else model)
+        plain = quantize is None and llm.target.cache_dtype == llm.target.dtype
+        original = self.original or (None if plain else model)
         return beside_original(llm.target, llm.tokenizer, file, original, tokens)
 
 

@@ -17,17 +17,20 @@ from typing import ClassVar, TypeVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.translated import StringDrafter
-from paceline.draft.trees.grow import Growing
+from paceline.draft.trees.grow import Logits
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary.matching import Match, match_vocabularies
 from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
 from paceline.errors import ConfigError
+from paceline.model.backends.native.growth import NativeGrowth
+from paceline.model.backends.native.model import NativeModel
 from paceline.model.gguf import gguf_file
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import resolve
@@ -198,9 +201,18 @@ class ModelDrafter(LevelDrafter):
     def _base(self, item: Slice) -> int:
         return self._states[item.seq.seq_id].base
 
-    def _finish(self, tree: Growing) -> TokenTree:
-        done, self._states[tree.item.seq.seq_id].slots = tree.finish()
-        return done if self.deliver_to is None else done.on(self.deliver_to)
+    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+        native = self.model.native
+        plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
+        return native.growth if plain and isinstance(native, NativeModel) else None
+
+    def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
+        zeros = torch.zeros(len(seqs), self.model.vocab_size, dtype=self.model.dtype)
+        return self._vocabulary.logits(zeros)
+
+    def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
+        self._states[seq_id].slots = slots
+        return tree if self.deliver_to is None else tree.on(self.deliver_to)
 
     def _feed(self, item: Slice) -> Feed | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there

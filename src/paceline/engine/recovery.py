@@ -26,7 +26,7 @@ import torch
 from paceline.core.batch import Commit, Plan
 from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -182,7 +182,7 @@ def _runs(engine: Engine) -> bool:
     """Whether the target still yields logits for a token, in a cache of its own."""
     target = engine.target
     try:
-        cache = PagedCache(target.cache_shapes, 1, 1, target.dtype, target.device)
+        cache = target.new_cache(1, 1)
         cache.admit(0, (0,))
         cache.reserve(0, 1)
         # The transfer waits for the device, so that its errors come up here.

@@ -39,7 +39,8 @@ class CausalModel:
 
     ``vocab_size`` rows of logits, ``max_positions`` tokens per sequence, ``num_layers``,
     ``hidden_size``, ``cache_shapes`` (kv heads, key width, value width) per layer, ``dtype``,
-    ``device``, ``eos_token_ids``, ``name``, and ``hf``, the transformers module itself.
+    ``cache_dtype`` (of keys and values), ``device``, ``eos_token_ids``, ``name``, and ``hf``, the
+    transformers module itself.
     """
 
     def __init__(self, hf: Any, name: str) -> None:
@@ -52,6 +53,7 @@ class CausalModel:
         self.name = name
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
+        self.cache_dtype = self.dtype  # or CODED: its keys and values in 8 bits
         config = hf.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
@@ -149,6 +151,14 @@ class CausalModel:
             return f"{NATIVE} ({instructions()})"
         return f"{REFERENCE} ({self.refused})" if self.refused else REFERENCE
 
+    @property
+    def numbers(self) -> str:
+        """The dtype in words, and that of the cache if it is another."""
+        own, cached = (
+            str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.cache_dtype)
+        )
+        return own if own == cached else f"{own}, cache {cached}"
+
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
     ) -> ModelOutput:
@@ -214,6 +224,11 @@ class CausalModel:
         if self.ranks is not None:
             return self.ranks.whole(side)
         return getattr(self.hf, f"get_{side}_embeddings")()
+
+    def new_cache(self, num_blocks: int, block_size: int, share: bool = True) -> PagedCache:
+        """An empty cache of its keys and values."""
+        shapes, dtype = self.cache_shapes, self.cache_dtype
+        return PagedCache(shapes, num_blocks, block_size, dtype, self.device, share)
 
     def free_memory(self) -> int:
         """Bytes that caches can have on the model's device, the least of all its devices."""

@@ -207,7 +207,7 @@ class AdaptiveLength(Controller):
         unread = sum(self._learn(commit, drafted[commit.seq_id]) for commit in tried)
         steady = all(commit.scheduled == 1 and commit.tokens for commit in commits)
         plain = cost.rest(batch)
-        self._risk.ledger.pass_by(step.seconds, plain)
+        self._risk.ledger.pass_by(step.seconds, plain, batch)
         names = Counter(drafted[commit.seq_id].name for commit in tried)
         for name in names:
             self._risk.tried(name, batch)
@@ -280,7 +280,7 @@ class AdaptiveLength(Controller):
     def _observe_plain(self, commits: Sequence[Commit], seconds: float) -> None:
         """Nothing was to be drafted. Such steps must cost next to nothing, as plain ones do."""
         batch = len(commits)
-        self._risk.ledger.pass_by(seconds, self.cost.rest(batch))
+        self._risk.ledger.pass_by(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self.cost.wants_plain(batch)
         if due and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn(batch, 0, seconds)

@@ -23,6 +23,7 @@ class CacheOrder:
     number: int
     blocks: int
     block_size: int
+    dtype: torch.dtype
     dropped: tuple[int, ...] = ()
 
 

@@ -138,7 +138,7 @@ class SharedForward:
             weakref.finalize(cache, self._dropped.append, number).atexit = False
         dropped = tuple(self._dropped)
         del self._dropped[: len(dropped)]
-        return CacheOrder(number, cache.num_blocks, cache.block_size, dropped)
+        return CacheOrder(number, cache.num_blocks, cache.block_size, cache.dtype, dropped)
 
     def move(self, cache: PagedCache, slots: Sequence[tuple[int, int]]) -> None:
         with self.team.together():

@@ -110,6 +110,6 @@ class Follower:
         model = self._model
         if order.number not in self._caches:
             self._caches[order.number] = PagedCache(
-                model.cache_shapes, order.blocks, order.block_size, model.dtype, model.device
+                model.cache_shapes, order.blocks, order.block_size, order.dtype, model.device
             )
         return self._caches[order.number]

@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import DataError
 from paceline.model.held import is_few
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.stages import stage
 from paceline.train.data import encode_stream
@@ -96,7 +96,7 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
     """Of every token but the first of each window, as ``model`` computes it in the engine."""
     nats, tokens = 0.0, 0
     longest = max(len(ids) for ids in windows)
-    cache = PagedCache(model.cache_shapes, 1, longest, model.dtype, model.device, share=False)
+    cache = model.new_cache(1, longest, share=False)
     with stage("reading text for its perplexity", total=len(windows), unit="texts") as progress:
         for ids in windows:
             cache.admit(0, ids)

@@ -10,7 +10,7 @@ from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import held_bytes
-from paceline.draft.heads import eagle
+from paceline.draft.heads import eagle_state
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.eagle_step import ReferenceEagle
@@ -192,7 +192,7 @@ def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
 
 def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go; what is drafted afterwards is drafted from the rest."""
-    monkeypatch.setattr(eagle, "MOST_WAITING", 10)
+    monkeypatch.setattr(eagle_state, "MOST_WAITING", 10)
     target = adapted(0)
     head = random_head(target, 3)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)

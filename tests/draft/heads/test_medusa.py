@@ -91,23 +91,35 @@ def test_preempted_and_chunked_sequences_say_the_same(folders: dict[str, str]) -
     assert tight.engine.scheduler.preemptions > 0
 
 
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, str]) -> LLM:
+    return LLM(folders["target"], dtype="float32", max_batch_size=300, seed=3)
+
+
+def counted(llm: LLM) -> tuple[Counter[tuple[int, ...]], int]:
+    """The second to fourth token of 800 answers, and how many of all were accepted drafts."""
+    params = SamplingParams(max_tokens=4, temperature=1.0, ignore_eos=True, n=800)
+    done = llm.generate("The quick brown fox", params)
+    counts = Counter(tuple(t % 3 for t in c.token_ids[1:]) for c in done)
+    return counts, sum(c.stats.accepted_tokens for c in done)
+
+
+@pytest.fixture(scope="module")
+def first(plain: LLM) -> Counter[tuple[int, ...]]:
+    return counted(plain)[0]
+
+
 @pytest.mark.parametrize("tree", ["auto", "chain", "0/1/0.0/1.0/0.1"])
-def test_unseeded_sampling_follows_the_distribution(folders: dict[str, str], tree: str) -> None:
+def test_unseeded_sampling_follows_the_distribution(
+    folders: dict[str, str], plain: LLM, first: Counter[tuple[int, ...]], tree: str
+) -> None:
     """Second to fourth token over many runs, plain and speculative: a two-sample chi-square.
 
     Token ids are counted by their remainder of 3: 27 cells. The engine's seeds are fixed.
     """
-    params = SamplingParams(max_tokens=4, temperature=1.0, ignore_eos=True, n=800)
-    counts: list[Counter[tuple[int, ...]]] = []
-    accepted = 0
-    for spec in (None, f"medusa:{folders['shared']},nodes=5,tree={tree}"):
-        llm = LLM(
-            folders["target"], spec, dtype="float32", draft_length=2, max_batch_size=300, seed=3
-        )
-        done = llm.generate("The quick brown fox", params)
-        counts.append(Counter(tuple(t % 3 for t in c.token_ids[1:]) for c in done))
-        accepted += sum(c.stats.accepted_tokens for c in done)
-    first, second = counts
+    spec = f"medusa:{folders['shared']},nodes=5,tree={tree}"
+    drafted = plain.beside(spec, draft_length=2, max_batch_size=300, seed=3)
+    second, accepted = counted(drafted)
     statistic = sum((first[t] - second[t]) ** 2 / (first[t] + second[t]) for t in first | second)
     assert accepted > 50
     assert statistic < 55.6  # 26 degrees of freedom, the 0.06 % point

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft.trees.trie import merge
@@ -35,6 +35,7 @@ def test_later_candidates_are_cut_after_their_branch() -> None:
     assert parents == (-1, 0, 1, 2, 0, 4, -1, 6)
 
 
+@settings(deadline=None)
 @given(CANDIDATES, st.integers(0, 12))
 def test_nodes_are_the_distinct_beginnings(candidates: list[list[int]], limit: int) -> None:
     prefixes = {tuple(c[:end]) for c in candidates for end in range(1, len(c) + 1)}

@@ -41,6 +41,7 @@ struct Sizes {
   int64_t dtype, hidden, heads, kv_heads, head_dim, ffn, window;
   bool gemma;
   int eagle = 0, experts = 0;  // an EAGLE head of this version; experts of a layer
+  bool coded = false;          // keys and values of 8 bits
 };
 
 constexpr int LAYERS = 2, VOCAB = 61, LONGEST = 300, BLOCK = 4;
@@ -135,7 +136,9 @@ class Model {
 
 struct Cache {
   explicit Cache(const Sizes& s) : parts(2 * LAYERS), table(LONGEST / BLOCK + 1) {
-    for (Bytes& part : parts) part = numbers(s.dtype, table.size() * BLOCK * s.kv_heads * s.head_dim);
+    size_t entries = table.size() * BLOCK * s.kv_heads;
+    for (Bytes& part : parts)
+      part = s.coded ? Bytes(entries * (s.head_dim + 4), char(-1)) : numbers(s.dtype, entries * s.head_dim);  // NaN
     for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(table.size() - 1 - i);
   }
   int32_t slot(int32_t index) const { return table[index / BLOCK] * BLOCK + index % BLOCK; }
@@ -170,7 +173,7 @@ Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int conte
   b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data(), b.span = &span;
   b.tables = cache.table.data(), b.parents = parents.data(), b.wanted = wanted.data(), b.logits = logits.data();
   b.feature_layers = feature_layers, b.feature = features.data();
-  b.keys = keys.data(), b.values = values.data(), b.rope = ropes;
+  b.keys = keys.data(), b.values = values.data(), b.coded = m.size.coded, b.rope = ropes;
   Bytes states, outputs(rows * m.size.hidden * each);
   size_t width = m.state_width() * each;
   for (int32_t id : ids) states.insert(states.end(), m.states.begin() + id * width, m.states.begin() + (id + 1) * width);
@@ -217,6 +220,49 @@ std::vector<Bytes> run(Model& m, int length) {
   return truth;
 }
 
+// Nodes of drafts below `trees`: for each its count, then tokens, parents and slots.
+std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vector<pl_tree>& trees, const Bytes& logits,
+                                        const Bytes& outputs, int threads) {
+  const int64_t most = 9;
+  size_t count = trees.size();
+  std::vector<int32_t> tokens(count * most), parents(count * most), slots(count * most), counts(count);
+  std::vector<void*> keys, values;
+  for (int layer = 0; layer < LAYERS; layer++) {
+    keys.push_back(cache.parts[2 * layer].data());
+    values.push_back(cache.parts[2 * layer + 1].data());
+  }
+  const float* ropes[] = {m.rope.data()};
+  pl_growth g{};
+  g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
+  g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB, g.sharpness = 1.75f;
+  g.outputs = m.size.eagle ? outputs.data() : nullptr;
+  g.keys = keys.data(), g.values = values.data(), g.rope = ropes, g.most = most;
+  g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
+  if (pl_grow(m.opened, &g)) printf("no memory\n"), exit(1);
+  std::vector<std::vector<int32_t>> found;
+  for (size_t n = 0; n < count; n++) {
+    found.push_back({counts[n]});
+    for (const auto* each : {&tokens, &parents, &slots})
+      found.back().insert(found.back().end(), each->begin() + n * most, each->begin() + n * most + counts[n]);
+  }
+  return found;
+}
+
+// Drafts that grow together are those that grow alone.
+void growth(Model& m) {
+  const std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
+  Bytes logits = numbers(m.size.dtype, trees.size() * VOCAB), outputs = numbers(m.size.dtype, trees.size() * m.size.hidden);
+  size_t row = logits.size() / trees.size(), state = outputs.size() / trees.size();
+  Cache cache(m.size);
+  std::vector<std::vector<int32_t>> all = grown(m, cache, trees, logits, outputs, 3);
+  for (size_t n = 0; n < trees.size(); n++) {
+    Bytes own(logits.begin() + n * row, logits.begin() + (n + 1) * row);
+    Bytes above(outputs.begin() + n * state, outputs.begin() + (n + 1) * state);
+    expect(grown(m, cache, {trees[n]}, own, above, 1)[0] == all[n], "a draft among others");
+    expect(all[n][0] == trees[n].nodes, "the number of a draft's nodes");
+  }
+}
+
 // Medusa heads of rows together and of each alone.
 void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   Model owner({dtype, width, 1, 1, 8, 16, 0, false});
@@ -243,6 +289,7 @@ int main() {
       {PL_BFLOAT16, 64, 2, 2, 64, 96, 0, false}, {PL_BFLOAT16, 32, 1, 1, 16, 700, 0, false},
       {PL_BFLOAT16, 40, 3, 1, 16, 56, 0, false, 3}, {PL_FLOAT32, 33, 3, 1, 24, 47, 0, false, 3},
       {PL_BFLOAT16, 33, 3, 1, 16, 56, 0, false, 1}, {PL_BFLOAT16, 40, 3, 1, 16, 47, 0, false, 0, 5},
+      {PL_BFLOAT16, 40, 8, 2, 70, 56, 50, true, 0, 0, true}, {PL_FLOAT32, 33, 3, 1, 22, 47, 0, false, 0, 0, true},
   };
   for (const Sizes& size : all) {
     Model m(size);
@@ -253,6 +300,7 @@ int main() {
       rng.seed(seed);
       std::vector<Bytes> truth = run(m, &size == all ? 270 : 80);  // two blocks of keys, or one
       if (first.empty()) first = truth;
+      growth(m);
       medusa(size.dtype, size.hidden, size.ffn % 3, size.gemma);
       expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
     }

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.model.backends.native.adopt import adopt
-from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.codes import cache_dtype
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 
@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def native_model(shape: str, dtype: torch.dtype) -> CausalModel:
+def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> CausalModel:
     register()
     kind, changes = SHAPES[shape]
     config = getattr(transformers, kind)(**{**COMMON, **changes})
@@ -66,6 +66,7 @@ def native_model(shape: str, dtype: torch.dtype) -> CausalModel:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model = CausalModel(hf.to(dtype), shape)
     assert adopt(model)
+    model.cache_dtype = cache_dtype(kv_cache_dtype, dtype)
     return model
 
 
@@ -94,6 +95,12 @@ class Decoding:
 
     model: CausalModel
     known: Prefix = field(default_factory=lambda: Prefix(torch.empty(0), []))
+    held: list[int] = field(default_factory=list)  # tokens whose keys and values are in the cache
+
+    def __post_init__(self) -> None:
+        model = self.model
+        self.cache = model.new_cache(POSITIONS // 16, 16)
+        self.parts = [part for n in range(model.num_layers) for part in self.cache.kv(n)]
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """After the last of the tokens."""
@@ -106,15 +113,17 @@ class Decoding:
             path.append(at)
         return at.logits
 
+    def _put_back(self, path: list[Prefix], tokens: Sequence[int]) -> None:
+        """Into the cache, what the path kept and another path has overwritten there."""
+        pairs = enumerate(zip(self.held, tokens, strict=False))
+        same = next((n for n, (a, b) in pairs if a != b), min(len(self.held), len(tokens)))
+        if missing := [one.kept for one in path[same:]]:
+            for part, rows in zip(self.parts, zip(*missing, strict=True), strict=True):
+                part[same : len(path)] = torch.stack(rows)
+        self.held = list(tokens)
+
     def _decode(self, path: list[Prefix], tokens: Sequence[int]) -> torch.Tensor:
-        model = self.model
-        cache = PagedCache(model.cache_shapes, POSITIONS // 16, 16, model.dtype, "cpu")
-        parts = [part for n in range(model.num_layers) for part in cache.kv(n)]
-        if path:
-            for part, rows in zip(
-                parts, zip(*(one.kept for one in path), strict=True), strict=True
-            ):
-                part[: len(path)] = torch.stack(rows)
+        self._put_back(path, tokens)
         at = path[-1] if path else self.known
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -122,9 +131,10 @@ class Decoding:
         for place in range(len(path), len(tokens)):
             one, ids = torch.tensor([place]), torch.tensor([tokens[place]])
             logits = self.model(
-                Batch(ids, one, one, (Span(0, 0, place, 1),), (table,)), cache
+                Batch(ids, one, one, (Span(0, 0, place, 1),), (table,)), self.cache
             ).logits
-            at.following[tokens[place]] = Prefix(logits[0], [part[place].clone() for part in parts])
+            kept = [part[place].clone() for part in self.parts]
+            at.following[tokens[place]] = Prefix(logits[0], kept)
             at = at.following[tokens[place]]
         torch.set_num_threads(threads)
         return at.logits
@@ -146,8 +156,7 @@ class Paged:
         blocks = list(range(each * self.sequences))
         self.rng.shuffle(blocks)
         self.tables = [blocks[i * each : (i + 1) * each] for i in range(self.sequences)]
-        shapes = self.model.cache_shapes
-        self.cache = PagedCache(shapes, len(blocks), self.block_size, self.model.dtype, "cpu")
+        self.cache = self.model.new_cache(len(blocks), self.block_size)
 
     def slot(self, seq: int, index: int) -> int:
         return (

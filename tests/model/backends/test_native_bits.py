@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 
@@ -18,9 +19,20 @@ from paceline.model.backends.native.library import (
     choose,
     instructions,
 )
+from paceline.model.backends.native.model import unpack_modules
 from paceline.model.backends.native.packing import PLAIN, Packed
+from paceline.model.backends.reference.recognise import relative_error
+from paceline.model.paged.codes import CODED
+from paceline.model.target import CausalModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODELS = [(shape, dtype, "auto") for shape in sorted(SHAPES) for dtype in sorted(DTYPES)]
+# Keys and values in 8 bits: heads of whole vectors and of parts of them, windows, many rows a head.
+MODELS += [
+    ("llama", "bfloat16", "int8"),
+    ("qwen2", "bfloat16", "int8"),
+    ("gemma2", "float32", "int8"),
+]
 
 
 @pytest.fixture
@@ -45,9 +57,10 @@ def shape(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(scope="module", params=sorted(DTYPES))
-def decoding(request: pytest.FixtureRequest, shape: str) -> Decoding:
-    return Decoding(native_model(shape, DTYPES[request.param]))
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def decoding(request: pytest.FixtureRequest) -> Decoding:
+    shape, dtype, cache = request.param
+    return Decoding(native_model(shape, DTYPES[dtype], cache))
 
 
 @pytest.fixture
@@ -139,6 +152,30 @@ def test_instruction_sets_agree(decoding: Decoding, best: str) -> None:
         found[name] = torch.cat([paged.run({0: piece}).logits for piece in parts])
     for logits in found.values():
         assert torch.equal(logits, found["portable"])
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [("llama", "bfloat16"), ("gemma2", "float32")])
+def test_a_cache_in_8_bits_is_the_references(shape: str, dtype: str) -> None:
+    """Both backends write the same codes but for roundings, and read them alike: apart by less
+    than by what 8 bits cost, which is little."""
+    native = native_model(shape, DTYPES[dtype])
+    tokens = text(random.Random(8), 300)
+    piece = Piece([*tokens, 9], 300, (-1, 0, 0, -1), (5, 6, 7, 8))
+
+    def logits(model: CausalModel) -> torch.Tensor:
+        paged = Paged(model, random.Random(0), 16, 1, 320)
+        first = paged.run({0: Piece(tokens, 0)}).logits
+        return torch.cat((first, paged.run({0: piece}).logits)).float()
+
+    exact = logits(native)
+    reference = copy.copy(native)
+    reference.native = None
+    native.cache_dtype = reference.cache_dtype = CODED
+    found = logits(native)
+    unpack_modules(native.hf)
+    wanted = logits(reference)
+    cost, apart = relative_error(found, exact), relative_error(found, wanted)
+    assert 0 < cost < 0.1 and apart < (cost if dtype == "float32" else 0.1)
 
 
 def test_instructions_that_round_in_between(shape: str, best: str) -> None:

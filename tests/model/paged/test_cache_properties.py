@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import paceline.model.paged.cache as cache_module
 from engine_models import VOCAB, adapted, reference_logits
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache, path_moves
+from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.target import CausalModel
 
 MODEL = adapted()
@@ -173,6 +173,21 @@ def test_a_row_kept_for_a_rejected_node_is_caught(monkeypatch: pytest.MonkeyPatc
 def test_moves_bring_a_path_behind_the_pending_tokens() -> None:
     assert path_moves(5, 10, [0, 1, 2]) == []
     assert path_moves(5, 10, [1, 4]) == [(5, 11, 10), (5, 14, 11)]
+
+
+def test_moves_take_codes_with_their_scales() -> None:
+    cache = PagedCache([(2, 6, 8)], 4, SIZE, torch.int8, "cpu")
+    keys, values = cache.kv(0)
+    assert keys.shape == (16, 2, 10) and values.shape == (16, 2, 12)
+    assert bytes_per_token([(2, 6, 8)], torch.int8) == 2 * (10 + 12)
+    for part in (keys, values):
+        part.random_(-128, 128)
+    cache.admit(0, STEM)
+    cache.reserve(0, 12)
+    before = [[part[cache._slot(0, index)].clone() for index in (9, 11)] for part in (keys, values)]
+    cache.move([(0, 9, 2), (0, 11, 3)])
+    after = [[part[cache._slot(0, index)] for index in (2, 3)] for part in (keys, values)]
+    assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
 
 
 def test_prefix_blocks_are_shared_and_survive_their_first_owner() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from paceline.core.tree import chain_parents
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged import pieces
 from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.codes import decode, encode
 from paceline.model.paged.masks import FULL, Pattern, visible
 from paceline.model.paged.pieces import AttentionStep
 
@@ -97,6 +100,51 @@ def test_every_kind_of_piece(kind, scattered, pattern, monkeypatch):
         torch.testing.assert_close(
             out.double(), written_out(query, cache, step, pattern), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_in_8_bits(kind):
+    """New keys and values are rounded before anybody reads them, the row itself too."""
+    generator = torch.Generator().manual_seed(0)
+    feeds = feeds_of(KINDS[kind])
+    plain = made(feeds, True, generator)
+    coded = copy.copy(plain)
+    coded._layers = [tuple(encode(part) for part in plain.kv(0))]
+    batch = coded.batch_of(feeds)
+    shapes = [
+        (1, heads, len(batch.input_ids), WIDTH) for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+    ]
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    step = AttentionStep.of(batch, coded, (FULL,))
+    out = paged_attention(query, key, value, 0, step, 0.3)[0]
+    stored = decode(coded.kv(0)[0][batch.slots], torch.float32)
+    assert torch.equal(stored, decode(encode(key[0].transpose(0, 1)), torch.float32))
+    plain._layers = [tuple(decode(part, torch.float32) for part in coded.kv(0))]
+    torch.testing.assert_close(
+        out.double(), written_out(query, plain, step, FULL), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("width", [1, 6, 8, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_within_half_a_step(width, dtype):
+    """And each head of each position alone has its scale; a head of zeros stays one."""
+    numbers = torch.randn(5, 3, width).mul_(torch.logspace(-6, 6, 15).view(5, 3, 1)).to(dtype)
+    numbers[2, 1] = 0
+    entries = encode(numbers)
+    assert entries.shape == (5, 3, width + 4) and entries.dtype == torch.int8
+    assert torch.equal(entries[3:4, 1:2], encode(numbers[3:4, 1:2]))
+    back = decode(entries.transpose(0, 1), torch.float32).transpose(0, 1)
+    step = numbers.float().abs().amax(-1, keepdim=True) / 127
+    assert ((back - numbers.float()).abs() <= 0.5001 * step).all()
+    assert decode(entries, dtype).dtype == dtype
+
+
+def test_what_is_not_finite_is_not_hidden():
+    numbers = torch.ones(3, 8)
+    numbers[0, 3], numbers[1, 5] = NAN, float("inf")
+    back = decode(encode(numbers), torch.float32)
+    assert back[:2].isnan().all() and back[2].isfinite().all()
 
 
 def test_long_contexts_are_read_in_place():

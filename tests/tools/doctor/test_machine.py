@@ -75,13 +75,15 @@ def test_options_reach_the_check() -> None:
     }
 
 
-def test_the_cache_of_a_token_is_that_of_the_engine() -> None:
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
     from paceline.model.paged.cache import bytes_per_token
+    from paceline.model.paged.codes import cache_dtype
     from paceline.model.target import CausalModel
 
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", quick=False)
-    expected = bytes_per_token(model.cache_shapes, model.dtype)
-    found = only(examine(TARGET, dtype="bfloat16"), "memory-fits").found
+    expected = bytes_per_token(model.cache_shapes, cache_dtype(kind, model.dtype))
+    found = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").found
     assert f"{size(expected)} of cache a token" in found
 
 

@@ -81,7 +81,8 @@ def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) ->
     names = Counter(event.get("name") for event in json.loads(text)["traceEvents"])
     for phase, times in (("step", 5), ("target", 5), ("verify", 5), ("draft", 10)):
         assert names[f"paceline: {phase}"] == times
-    assert names["paceline_native::forward"] == 5 * 3  # the target and two levels of the draft
+    assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
+    assert names["paceline_native::grow"] == 5  # the second
     target = profiled.shares["target"]
     assert 0 < target.kernel_seconds < target.seconds < target.wall
     assert 0 < target.kernel_calls < target.calls <= target.events

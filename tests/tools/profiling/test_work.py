@@ -20,9 +20,9 @@ PER_LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * FFN
 WEIGHTS = LAYERS * PER_LAYER + VOCAB * WIDTH
 
 
-def forward_of(model: CausalModel) -> Work:
+def forward_of(model: CausalModel, coded: bool = False) -> Work:
     """One pending token and two nodes behind five cached tokens, in float32."""
-    cache = PagedCache(model.cache_shapes, 4, 16, model.dtype, "cpu")
+    cache = PagedCache(model.cache_shapes, 4, 16, torch.int8 if coded else model.dtype, "cpu")
     cache.admit(1, [0])
     cache.reserve(1, CONTEXT + ROWS)
     model(cache.batch_of([Feed(1, 0, [3] * CONTEXT)]), cache)
@@ -33,26 +33,28 @@ def forward_of(model: CausalModel) -> Work:
     return counter.phases["target"]
 
 
-@pytest.mark.parametrize("how", ["native", "prepacked", "whole"])
+@pytest.mark.parametrize("how", ["native", "native, int8 cache", "prepacked", "whole"])
 @torch.inference_mode()
 def test_a_forward(how: str) -> None:
     model = adapted()
-    if how == "native":
+    native, coded = how.startswith("native"), "int8" in how
+    if native:
         assert adopt(model)
     elif how == "prepacked":
         quicken(model)
-    work = forward_of(model)
+    work = forward_of(model, coded)
     assert work.weight_elements == WEIGHTS
     assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
     assert work.parameters == WEIGHTS
     keys = CONTEXT + ROWS
-    assert work.cache_bytes == 4 * LAYERS * 2 * KV_HEADS * HEAD * keys
+    entry = HEAD + 4 if coded else 4 * HEAD
+    assert work.cache_bytes == LAYERS * 2 * KV_HEADS * entry * keys
     attention = 4 * LAYERS * ROWS * HEADS * HEAD * keys
     assert work.flops == 2 * ROWS * WEIGHTS + attention
     assert work.rows == pytest.approx(ROWS, rel=1e-3)
     # Packed, query, key and value are one product, and so are gate and up.
     products = LAYERS * (7 if how == "whole" else 4) + 1
-    assert work.kernels == (1 if how == "native" else products + LAYERS)
+    assert work.kernels == (1 if native else products + LAYERS)
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ Drafted rows are never kept: once a token is accepted its true feature takes the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
+from paceline.draft.heads.eagle_state import HeadState, alone
 from paceline.draft.heads.eagle_step import EagleStep, eagle_step
 from paceline.draft.spec import (
     DraftContext,
@@ -44,62 +45,9 @@ from paceline.draft.spec import (
 from paceline.draft.trees.grow import Growing, Logits, Narrow, level_feed
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token
-
-# Features kept of a sequence that could draft but does not; the oldest are then given up, which
-# costs a little acceptance and nothing else. With the rows of the last step these are all that is
-# kept, and the cache is sized so that there is room for them (build.py).
-MOST_WAITING = 512
-
-
-@dataclass
-class _State:
-    """What is known of one sequence.
-
-    The head's cache holds ``rows`` (the token of each row); features of the ``waiting`` positions,
-    the first of which is ``start``, are still to be computed. Positions before ``start`` that have
-    no row (a shared prefix whose features nobody saw) are simply missing from the head's context.
-    """
-
-    start: int
-    rows: list[int] = field(default_factory=list)
-    narrow: bool = False  # whether logits of the head's own tokens are enough now
-    waiting: list[torch.Tensor] = field(default_factory=list)  # fused later, [n, k * hidden]
-    count: int = 0
-
-    @property
-    def end(self) -> int:
-        """The first position whose feature is not known."""
-        return self.start + self.count
-
-    def add(self, position: int, features: torch.Tensor) -> None:
-        """Features of consecutive positions from ``position`` on; known ones are passed over."""
-        if position > self.end:  # unseen positions lie between
-            self.waiting, self.start, self.count = [], position, 0
-        known = self.end - position
-        if known < len(features):
-            self.waiting.append(features[known:])
-            self.count += len(features) - known
-
-    def settle(self) -> None:
-        """Keep what waits, and no more: a part of a step's rows would keep all of them alive."""
-        if self.waiting:
-            self.waiting[-1] = _alone(self.waiting[-1])
-        while self.count > MOST_WAITING:
-            excess, oldest = self.count - MOST_WAITING, self.waiting[0]
-            if len(oldest) > excess:
-                self.waiting[0] = oldest[excess:].clone()
-            else:
-                excess = len(self.waiting.pop(0))
-            self.start += excess
-            self.count -= excess
-
-    def take(self) -> torch.Tensor:
-        """All waiting features, which are about to become rows."""
-        features = torch.cat(self.waiting) if len(self.waiting) > 1 else self.waiting[0]
-        self.start, self.count, self.waiting = self.end, 0, []
-        return features
 
 
 @dataclass
@@ -213,7 +161,7 @@ class EagleDrafter(LevelDrafter):
         self._step = step
         # A static level takes so many candidates, whatever the head knows.
         self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, HeadState] = {}
         self._drafts: dict[int, _Draft] = {}
 
     # -- proposing ---------------------------------------------------------------------------
@@ -244,7 +192,7 @@ class EagleDrafter(LevelDrafter):
             return None
         state = self._states.get(seq.seq_id)
         if state is None:
-            state = self._states[seq.seq_id] = _State(seq.cached)
+            state = self._states[seq.seq_id] = HeadState(seq.cached)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
         state.narrow = self._fits and is_plain_greedy(seq)
@@ -265,7 +213,7 @@ class EagleDrafter(LevelDrafter):
         state.rows += _row_keys(seq.tokens, state.start, tokens)
         return Feed(seq.seq_id, context, tokens, wants_logits=drafts)
 
-    def _admit(self, seq: SequenceView, state: _State) -> None:
+    def _admit(self, seq: SequenceView, state: HeadState) -> None:
         """Start the cache of a sequence, from rows of an earlier one that began alike."""
         keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
         shared = self.cache.admit(seq.seq_id, keys)
@@ -295,6 +243,24 @@ class EagleDrafter(LevelDrafter):
         rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
         size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
         return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
+
+    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+        reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
+        return None if reduced and not isinstance(logits, Narrow) else self._step.growth
+
+    def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
+        config, like = self.head.config, self.cache.kv(0)[0]
+        if self._step.growth is None:
+            return None
+        for seq in seqs:
+            self._drafts[seq.seq_id] = _Draft(0, like.new_zeros(1, config.hidden_size))
+        logits = like.new_zeros(len(seqs), config.draft_vocab_size)
+        reduced = config.draft_vocab_size < config.vocab_size
+        return Narrow(logits, self.head.draft_ids) if reduced else logits
+
+    def _outputs(self, ids: Sequence[int]) -> torch.Tensor:
+        outputs = [self._drafts[seq_id].outputs for seq_id in ids]
+        return torch.cat([own for own in outputs if own is not None])
 
     def _base(self, item: Slice) -> int:
         return self._drafts[item.seq.seq_id].base
@@ -349,7 +315,7 @@ class EagleDrafter(LevelDrafter):
         else:
             index = to_device(rows, own[0].device)
             own = [layer.index_select(0, index) for layer in own]
-        return torch.cat(own, -1) if len(own) > 1 else _alone(own[0])
+        return torch.cat(own, -1) if len(own) > 1 else alone(own[0])
 
     def held_bytes(self) -> int:
         """Memory of all features that wait to be computed."""
@@ -365,7 +331,7 @@ class EagleDrafter(LevelDrafter):
         state = self._states[seq_id]
         self.cache.free(seq_id)
         self.cache.admit(seq_id, ())
-        self._states[seq_id] = _State(state.end)
+        self._states[seq_id] = HeadState(state.end)
 
 
 def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list[int]:
@@ -380,8 +346,3 @@ def _rows(commit: Commit) -> list[int]:
     """Rows of a step's features that belong to the tokens scheduled and to the accepted nodes."""
     nodes = commit.row + commit.scheduled
     return [*range(commit.row, nodes), *(nodes + node for node in commit.path)]
-
-
-def _alone(part: torch.Tensor) -> torch.Tensor:
-    """The same values, in memory that holds nothing else."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

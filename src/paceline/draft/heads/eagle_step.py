@@ -11,6 +11,7 @@ import torch
 from paceline.core.batch import Batch
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.native import NativeEagle
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.backends.native.recognise import STATIC_ROPE
 from paceline.model.backends.reference.attention import paged_attention
@@ -29,6 +30,11 @@ class EagleStep(Protocol):
 
     head: EagleHead
 
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """Grows whole trees with it; None where that cannot be done."""
+        ...
+
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +46,8 @@ class EagleStep(Protocol):
 
 class ReferenceEagle:
     """The head's own modules; ``embed`` maps ids of the target to embeddings ``[T, H]``."""
+
+    growth: NativeGrowth | None = None
 
     def __init__(self, head: EagleHead, embed: Embed) -> None:
         self.head, self._embed = head, embed

@@ -6,14 +6,16 @@ are our own, tests compare them, and a draft that is off costs speed alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, Span
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.medusa_head import MedusaHeads, spread
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.library import (
     DTYPES,
     SILU,
@@ -24,10 +26,12 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
-from paceline.model.backends.native.model import NativeModel, Opened, Packing, Ropes
+from paceline.model.backends.native.model import NativeModel, Packing
+from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import pack_children
 from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.pieces import KeyValueStore
 
 
 class NativeEagle:
@@ -76,6 +80,11 @@ class NativeEagle:
         self._ropes = Ropes(head.rotary, (None,))
         self._caches = CachePointers(1)
 
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """See EagleStep."""
+        return NativeGrowth(self._opened, self._ropes, self._caches, "eagle", self._work)
+
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,10 +99,12 @@ class NativeEagle:
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("eagle"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
-        config = self.head.config
-        width = config.heads * config.head_dim
-        tell(lambda: self._packing.work(batch, cache, wanted, self._lm_head, width, 1))
+        tell(lambda: self._work(batch.spans, cache, wanted))
         return outputs, logits
+
+    def _work(self, spans: Sequence[Span], cache: KeyValueStore, wanted: int) -> NativeWork:
+        width = self.head.config.heads * self.head.config.head_dim
+        return self._packing.work(spans, cache, wanted, self._lm_head, width, 1)
 
 
 class NativeMedusa:

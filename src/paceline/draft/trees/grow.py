@@ -25,9 +25,9 @@ import torch
 from paceline.core import transfer
 from paceline.core.batch import Slice
 from paceline.core.draws import draft, draw_of, likeliest
-from paceline.core.sampling import Rows, needs_paths
+from paceline.core.sampling import Rows, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
-from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.shape import Shape
 from paceline.model.paged.cache import Feed
 
@@ -68,6 +68,10 @@ class Growing(ABC):
             if above is not None:
                 rows = above if rows is None else above[rows]
         return torch.stack(path, 1)
+
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        """Depth, width and nodes of a tree of plainly the likeliest; None: of anything else."""
+        return None
 
     @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
@@ -181,8 +185,6 @@ def candidates(
         tokens, weights = drafted.tokens, drafted.q
     else:
         tokens, weights = likeliest(logits, rows, min(width, logits.shape[1]))
-    if len(trees) == 1:
-        return [(tokens, weights)]
     places = torch.split(tokens, list(counts))
     probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
     return list(zip(places, probs, strict=True))
@@ -271,6 +273,11 @@ class StaticTree(Growing):
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
 
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        shape, depth = self.shape, self.shape.depth
+        plain = is_chain(shape.parents) and not any(shape.ranks) and is_plain_greedy(self.item.seq)
+        return (depth, 1, depth) if plain else None
+
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
         if tokens.shape == (1, 1) and level.nodes == 1:
@@ -318,6 +325,10 @@ class BestFirstTree(Growing):
         self._places: list[torch.Tensor] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
         self._chosen: list[int] = []
+
+    def greedy_size(self) -> tuple[int, int, int] | None:
+        size = self._depth, self.width, self._nodes
+        return size if is_plain_greedy(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None

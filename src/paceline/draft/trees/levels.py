@@ -16,7 +16,10 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing, Logits, Narrow, candidates, grow, level_feed
 from paceline.draft.trees.policy import Policy
+from paceline.model.backends.native.growth import NativeGrowth, WantedTree
 from paceline.model.paged.cache import Feed, PagedCache
+
+Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
 
 _BLOCKS = 4  # of context when rehearsing: about what the target's own costs are measured with
 
@@ -56,13 +59,47 @@ class LevelDrafter(ABC):
             for item, feed in found
             if feed.wants_logits
         }
+        grown: dict[int, TokenTree] = {}
         if found:
             logits = self._first([feed for _, feed in found])
-            grow(list(growing.values()), logits, self._level, self._generator)
-        return [
-            self._finish(tree) if (tree := growing.get(item.seq.seq_id)) else self._empty
-            for item in plan.slices
+            trees = list(growing.values())
+            finished = self._at_once(trees, [self._base(tree.item) for tree in trees], logits)
+            if finished is None:
+                grow(trees, logits, self._level, self._generator)
+                finished = [tree.finish() for tree in trees]
+            grown = {
+                seq_id: self._finish(seq_id, *done)
+                for seq_id, done in zip(growing, finished, strict=True)
+            }
+        return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
+
+    def _at_once(
+        self, trees: Sequence[Growing], bases: Sequence[int], logits: Logits
+    ) -> list[Finished] | None:
+        """The finished trees, if all of them can be grown in one call."""
+        growth = self._growth_from(logits)
+        sizes = [size for tree in trees if growth and (size := tree.greedy_size())]
+        if growth is None or not trees or len(sizes) < len(trees):
+            return None
+        wanted = [
+            WantedTree(*size, base, self.cache.blocks_of(tree.item.seq.seq_id))
+            for tree, base, size in zip(trees, bases, sizes, strict=True)
         ]
+        ids = logits.ids if isinstance(logits, Narrow) else None
+        logits = logits.logits if isinstance(logits, Narrow) else logits
+        outputs = self._outputs([tree.item.seq.seq_id for tree in trees])
+        return [
+            (TokenTree(tree.tokens, tree.parents), tree.slots)
+            for tree in growth(self.cache, wanted, logits, ids, outputs)
+        ]
+
+    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+        """What grows whole trees, given these logits after the committed tokens; None: levels."""
+        return None
+
+    def _outputs(self, ids: Sequence[int]) -> torch.Tensor | None:
+        """What is run reads beside tokens, ``[trees, H]``; None: nothing."""
+        return None
 
     @abstractmethod
     def _feed(self, item: Slice) -> Feed | None:
@@ -83,8 +120,9 @@ class LevelDrafter(ABC):
         """Run the newest nodes of some trees."""
         return self._logits([level_feed(t, self._base(t.item)) for t in trees])
 
-    def _finish(self, tree: Growing) -> TokenTree:
-        return tree.finish()[0]
+    def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
+        """A tree to propose; ``slots``: each node's number among the expanded, -1 if it is not."""
+        return tree
 
     @torch.inference_mode()
     def rehearse(self, batch_size: int) -> None:
@@ -93,6 +131,11 @@ class LevelDrafter(ABC):
         width = min(self._policy.max_expanded(2), most // 2, cache.block_size)
         with _stand_ins(cache, batch_size, most, max(width, 1)) as (seqs, context):
             trees = [self._policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
+            deepest = [size for tree in trees if (size := tree.greedy_size()) and size[0] > 1]
+            if deepest and deepest[0][1] <= width:  # of two levels: the newest nodes have room
+                logits = self._made_up(seqs)
+                if logits is not None and self._at_once(trees, [context] * len(seqs), logits):
+                    return
             made_up = torch.zeros(1, trees[0].width, device=cache.device)
             if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
                 # Trees of one level: their only pass is over the committed token.
@@ -106,6 +149,10 @@ class LevelDrafter(ABC):
             for tree, part in zip(trees, found, strict=True):
                 tree.extend(*part)
                 tree.finish()
+
+    def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
+        """Logits after the committed tokens, to grow trees from in one call; None: levels."""
+        return None
 
 
 @contextmanager

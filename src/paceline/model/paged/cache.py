@@ -20,6 +20,7 @@ from paceline.core import transfer
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import to_device
 from paceline.model.paged.blocks import BlockPool, prefix_digest
+from paceline.model.paged.codes import stored_width
 
 LayerShape = tuple[int, int, int]  # kv heads, key width, value width
 
@@ -46,8 +47,9 @@ class _Table:
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Cache memory of one token over all layers."""
-    return sum(heads * (k + v) for heads, k, v in shapes) * dtype.itemsize
+    """Cache memory of one token over all layers; ``dtype`` is the cache's."""
+    widths = sum(heads * sum(stored_width(w, dtype) for w in (k, v)) for heads, k, v in shapes)
+    return widths * dtype.itemsize
 
 
 def blocks_within(memory: int, per_token: int, kept_each: int, kept: int, block_size: int) -> int:
@@ -69,7 +71,8 @@ def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, i
 class PagedCache:
     """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
 
-    With ``share`` full blocks are found again by their content, by any sequence that begins alike.
+    ``dtype`` int8 keeps them in 8 bits (codes.py). With ``share`` full blocks are found again by
+    their content, by any sequence that begins alike.
     """
 
     def __init__(
@@ -84,12 +87,13 @@ class PagedCache:
         self.shares = share
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.device = torch.device(device)
+        self.dtype, self.device = dtype, torch.device(device)
         slots = num_blocks * block_size
 
         def empty(heads: int, width: int) -> torch.Tensor:
             # Zeros, not empty: padded gathers read unwritten slots, and NaN * 0 is NaN.
-            return torch.zeros(slots, heads, width, dtype=dtype, device=device)
+            size = slots, heads, stored_width(width, dtype)
+            return torch.zeros(size, dtype=dtype, device=device)
 
         self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
         self.pool = BlockPool(num_blocks)
@@ -98,7 +102,8 @@ class PagedCache:
         self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``."""
+        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``, in 8 bits with the
+        scale behind: ``width + 4``."""
         return self._layers[layer]
 
     # -- sequences -------------------------------------------------------------------------
@@ -148,6 +153,10 @@ class PagedCache:
         for block in blocks:
             self.pool.retain(block)
         self._tables[seq_id] = _Table(blocks, [])
+
+    def blocks_of(self, seq_id: int) -> Sequence[int]:
+        """The block table of a sequence."""
+        return self._tables[seq_id].blocks
 
     def blocks_missing(self, seq_id: int, length: int) -> int:
         """Blocks to be allocated before ``length`` logical indices can be written."""

@@ -239,7 +239,7 @@ class Certifier:
         return Certificate(
             target=llm.target.name,
             draft=", ".join(llm.drafters) or llm.engine.drafter.name,
-            dtype=str(llm.target.dtype).removeprefix("torch."),
+            dtype=llm.target.numbers,
             backend=llm.target.backend_reason,
             alpha=level,
             texts=tuple(evidence.checks),

@@ -103,14 +103,7 @@ class Scorer:
         crowd = max(1, min(_BATCH, _CROWD // given)) if given else 0
         blocks = given // _BLOCK
         capacity = max(wanted, (crowd - 1) * blocks, 2 * _TEXTS)
-        cache = PagedCache(
-            model.cache_shapes,
-            2 * blocks + capacity,
-            _BLOCK,
-            model.dtype,
-            model.device,
-            share=False,
-        )
+        cache = model.new_cache(2 * blocks + capacity, _BLOCK, share=False)
         tokens = self._start.tokens[:given]
         for group in ((0,), range(_CROWDED, _CROWDED + max(1, crowd))):
             for number in group:

@@ -60,10 +60,17 @@ class _Cost:
         return cls(*(width * value for value in values), stored + width * size.parameters)
 
     @classmethod
-    def of_model(cls, model: Model, setting: DeviceSettings, rounding: Rounding) -> _Cost:
+    def of_model(
+        cls,
+        model: Model,
+        setting: DeviceSettings,
+        rounding: Rounding,
+        cached: torch.dtype | None,
+    ) -> _Cost:
+        """``cached``: what its keys and values are held in."""
         loading = model.files.stored_bytes + model.weight_bytes(setting.dtype)
         weights = weight_bytes(model, setting, rounding)
-        return cls(weights, model.cache_bytes(setting.dtype), 0, loading)
+        return cls(weights, model.cache_bytes(cached), 0, loading)
 
     def __add__(self, other: _Cost) -> _Cost:
         """With another one, which is loaded after it."""
@@ -93,6 +100,7 @@ def examine(
     offload: str | None = None,
     weights_memory: int | None = None,
     tensor_parallel: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
@@ -104,7 +112,7 @@ def examine(
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
-    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory)
+    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory, kv_cache_dtype)
     quantize = None if quantize == "none" else quantize
     rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)
@@ -119,7 +127,7 @@ def examine(
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    cost = whole = _Cost.of_model(model, setting, rounding).shared(each)
+    cost = whole = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(each)
     for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
         noticed, more = _draft(spec, folder, model, setting, rounding)
         about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
@@ -191,7 +199,7 @@ def _model(
     findings += compare(target, model, spec.vocab)
     findings += [*_context(target, model), *_size(target, model)]
     findings += check_precision(model, setting, rounding)
-    return findings, _Cost.of_model(model, setting, rounding)
+    return findings, _Cost.of_model(model, setting, rounding, setting.dtype)
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:

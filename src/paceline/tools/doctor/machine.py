@@ -15,6 +15,7 @@ from paceline.drafters import BLOCK_SIZE
 from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
+from paceline.model.paged.codes import cache_dtype
 from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.kinds import ERROR
 
@@ -24,20 +25,29 @@ _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """How a pair would be run. ``kv_cache_memory`` in bytes, None for the engine's choice."""
+    """How a pair would be run. ``kv_cache_memory`` in bytes, None for the engine's choice;
+    ``cache_dtype`` of the target's keys and values."""
 
     device: torch.device
     dtype: torch.dtype | None  # None: as the checkpoint has it
     max_batch_size: int = 8
     kv_cache_memory: int | None = None
+    cache_dtype: torch.dtype = torch.bfloat16
 
     @classmethod
     def of(
-        cls, dtype: str, device: str, max_batch_size: int, kv_cache_memory: int | None
+        cls,
+        dtype: str,
+        device: str,
+        max_batch_size: int,
+        kv_cache_memory: int | None,
+        kv_cache_dtype: str = "auto",
     ) -> DeviceSettings:
         """Raises ConfigError on a device or dtype that there is not."""
         place = resolve_device(device)
-        return cls(place, resolve_dtype(dtype, place), max_batch_size, kv_cache_memory)
+        own = resolve_dtype(dtype, place)
+        cached = cache_dtype(kv_cache_dtype, own or torch.bfloat16)
+        return cls(place, own, max_batch_size, kv_cache_memory, cached)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.loading import check_architecture, load_tokenizer, read_config
+from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.tools.doctor.files import ModelFiles, TensorEntry
 from paceline.tools.doctor.findings import Finding, finding, parted
@@ -88,7 +89,7 @@ class Model:
         return self.parameters * (dtype or torch.bfloat16).itemsize
 
     def cache_bytes(self, dtype: torch.dtype | None) -> int:
-        """Keys and values of one token over all layers."""
+        """Keys and values of one token over all layers, in a cache of this dtype."""
         config = self.config
         heads = int(config.num_attention_heads)
         shared = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -98,7 +99,8 @@ class Model:
             shared = heads
             keys = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
             values = int(config.v_head_dim)
-        return self.num_layers * shared * (keys + values) * (dtype or torch.bfloat16).itemsize
+        shapes = [(shared, keys, values)] * self.num_layers
+        return bytes_per_token(shapes, dtype or torch.bfloat16)
 
     @cached_property
     def skeleton(self) -> Any:

@@ -15,13 +15,15 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.model.backends.native.library import CBatch, CSpan
+from paceline.model.paged.codes import CODED
 from paceline.model.paged.pieces import KeyValueStore
 
-Pointers = tuple[Any, Any]
+Pointers = tuple[Any, Any, bool]
 
 
 class CachePointers:
-    """Where the keys and the values of each layer lie in caches, asked for once each."""
+    """Where the keys and the values of each layer lie in caches, and whether those are codes of 8
+    bits, asked for once each."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -36,6 +38,7 @@ class CachePointers:
             found = (
                 kind(*(k.data_ptr() for k, _ in layers)),
                 kind(*(v.data_ptr() for _, v in layers)),
+                layers[0][0].dtype == CODED,
             )
             self._known[cache] = found
         return found
@@ -82,6 +85,7 @@ class BatchArrays:
             parents=parents.buffer_info()[0],
             keys=ctypes.addressof(pointers[0]),
             values=ctypes.addressof(pointers[1]),
+            coded=pointers[2],
         )
 
     def give(

@@ -35,7 +35,10 @@ _LIMIT = 300  # seconds for one compilation
 
 # What is compiled: object, source, options.
 _COMMON = (
-    *((name, f"{name}.cpp", ()) for name in ("api", "forward", "experts", "medusa", "amx_trial")),
+    *(
+        (name, f"{name}.cpp", ())
+        for name in ("api", "forward", "experts", "grow", "medusa", "amx_trial")
+    ),
     ("portable", "kernels.cpp", ()),
     ("quantised_portable", "quantised.cpp", ()),
 )

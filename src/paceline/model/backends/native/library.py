@@ -85,9 +85,30 @@ class CBatch(Structure):
         *((name, c_int64) for name in ("block_size", "threads")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
         *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
-        *((name, c_void_p) for name in ("keys", "values", "skipped", "rope", "hidden")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("coded", c_int64),
+        *((name, c_void_p) for name in ("skipped", "rope", "hidden")),
         ("fused", c_int64),
         ("outputs", c_void_p),
+    )
+
+
+class CTree(Structure):
+    _fields_ = tuple((name, c_int32) for name in ("depth", "width", "nodes", "base", "table"))
+
+
+class CGrowth(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("trees", "block_size", "threads")),
+        *((name, c_void_p) for name in ("tree", "tables", "logits")),
+        ("stride", c_int64),
+        ("columns", c_int64),
+        ("sharpness", c_float),
+        *((name, c_void_p) for name in ("ids", "outputs", "keys", "values")),
+        ("coded", c_int64),
+        ("rope", c_void_p),
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts")),
     )
 
 
@@ -109,6 +130,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_open": (c_void_p, (POINTER(CModel),)),
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
+    "pl_grow": (c_int, (c_void_p, POINTER(CGrowth))),
     "pl_medusa_logits": (
         c_int,
         (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64),

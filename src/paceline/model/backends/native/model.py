@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from paceline.core.batch import Batch, ModelOutput
+from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import trim
 from paceline.model.backends.base import NATIVE
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.library import (
     DTYPES,
     CLayer,
@@ -22,6 +23,7 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
+from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import (
     Packed,
     PackedExperts,
@@ -35,45 +37,6 @@ from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
 _TRIM_BYTES = 64 << 20
-
-
-class Ropes:
-    """Cosines and sines of all positions so far, ``[positions, head_dim]`` float32 each kind: half
-    of a row the ones, half the others. They come from the model's own module, in float32."""
-
-    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
-        self._module, self._kinds = rotary_emb, kinds
-        self.tables: list[torch.Tensor] = []
-        self._length = 0
-
-    def reach(self, length: int) -> list[torch.Tensor]:
-        """Tables of at least so many positions."""
-        if length > self._length:
-            self._length = max(256, 1 << (length - 1).bit_length())
-            every = torch.arange(self._length)
-            like = torch.zeros(1)
-            self.tables = []
-            for kind in self._kinds:
-                more = () if kind is None else (kind,)
-                cos, sin = self._module(like, every[None], *more)
-                half = cos.shape[-1] // 2
-                both = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
-                self.tables.append(both.float().contiguous())
-        return self.tables
-
-
-class Opened:
-    """The library's own part of a model, given back when the last view of it goes."""
-
-    def __init__(self, model: CModel) -> None:
-        self._close = library().pl_close
-        self.handle = library().pl_open(model)
-        if not self.handle:
-            raise MemoryError("no memory for the native model")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._close(self.handle)
 
 
 class Packing:
@@ -140,7 +103,7 @@ class Packing:
 
     def work(
         self,
-        batch: Batch,
+        spans: Sequence[Span],
         cache: KeyValueStore,
         wanted: int,
         head: Packed,
@@ -151,13 +114,13 @@ class Packing:
         """Of a forward with ``wanted`` rows of logits and queries of ``width`` numbers, ``layers``
         of which are run and those ``skipped`` not. Of experts, as if the rows were shared out
         evenly."""
-        rows = batch.input_ids.shape[0]
+        rows = sum(span.rows for span in spans)
         reads = [
             matrix.read(wanted if matrix is head else round(rows * part))
             for matrix, part, layer in self._matrices
             if layer not in skipped
         ]
-        return NativeWork.of_forward(tuple(reads), batch, cache, layers, width)
+        return NativeWork.of_forward(tuple(reads), spans, cache, layers, width)
 
 
 class NativeModel:
@@ -227,6 +190,17 @@ class NativeModel:
         other.skipped = skipped
         return other
 
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """Grows drafts with this model; None if layers are left out."""
+        parts = self._opened, self._ropes, self._caches  # made anew: kept, it would keep the model
+        return None if self.skipped else NativeGrowth(*parts, "grow", self._work)
+
+    def _work(self, spans: Sequence[Span], cache: KeyValueStore, wanted: int) -> NativeWork:
+        width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
+        run = layers - len(self.skipped)
+        return self._packing.work(spans, cache, wanted, self.lm_head, width, run, self.skipped)
+
     def __call__(
         self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
     ) -> ModelOutput:
@@ -243,13 +217,8 @@ class NativeModel:
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
-        tell(lambda: self._work(batch, cache, wanted))
+        tell(lambda: self._work(batch.spans, cache, wanted))
         return ModelOutput(logits, {layer: kept[layer] for layer in features})
-
-    def _work(self, batch: Batch, cache: KeyValueStore, wanted: int) -> NativeWork:
-        width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
-        run = layers - len(self.skipped)
-        return self._packing.work(batch, cache, wanted, self.lm_head, width, run, self.skipped)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final-norm outputs ``[..., hidden]``."""

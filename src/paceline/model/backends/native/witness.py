@@ -6,7 +6,7 @@ who makes it knows what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from paceline.core.batch import Batch
+from paceline.core.batch import Span
 from paceline.model.paged.pieces import KeyValueStore
 
 
@@ -40,7 +40,7 @@ class NativeWork:
     def of_forward(
         cls,
         products: tuple[WeightRead, ...],
-        batch: Batch,
+        spans: Sequence[Span],
         cache: KeyValueStore,
         layers: int,
         width: int,
@@ -48,8 +48,8 @@ class NativeWork:
         """Of ``layers`` layers with queries of ``width`` numbers; windows are not looked at."""
         keys = cache.kv(0)[0]
         entry = keys.shape[-2] * keys.shape[-1]  # numbers of a position, in keys or in values
-        read = sum(span.kv_length for span in batch.spans)
-        pairs = sum(span.rows * span.kv_length for span in batch.spans)
+        read = sum(span.kv_length for span in spans)
+        pairs = sum(span.rows * span.kv_length for span in spans)
         size = 2 * layers * entry * keys.dtype.itemsize
         return cls(products, size * read, 4 * layers * width * pairs)
 

@@ -234,14 +234,27 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
   }
 }
 
-void* pl_open(const pl_model* model) { return new (std::nothrow) Forward(*model); }
+void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model); }
 
-void pl_close(void* opened) { delete static_cast<Forward*>(opened); }
+void pl_close(void* opened) { delete static_cast<Opened*>(opened); }
 
 int pl_forward(void* opened, const pl_batch* batch) {
   try {
     const Kernels& k = kernels();
-    static_cast<Forward*>(opened)->run(k, quantised_of(&k), *batch);
+    static_cast<Opened*>(opened)->forward.run(k, quantised_of(&k), *batch);
+    return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+int pl_grow(void* opened, const pl_growth* growth) {
+  try {
+    const Kernels& k = kernels();
+    Opened* own = static_cast<Opened*>(opened);
+    own->growth.run(own->forward, k, quantised_of(&k), *growth);
     return 0;
   } catch (const std::out_of_range&) {
     return 2;

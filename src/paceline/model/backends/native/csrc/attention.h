@@ -10,6 +10,9 @@
 // other, 32 at a time. Borders are positions, so nothing depends on where a chunk ends, which rows
 // share the work or how blocks are spread over threads; and no row is multiplied with a value that it
 // does not see, not even by zero: another row's infinity is its own.
+//
+// A cache of codes is read as it is: codes are exact in every product, keys' scales are multiplied
+// with their scores, values' scales with their exponentials.
 #pragma once
 #include "kernels.h"
 #include "products.h"
@@ -68,30 +71,34 @@ void fold(const Attention& a, const float* partial, long row, long step_rows) {
   }
 }
 
-// One item: its rows' query heads as rows of small products.
+// One item: its rows' query heads as rows of small products. Number: of the cache; int8_t: codes.
 template <class Number>
 struct Tile {
+  static constexpr bool coded = sizeof(Number) == 1;
   const Attention& a;
   const AttentionItem& item;
   const Row* rows;
   const Number *keys, *values;  // of the KV head
-  long group, heads, d, width, stride, step;  // stride: from slot to slot; step: of a result
+  const bool narrow;  // what goes into products is bf16
+  long group, heads, d, width, entry, stride, step;  // entry: of a slot; stride: from slot to slot; step: of a result
   float *q, *scores, *results, *states, *panel;
   int32_t *slots, *own_slots;
 #if defined(PACELINE_AMX)
   TiledAttention tiled;
 #endif
 
-  Tile(const Attention& a, const AttentionItem& item) : a(a), item(item), rows(a.row + item.first) {
+  Tile(const Attention& a, const AttentionItem& item)
+      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16) {
     const pl_model& m = *a.model;
     group = m.heads / m.kv_heads;
     heads = item.rows * group;
     d = m.head_dim;
     width = round_up(d, STRIPE);
-    stride = m.kv_heads * d;
+    entry = entry_bytes(m, coded) / static_cast<long>(sizeof(Number));
+    stride = m.kv_heads * entry;
     step = width + 16;  // l and m behind the sums
-    keys = static_cast<const Number*>(a.keys) + item.kv_head * d;
-    values = static_cast<const Number*>(a.values) + item.kv_head * d;
+    keys = static_cast<const Number*>(a.keys) + item.kv_head * entry;
+    values = static_cast<const Number*>(a.values) + item.kv_head * entry;
     q = a.scratch;
     scores = q + heads * width;
     results = scores + heads * BLOCK;
@@ -109,8 +116,33 @@ struct Tile {
     return static_cast<int32_t>(row.table[position / a.block_size] * a.block_size + position % a.block_size);
   }
 
+  // Codes of a key from `i` on, four a lane; zeros behind them.
+  V four_codes(const Number* key, long i) const {
+    if (d - i >= 64) return load(reinterpret_cast<const float*>(key + i));
+    float lanes[16] = {};
+    memcpy(lanes, key + i, static_cast<size_t>(d - i));
+    return load(lanes);
+  }
+
+  void lay_out_codes(const int32_t* at, long count) {
+    for (long half = 0; half < PANEL; half += 16)
+      for (long i = 0; i < d; i += 64) {
+        V t[16];
+        for (long j = 0; j < 16; j++) t[j] = half + j < count ? four_codes(keys + at[half + j] * stride, i) : zero();
+        transpose(t);
+        for (long j = 0; j < 16 && i + 4 * j < width; j++) {
+          float* to = panel + (i + 4 * j) * PANEL + half;
+          store(to, byte_of<0>(t[j]));
+          store(to + PANEL, byte_of<1>(t[j]));
+          store(to + 2 * PANEL, byte_of<2>(t[j]));
+          store(to + 3 * PANEL, byte_of<3>(t[j]));
+        }
+      }
+  }
+
   // Keys at slots[0 .. count) as a panel of 32 outputs; zeros for the others.
   void lay_out(const int32_t* at, long count) {
+    if constexpr (coded) return lay_out_codes(at, count);
     for (long half = 0; half < PANEL; half += 16)
       for (long i = 0; i < width; i += 16) {
         V t[16];
@@ -127,7 +159,18 @@ struct Tile {
   void fetch(const Number* from, const int32_t* at, long count) {
     constexpr long line = 64 / sizeof(Number);
     for (long j = 0; j < count; j++)
-      for (long i = 0; i < d; i += line) __builtin_prefetch(from + at[j] * stride + i);
+      for (long i = 0; i < entry; i += line) __builtin_prefetch(from + at[j] * stride + i);
+  }
+
+  // Multiply 32 scores or exponentials of each head by the scales of keys or values at slots[low .. high).
+  void scale(float* x, long count, const Number* from, const int32_t* at, long low, long high, bool round) const {
+    float scales[PANEL] = {};
+    for (long j = low > 0 ? low : 0; j < high && j < PANEL; j++) memcpy(scales + j, from + at[j] * stride + d, 4);
+    for (long h = 0; h < count; h++, x += BLOCK)
+      for (long half = 0; half < PANEL; half += 16) {
+        V scaled = load(x + half) * load(scales + half);
+        store(x + half, round ? as_bf16(scaled) : scaled);
+      }
   }
 
   // Scores of the query heads of rows first .. last for 32 keys at slots, which begin at `at` in the block.
@@ -135,11 +178,15 @@ struct Tile {
     float* to = scores + first * group * BLOCK + at;
     long count = (last - first) * group;
     for (long h = 0; h < count; h++) memset(to + h * BLOCK, 0, PANEL * sizeof(float));
+    bool done = false;
 #if defined(PACELINE_AMX)
-    if (count >= TILED_FROM && tiled.score(*this, first * group, count, from, keys_there, to)) return;
+    done = count >= TILED_FROM && tiled.score(*this, first * group, count, from, keys_there, to);
 #endif
-    lay_out(from, keys_there);
-    panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
+    if (!done) {
+      lay_out(from, keys_there);
+      panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
+    }
+    if (coded) scale(to, count, keys, from, 0, keys_there, false);
   }
 
   // What a row sees of the block that begins at `begin`, as offsets; nothing: from >= to.
@@ -198,7 +245,7 @@ struct Tile {
     V total = zero();
     for (long j = low; j < high; j += 16) {
       V e = exponential(load(s + j) - set1(most));
-      if (sizeof(Number) == 2) e = as_bf16(e);
+      if (narrow && !coded) e = as_bf16(e);
       store(s + j, e);
       total = total + e;
     }
@@ -219,6 +266,10 @@ struct Tile {
       }
   }
 
+  void scale_values(long first, long last, long at, const int32_t* from, long low, long high) {
+    if (coded) scale(scores + first * group * BLOCK + at, (last - first) * group, values, from, low, high, narrow);
+  }
+
   // The query heads of rows first .. last by 32 values, which begin at `at` in the block.
   void add(long first, long last, long at, const int32_t* from, long low, long high) {
     for (long i = 0; i < width; i += PANEL) {
@@ -235,6 +286,7 @@ struct Tile {
 
   void add(Run& run) {
     bool done = run.begin == run.end;
+    for (long at = run.begin; at < run.end; at += STRIPE) scale_values(run.first, run.last, at, slots + at, 0, STRIPE);
 #if defined(PACELINE_AMX)
     done = done || ((run.last - run.first) * group >= TILED_FROM && tiled.add(*this, run));
 #endif
@@ -246,7 +298,9 @@ struct Tile {
   // What one row sees of a stripe.
   void add_alone(long r, long begin, long at, const int32_t* from) {
     long low = from_of(rows[r], begin) - at, high = to_of(rows[r], begin) - at;
-    if (low < STRIPE && high > 0) add(r, r + 1, at, from, low, high);
+    if (low >= STRIPE || high <= 0) return;
+    scale_values(r, r + 1, at, from, low, high);
+    add(r, r + 1, at, from, low, high);
   }
 
   void all_values(long begin) {
@@ -316,7 +370,9 @@ struct Tile {
 };
 
 void attend(const Attention& a, const AttentionItem& item) {
-  if (a.model->dtype == PL_BFLOAT16)
+  if (a.coded)
+    Tile<int8_t>(a, item).run();
+  else if (a.model->dtype == PL_BFLOAT16)
     Tile<uint16_t>(a, item).run();
   else
     Tile<float>(a, item).run();

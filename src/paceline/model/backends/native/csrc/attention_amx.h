@@ -23,25 +23,31 @@ struct TiledAttention {
 
   template <class Tile>
   void begin(const Tile& t) {
-    if (sizeof(*t.keys) != 2) return;
+    if (!t.narrow) return;
     for (long i = 0; i < t.heads * t.width; i += 16) store(memory + i, load(t.q + i));
   }
 
   // Scores of `count` query heads from `head` on for 32 keys. False if this is not for tiles.
   template <class Tile>
   bool score(const Tile& t, long head, long count, const int32_t* slots, long there, float* to) {
-    if (sizeof(*t.keys) != 2 || t.d % 2) return false;
+    if (!t.narrow || (!t.coded && t.d % 2)) return false;
     uint16_t* keys = panel(t);
+    constexpr long each = Tile::coded ? 4 : 2;  // numbers of one key that are one lane
     for (long half = 0; half < PANEL; half += TILE)
-      for (long i = 0; i < t.width; i += STRIPE) {
-        V pairs[16];  // two numbers of one key are one lane
+      for (long i = 0; i < t.width; i += TILE * each) {
+        V lanes[16];
         for (long j = 0; j < TILE; j++) {
-          const void* key = t.keys + slots[half + j < there ? half + j : 0] * t.stride + i;
+          const auto* key = t.keys + slots[half + j < there ? half + j : 0] * t.stride;
           bool seen = half + j < there && i < t.d;
-          pairs[j] = seen ? load_first(static_cast<const float*>(key), (t.d - i) / 2) : zero();
+          lanes[j] = !seen ? zero() : Tile::coded ? t.four_codes(key, i)
+                                                  : load_first(reinterpret_cast<const float*>(key + i), (t.d - i) / 2);
         }
-        transpose(pairs);
-        for (long j = 0; j < TILE; j++) store(reinterpret_cast<float*>(keys + (i + 2 * j) * PANEL + 2 * half), pairs[j]);
+        transpose(lanes);
+        for (long j = 0; j < TILE && i + each * j < t.width; j++) {
+          float* to = reinterpret_cast<float*>(keys + (i + each * j) * PANEL + 2 * half);
+          store(to, Tile::coded ? paired(byte_of<0>(lanes[j]), byte_of<1>(lanes[j])) : lanes[j]);
+          if (Tile::coded) store(to + PANEL, paired(byte_of<2>(lanes[j]), byte_of<3>(lanes[j])));
+        }
       }
     for (long h = 0; h < count; h += 2 * TILE) {
       long rows = count - h < 2 * TILE ? count - h : 2 * TILE;
@@ -51,10 +57,16 @@ struct TiledAttention {
     return true;
   }
 
+  // Numbers that are bf16 already, side by side.
+  static V paired(V even, V odd) {
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+    return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd.v)))};
+  }
+
   // The run's query heads by the values of its stripes.
   template <class Tile, class Run>
   bool add(const Tile& t, const Run& run) {
-    if (sizeof(*t.values) != 2) return false;
+    if (!t.narrow) return false;
     long head = run.first * t.group, count = (run.last - run.first) * t.group, inputs = run.end - run.begin;
     uint16_t *a = exponentials(t), *values = panel(t);
     for (long h = 0; h < count; h++)
@@ -81,8 +93,10 @@ struct TiledAttention {
 
   template <class Tile>
   static __m512i widened(const Tile& t, long j, long i) {
-    const void* value = t.values + t.slots[j] * t.stride + i;
-    if (t.d - i >= TILE) return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(value)));
+    const auto* value = t.values + t.slots[j] * t.stride + i;
+    if (Tile::coded)
+      return _mm512_srli_epi32(_mm512_castps_si512(i < t.d ? load_first(value, t.d - i).v : zero().v), 16);
+    if (t.d - i >= TILE) return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value)));
     uint16_t some[16] = {};
     if (i < t.d) memcpy(some, value, static_cast<size_t>(t.d - i) * 2);
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(some)));

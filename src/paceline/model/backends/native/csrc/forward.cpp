@@ -145,12 +145,12 @@ void Forward::layer(long index, int thread, int threads) {
   team_.meet();
   multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads);
   team_.meet();
-  long bytes = m_.kv_heads * m_.head_dim * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+  long bytes = m_.kv_heads * entry_bytes(m_, b_.coded);
   Share share(b_.rows, thread, threads);
   for (long r = share.from; r < share.to; r++) {
     const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
     char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
-    k_.place(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes);
+    k_.place(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes, b_.coded);
   }
   team_.meet();
   attention(index, thread, threads);
@@ -166,15 +166,15 @@ void Forward::layer(long index, int thread, int threads) {
 
 void Forward::attention(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
-  Attention a{&m_,     b_.keys[index], b_.values[index], b_.block_size, l.window,           qkv_.at(0), qkv_.ld,
-              attended_.at(0), attended_.ld,  row_.data(),      scratch_.at(thread)};
+  Attention a{&m_,     b_.keys[index], b_.values[index], b_.coded != 0, b_.block_size,     l.window, qkv_.at(0),
+              qkv_.ld, attended_.at(0), attended_.ld,    row_.data(),   scratch_.at(thread)};
   float* partial = blocks_ > 1 ? partial_.at(0) : nullptr;
-  long count = static_cast<long>(items_.size()) * blocks_;
-  for (long next = team_.next(); next < count; next = team_.next()) {
-    AttentionItem item = items_[next / blocks_];
+  long items = static_cast<long>(items_.size());  // in the order of blocks: heads lie side by side
+  for (long next = team_.next(); next < items * blocks_; next = team_.next()) {
+    AttentionItem item = items_[next % items];
     int32_t last = 0;
     for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
-    item.from = partial ? next % blocks_ : 0;
+    item.from = partial ? next / items : 0;
     item.to = partial ? item.from + 1 : last / BLOCK + 1;
     item.partial = partial;
     if (item.from <= last / BLOCK) k_.attend(a, item);

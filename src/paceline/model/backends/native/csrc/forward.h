@@ -64,6 +64,7 @@ class Forward {
     m_.layer = layers_.data();
   }
   void run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch);
+  const pl_model& model() const { return m_; }
 
  private:
   void lay_out();
@@ -99,6 +100,22 @@ class Forward {
   std::vector<Choice> choices_;  // [rows, chosen]
   std::vector<long> begin_;      // where each expert's rows begin
   long blocks_ = 1;  // of keys, each an item; 1: items take all of them
+};
+
+// Grows drafts (grow.cpp); what it needs for a level stays for the next call.
+class Growth {
+ public:
+  void run(Forward& forward, const Kernels& kernels, const Quantised& quantised, const pl_growth& growth);
+
+ private:
+  std::mutex busy_;
+  std::vector<char> logits_, outputs_, hidden_;
+};
+
+struct Opened {
+  explicit Opened(const pl_model& model) : forward(model) {}
+  Forward forward;
+  Growth growth;
 };
 
 // Of the first `count` Medusa heads, for x [rows, width]: see paceline_native.h.

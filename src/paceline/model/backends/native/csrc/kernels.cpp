@@ -26,4 +26,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, give, take};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, give, take};

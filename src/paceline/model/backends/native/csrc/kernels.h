@@ -11,6 +11,11 @@ constexpr long GROUP = 32;    // activations that share a scale
 
 constexpr long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
+// What the cache has of one head at one position.
+inline long entry_bytes(const pl_model& m, bool coded) {
+  return coded ? m.head_dim + 4 : m.head_dim * (m.dtype == PL_BFLOAT16 ? 2 : 4);
+}
+
 // What happens to a product's sums.
 enum Ending {
   STORE,  // y = c
@@ -67,6 +72,7 @@ struct Row {
 struct Attention {
   const pl_model* model;
   const void *keys, *values;
+  bool coded;
   long block_size, window;
   const float* q;  // [rows, ldq], scaled
   long ldq;
@@ -105,7 +111,10 @@ struct Kernels {
   // The largest of a row's router logits, the largest first, weighted by their softmax; x += w y.
   void (*choose)(const float* logits, long experts, long count, Choice* chosen);
   void (*add_scaled)(float* x, const float* y, float w, long width);
-  void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value);
+  void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value, bool coded);
+  // The largest of a row's logits, the largest first, and the sum of e^(sharpness * (logit - largest));
+  // without the sum (1) if it is only one.
+  float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
 };

@@ -82,7 +82,10 @@ typedef struct {
   void* logits;  // [logit_rows, vocab] in dtype
   const int32_t* feature_layers;  // [features], ascending
   void* const* feature;  // each [rows, hidden] in dtype
-  void *const *keys, *const *values;  // per layer, [slots, kv_heads, head_dim] in dtype
+  // Per layer, [slots, kv_heads, head_dim] in dtype; `coded`: each head's numbers are codes of 8 bits
+  // with their scale, a float, behind them: [slots, kv_heads, head_dim + 4] bytes.
+  void *const *keys, *const *values;
+  int64_t coded;
   const uint8_t* skipped;  // per layer, or NULL
   const float* const* rope;  // tables [positions, head_dim]: cosines, then sines, half of each
   // Of an EAGLE head, in dtype: features [rows, fuse.inputs], or [rows, hidden] if `fused` already;
@@ -91,6 +94,32 @@ typedef struct {
   int64_t fused;
   void* outputs;
 } pl_batch;
+
+// A tree below a committed token, grown greedily: after each expanded node its `width` likeliest
+// tokens, of which the `width` likeliest of a level are expanded; in the end the `nodes` likeliest
+// stay. A width of 1 is a chain.
+typedef struct {
+  int32_t depth, width, nodes;
+  int32_t base, table;  // rows of the cache in front of the nodes; where its block table begins
+} pl_tree;
+
+typedef struct {
+  int64_t trees, block_size, threads;
+  const pl_tree* tree;
+  const int32_t* tables;
+  const void* logits;  // after the committed tokens, in dtype: [trees], `stride` numbers apart
+  int64_t stride, columns;  // columns: the first ones, that are tokens
+  float sharpness;  // of what is scored: softmax(sharpness * logits)
+  const int64_t* ids;  // [columns]: tokens, ascending; NULL: the columns' numbers
+  const void* outputs;  // of an EAGLE head, [trees, hidden] in dtype; else NULL
+  void *const *keys, *const *values;
+  int64_t coded;  // as of a batch
+  const float* const* rope;
+  // Of each tree `counts` nodes in order, in lines of `most`: tokens, their parents, and which
+  // expanded node each is, or -1.
+  int64_t most;
+  int32_t *tokens, *parents, *slots, *counts;
+} pl_growth;
 
 const char* pl_instructions(void);  // of the kernels in use
 int pl_choose(const char* instructions);  // 0: chosen; else this processor does not have them
@@ -113,6 +142,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);
 int pl_forward(void* opened, const pl_batch* batch);  // 0, or 1: no memory, 2: an id or a position out of range
+int pl_grow(void* opened, const pl_growth* growth);  // the same
 
 // Logits [rows, count, vocab] of the first `count` heads, from x [rows, width]; both in dtype.
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads);

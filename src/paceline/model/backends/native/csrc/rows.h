@@ -113,14 +113,73 @@ inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* h
   }
 }
 
+// A head's numbers as codes of 8 bits, and the scale behind them. What is not finite makes the scale
+// NaN: no code could say it.
+inline void give_codes(const float* x, long width, int8_t* y) {
+  V most = zero(), strange = zero();
+  for (long i = 0; i < width; i += 16) {
+    V a = load_first(x + i, width - i);
+    most = larger(larger(a, zero() - a), most);
+    strange = fma(a, zero(), strange);
+  }
+  float scale = largest(most) / 127.0f + sum(strange), inverse = scale > 0 ? 1.0f / scale : 0.0f, codes[16];
+  for (long i = 0; i < width; i += 16) {
+    store(codes, smaller(nearest(load_first(x + i, width - i) * set1(inverse)), set1(127.0f)));
+    for (long j = 0; j < 16 && i + j < width; j++) y[i + j] = static_cast<int8_t>(codes[j]);
+  }
+  memcpy(y + width, &scale, sizeof(scale));
+}
+
+// The key or the value of a row.
+inline void give_entry(const pl_model& m, const float* x, void* to, bool coded) {
+  if (!coded) return give(m.dtype, x, m.kv_heads * m.head_dim, to);
+  for (long h = 0; h < m.kv_heads; h++)
+    give_codes(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * entry_bytes(m, true));
+}
+
 // Queries stay in qkv, scaled; the key and the value go to their places in the cache.
-void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value) {
+void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool coded) {
   long d = m.head_dim;
   for (long h = 0; h < m.heads; h++) turn(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
   for (long h = 0; h < m.kv_heads; h++) turn(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
-  give(m.dtype, k, m.kv_heads * d, key);
-  give(m.dtype, k + m.kv_heads * d, m.kv_heads * d, value);
+  give_entry(m, k, key, coded);
+  give_entry(m, k + m.kv_heads * d, value, coded);
+}
+
+template <class T>
+float likeliest_of(const T* x, long width, long count, float sharpness, int32_t* places, float* values) {
+  for (long n = 0; n < count; n++) places[n] = 0, values[n] = -__builtin_inff();
+  for (long i = 0; i < width; i += 64) {
+    long left = width - i < 64 ? width - i : 64;
+    V all = load_first(x + i, left);
+    for (long j = 16; j < left; j += 16) all = larger(all, load_first(x + i + j, left - j));
+    // Behind the end stand zeros: that one looks in vain costs nothing.
+    if (largest(all) <= values[count - 1]) continue;
+    for (long j = 0; j < left; j += 16) {
+      float lane[16];
+      store(lane, load_first(x + i + j, left - j));
+      for (long l = 0; l < 16 && j + l < left; l++) {
+        if (!(lane[l] > values[count - 1])) continue;
+        long n = count - 1;
+        for (; n > 0 && values[n - 1] < lane[l]; n--) places[n] = places[n - 1], values[n] = values[n - 1];
+        places[n] = static_cast<int32_t>(i + j + l), values[n] = lane[l];
+      }
+    }
+  }
+  if (count == 1) return 1.0f;
+  V total = zero(), best = set1(values[0]), by = set1(sharpness);
+  long whole = width / 16 * 16;
+  for (long i = 0; i < whole; i += 16) total = total + exponential((load(x + i) - best) * by);
+  float lane[16], rest = 0;
+  if (whole < width) store(lane, exponential((load_first(x + whole, width - whole) - best) * by));
+  for (long l = 0; l < width - whole; l++) rest = rest + lane[l];
+  return sum(total) + rest;
+}
+
+float likeliest(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values) {
+  if (dtype == PL_BFLOAT16) return likeliest_of(static_cast<const uint16_t*>(x), width, count, sharpness, places, values);
+  return likeliest_of(static_cast<const float*>(x), width, count, sharpness, places, values);
 }
 
 }  // namespace

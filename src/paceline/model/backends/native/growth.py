@@ -1,0 +1,141 @@
+"""Drafts of greedy requests, grown to their end in one call: csrc/grow.cpp.
+
+Between the levels of a small draft Python takes longer than the forward. What is grown here is what
+draft/trees/grow.py grows, up to ties and the last bits of scores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from paceline.core.batch import Span
+from paceline.core.draws import GREEDY_SHARPNESS
+from paceline.core.tree import chain_parents
+from paceline.model.backends.native.adapter import CachePointers
+from paceline.model.backends.native.library import CGrowth, CTree, check, library
+from paceline.model.backends.native.opened import Opened, Ropes
+from paceline.model.backends.native.witness import NativeWork, tell, traced
+from paceline.model.paged.pieces import KeyValueStore
+
+
+@dataclass(frozen=True)
+class WantedTree:
+    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
+
+    The ``width`` likeliest candidates after each expanded node, of which as many of a level are
+    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+    base: int
+    table: Sequence[int]  # the sequence's blocks, with room for what is expanded
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """``tokens`` int64 ``[n]``, and of each node its parent and its number among the expanded
+    ones, -1 if it was not."""
+
+    tokens: torch.Tensor
+    parents: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class NativeGrowth:
+    """Grows trees with an opened model or head.
+
+    ``work`` says what a forward over some spans does, all of whose rows have logits.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        ropes: Ropes,
+        caches: CachePointers,
+        name: str,
+        work: Callable[[Sequence[Span], KeyValueStore, int], NativeWork],
+    ) -> None:
+        self._opened, self._ropes, self._caches = opened, ropes, caches
+        self._name, self._work = name, work
+
+    def __call__(
+        self,
+        cache: KeyValueStore,
+        wanted: Sequence[WantedTree],
+        logits: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
+    ) -> list[GrownTree]:
+        """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
+        ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
+        ascending: the tokens of the columns, if not their numbers. Raises IndexError where a
+        table has no room for a tree."""
+        tables, trees = array("i"), (CTree * len(wanted))()
+        for i, tree in enumerate(wanted):
+            if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * cache.block_size:
+                raise IndexError("a tree has no room in the cache")
+            trees[i] = CTree(tree.depth, tree.width, tree.nodes, tree.base, len(tables))
+            tables.extend(tree.table)
+        most = max(tree.nodes for tree in wanted)
+        found = torch.empty(3, len(wanted), most, dtype=torch.int32)
+        counts = torch.zeros(len(wanted), dtype=torch.int32)
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        outputs = None if outputs is None else outputs.contiguous()
+        ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
+        tables_of_ropes = (ctypes.c_void_p * len(ropes))(*(rope.data_ptr() for rope in ropes))
+        keys, values, coded = self._caches.of(cache)
+        tokens, parents, slots = found
+        growth = CGrowth(
+            trees=len(wanted),
+            block_size=cache.block_size,
+            threads=torch.get_num_threads(),
+            tree=ctypes.addressof(trees),
+            tables=tables.buffer_info()[0],
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            columns=logits.shape[1],
+            sharpness=GREEDY_SHARPNESS,
+            ids=None if ids is None else ids.data_ptr(),
+            outputs=None if outputs is None else outputs.data_ptr(),
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            coded=coded,
+            rope=ctypes.addressof(tables_of_ropes),
+            most=most,
+            tokens=tokens.data_ptr(),
+            parents=parents.data_ptr(),
+            slots=slots.data_ptr(),
+            counts=counts.data_ptr(),
+        )
+        with traced(self._name):
+            check(library().pl_grow(self._opened.handle, growth))
+        for spans in _levels(wanted, logits.shape[1]):
+            tell(partial(self._work, spans, cache, sum(span.rows for span in spans)))
+        longs = tokens.to(torch.int64)
+        return [
+            GrownTree(longs[i, :count], tuple(own[:count]), tuple(places[:count]))
+            for i, (count, own, places) in enumerate(
+                zip(counts.tolist(), parents.tolist(), slots.tolist(), strict=True)
+            )
+        ]
+
+
+def _levels(wanted: Sequence[WantedTree], columns: int) -> Iterator[list[Span]]:
+    """The rows of each forward, as far as attention's reads depend on them."""
+    for level in range(1, max(tree.depth for tree in wanted)):
+        spans, start = [], 0
+        for tree in wanted:
+            if tree.depth > level:
+                width = min(tree.width, columns)
+                nodes = chain_parents(level * width)
+                spans.append(Span(-1, start, tree.base, 0, nodes, (level - 1) * width))
+                start += width
+        yield spans

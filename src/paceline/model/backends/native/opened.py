@@ -1,0 +1,49 @@
+"""What stays open for a model or a head: the library's own part, and tables of rotations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.model.backends.native.library import CModel, library
+
+
+class Ropes:
+    """Cosines and sines of all positions so far, ``[positions, head_dim]`` float32 each kind: half
+    of a row the ones, half the others. They come from the model's own module, in float32."""
+
+    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
+        self._module, self._kinds = rotary_emb, kinds
+        self.tables: list[torch.Tensor] = []
+        self._length = 0
+
+    def reach(self, length: int) -> list[torch.Tensor]:
+        """Tables of at least so many positions."""
+        if length > self._length:
+            self._length = max(256, 1 << (length - 1).bit_length())
+            every = torch.arange(self._length)
+            like = torch.zeros(1)
+            self.tables = []
+            for kind in self._kinds:
+                more = () if kind is None else (kind,)
+                cos, sin = self._module(like, every[None], *more)
+                half = cos.shape[-1] // 2
+                both = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+                self.tables.append(both.float().contiguous())
+        return self.tables
+
+
+class Opened:
+    """The library's own part of a model, given back when the last view of it goes."""
+
+    def __init__(self, model: CModel) -> None:
+        self._close = library().pl_close
+        self.handle = library().pl_open(model)
+        if not self.handle:
+            raise MemoryError("no memory for the native model")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._close(self.handle)

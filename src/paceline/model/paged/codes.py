@@ -1,0 +1,51 @@
+"""Keys and values in 8 bits. What a cache holds of one KV head at one position is then
+
+    | code 0 | code 1 | ... | code width - 1 | scale: float32, 4 bytes |    int8 [width + 4]
+
+with ``number = code * scale`` and ``scale = max(|number|) / 127``: symmetric, and of that head and
+position alone, so that an entry has the same codes whatever it is written beside. One tensor holds
+both, so whatever moves, copies or gathers entries does so as of any other cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+
+CODED = torch.int8  # the dtype of such a cache
+_SCALE = 4  # bytes of a scale
+KINDS = ("auto", "int8")
+
+
+def cache_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the cache of a model in ``dtype``: "auto" is the same. Raises ConfigError."""
+    if kind not in KINDS:
+        raise ConfigError(f"kv_cache_dtype is {kind!r}; use one of {', '.join(KINDS)}")
+    return CODED if kind == "int8" else dtype
+
+
+def stored_width(width: int, dtype: torch.dtype) -> int:
+    """What a head of so many numbers is, in elements of a cache of this dtype."""
+    return width + _SCALE if dtype == CODED else width
+
+
+def encode(numbers: Tensor) -> Tensor:
+    """int8 ``[..., width + 4]`` of ``[..., width]``. What is not finite makes the scale NaN."""
+    exact = numbers.float()
+    scale = exact.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    codes = (exact / scale).nan_to_num_(0.0).round_()  # 0 / 0: a head of zeros
+    return torch.cat((codes.to(CODED), _apart(scale).view(CODED)), -1)
+
+
+def decode(entries: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[..., width]`` of int8 ``[..., width + 4]``."""
+    codes, scale = entries[..., :-_SCALE], _apart(entries[..., -_SCALE:])
+    return (codes.float() * scale.view(torch.float32)).to(dtype)
+
+
+def _apart(scales: Tensor) -> Tensor:
+    """A copy that can be viewed in another dtype: ``contiguous`` leaves odd strides of one row."""
+    return scales.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,155 @@
+"""Trees grown in one call of the kernels are those that grow level by level."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_models import write_pair
+from paceline import LLM, SamplingParams
+from paceline.core.tree import TokenTree, is_chain
+from paceline.draft.trees.levels import LevelDrafter
+from paceline.model.backends.native.growth import NativeGrowth, WantedTree
+from paceline.model.backends.native.model import NativeModel
+from paceline.model.paged.cache import PagedCache
+from paceline.model.target import CausalModel
+from random_heads import write_eagle
+
+PROMPTS = [[5, 9, 30, 41, 7], [3, 1, 4], [17] * 9 + [8], [60, 2, 77, 12]]
+SPECS = (
+    "model:{draft}",
+    "model:{draft},nodes=9,width=3",
+    "eagle:{eagle1}",
+    "eagle2:{eagle1},nodes=7,width=2",
+    "eagle3:{eagle3},nodes=12,width=4",
+    "eagle3:{eagle3},nodes=32,width=8",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("growth")
+    target, draft = write_pair(Path(root))
+    heads = {f"eagle{version}": write_eagle(Path(root), target, version) for version in (1, 3)}
+    return {"target": target, "draft": draft, **heads}
+
+
+class Watched:
+    """What a drafter proposes for greedy requests, and how many calls grew it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at_once: bool) -> None:
+        self.trees: list[TokenTree] = []
+        self.calls = 0
+        propose, call = LevelDrafter.propose, NativeGrowth.__call__
+
+        def proposed(drafter: Any, plan: Any) -> list[TokenTree]:
+            trees = propose(drafter, plan)
+            self.trees += [tree for tree in trees if len(tree)]
+            return trees
+
+        def counted(growth: NativeGrowth, *args: Any) -> Any:
+            self.calls += 1
+            return call(growth, *args)
+
+        patch.setattr(LevelDrafter, "propose", proposed)
+        patch.setattr(NativeGrowth, "__call__", counted)
+        if not at_once:
+            patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
+
+
+def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> list[list[int]]:
+    llm = LLM(
+        folders["target"],
+        spec.format(**folders),
+        dtype="float32",
+        backend="native",
+        draft_length=length,
+        max_batch_size=4,
+    )
+    asked = [
+        SamplingParams(**{"max_tokens": 12 + n, "ignore_eos": True, **params})
+        for n in range(len(PROMPTS))
+    ]
+    done = llm.generate(PROMPTS, asked)
+    llm.engine.cache.check()
+    llm.engine.drafter.cache.check()  # type: ignore[attr-defined]
+    return [completion.token_ids for completion in done]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_trees(folders: dict[str, str], spec: str, length: int) -> None:
+    found = []
+    for at_once in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            watched = Watched(patch, at_once)
+            texts = generate(folders, spec, length)
+            assert bool(watched.calls) is at_once
+            found.append((texts, watched.trees))
+    (texts, trees), (levels_texts, levels_trees) = found
+    assert texts == levels_texts
+    assert len(trees) > 10
+    assert "nodes" in spec or all(is_chain(tree.parents) for tree in trees)
+    same = [
+        one.parents == other.parents and torch.equal(one.tokens, other.tokens)
+        for one, other in zip(trees, levels_trees, strict=False)
+    ]
+    # The exponentials of the two differ in their last bits, which may turn a tie of two paths.
+    assert sum(same) >= 0.95 * max(len(trees), len(levels_trees))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.7, "seed": 3}, {"logit_bias": {5: 1.0}}])
+def test_what_is_not_plainly_greedy_grows_level_by_level(
+    folders: dict[str, str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch, True)
+    # Start-up may rehearse what it likes.
+    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, **params)
+    assert watched.trees
+    assert not watched.calls
+
+
+def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
+    model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
+    cache = PagedCache(model.cache_shapes, 2, 16, torch.float32, "cpu")
+    cache.admit(0, ())
+    cache.reserve(0, 16)
+    growth = model.native.growth  # type: ignore[union-attr]
+    logits = torch.zeros(1, model.vocab_size)
+    (tree,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0))], logits)
+    assert len(tree.parents) == 6
+    with pytest.raises(IndexError, match="no room"):
+        growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0))], logits)
+
+
+def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
+    """Weights go with the last name for them, not when the collector comes by."""
+    model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
+    assert isinstance(model.native, NativeModel) and model.native.growth is not None
+    gone = weakref.ref(model.native)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]) -> None:
+    model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
+    cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
+    for seq_id in (0, 1):
+        cache.admit(seq_id, ())
+        cache.reserve(seq_id, 32)
+    logits = torch.zeros(2, model.vocab_size)
+    logits[0] = torch.nan
+    wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id)) for seq_id in (0, 1)]
+    none, some = model.native.growth(cache, wanted, logits)  # type: ignore[union-attr]
+    assert none.parents == ()
+    assert len(some.parents) == 5
