@@ -145,7 +145,7 @@ def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]]) ->
         "ngram",
         draft_length=4,
         max_batch_size=5,
-        kv_cache_memory=208 * bytes_per_token(target.cache_shapes, target.dtype),
+        kv_cache_memory=144 * bytes_per_token(target.cache_shapes, target.dtype),
     )
     scheduler = llm.engine.scheduler
     scheduler.config = replace(scheduler.config, prefill_chunk=7)
