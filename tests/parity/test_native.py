@@ -41,10 +41,10 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def texts(llm: LLM, part: slice = slice(None)) -> dict[str, list[list[int]]]:
+def texts(llm: LLM, part: slice = slice(None), tokens: int = 24) -> dict[str, list[list[int]]]:
     found: dict[str, list[Completion]] = {}
     for name, params in REQUESTS.items():
-        found[name] = llm.generate(PROMPTS[part], params)
+        found[name] = llm.generate(PROMPTS[part], replace(params, max_tokens=tokens))
     return {name: [one.token_ids for one in many] for name, many in found.items()}
 
 
@@ -145,11 +145,11 @@ def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]]) ->
         "ngram",
         draft_length=4,
         max_batch_size=5,
-        kv_cache_memory=144 * bytes_per_token(target.cache_shapes, target.dtype),
+        kv_cache_memory=208 * bytes_per_token(target.cache_shapes, target.dtype),
     )
     scheduler = llm.engine.scheduler
     scheduler.config = replace(scheduler.config, prefill_chunk=7)
-    found = texts(llm)
+    found = texts(llm, tokens=40)  # shorter ones are promised all that they may need
     assert scheduler.preemptions > 0
     llm.close()
-    assert found == plain
+    assert {name: [own[:24] for own in many] for name, many in found.items()} == plain
