@@ -56,8 +56,8 @@ class _Cost:
     @classmethod
     def of(cls, size: Examined, setting: DeviceSettings, stored: int) -> _Cost:
         width = (setting.dtype or torch.bfloat16).itemsize
-        values = (size.parameters, size.cache_values, size.feature_values)
-        return cls(*(width * value for value in values), stored + width * size.parameters)
+        weights, loading = width * size.parameters, stored + width * size.parameters
+        return cls(weights, width * size.cache_values, width * size.feature_values, loading)
 
     @classmethod
     def of_model(
