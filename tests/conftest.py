@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ def one_round() -> Iterator[None]:
     """Start-up measures everything that it measures, but each step once.
 
     Precise prices took seconds of every engine whose draft length adapts. Which lengths it chooses
-    is tested with prices that are given, and ``measure`` itself by those who import it.
+    is tested with prices that are given; tests of measuring itself take ``__wrapped__``.
     """
     from paceline.pace import measure as measuring
 
     real = measuring.measure
 
+    @wraps(real)
     def once(
         run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object, **__: object
     ) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, price: CostCurve, most: int) -> tu
     clock = Clock()
     for module in (build, measure):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    whole: Any = measure.measure
+    monkeypatch.setattr(measure, "measure", whole.__wrapped__)  # which the suite cuts short
     target = Priced(price, clock)
     cache = PagedCache([(1, 4, 4)], 512, 16, torch.float32, torch.device("cpu"))
     costs = measure_costs(target, cache, most)  # type: ignore[arg-type]
