@@ -9,7 +9,9 @@ from paceline.draft.predicted import PredictedDrafter
 from paceline.errors import ConfigError
 
 PROMPT = "Once upon a time"
-DRAFTS = ("paceline/tiny-draft", "ngram", "hybrid:suffix+ngram", "eagle3:paceline/tiny-eagle3")
+# Nodes are named, as else prices measured at start-up say how many pay, and so how far a step goes.
+EAGLE3 = "eagle3:paceline/tiny-eagle3,nodes=20"
+DRAFTS = ("paceline/tiny-draft", "ngram", "hybrid:suffix+ngram", EAGLE3)
 
 
 @pytest.fixture(scope="module")
