@@ -38,7 +38,9 @@ def one_round() -> Iterator[None]:
 
     real = measuring.measure
 
-    def once(run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object) -> Any:
+    def once(
+        run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object, **__: object
+    ) -> Any:
         return real(run, counts, device, rounds=1, budget=0.0)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,8 @@ from paceline.build import measure_costs
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.trees.size import FEWEST, MOST, paying_nodes
 from paceline.model.paged.cache import PagedCache
-from paceline.pace import measure
+from paceline.pace import measure as measuring
+from paceline.pace.measure import measure
 from simulated_clock import Clock
 
 EAGLE3 = "eagle3:paceline/tiny-eagle3"
@@ -43,8 +44,9 @@ class Priced:
 def measured(monkeypatch: pytest.MonkeyPatch, price: CostCurve, most: int) -> tuple[Priced, float]:
     """What was run, and in how many simulated seconds."""
     clock = Clock()
-    for module in (build, measure):
+    for module in (build, measuring):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(measuring, "measure", measure)  # conftest.py has every step taken once
     target = Priced(price, clock)
     cache = PagedCache([(1, 4, 4)], 512, 16, torch.float32, torch.device("cpu"))
     costs = measure_costs(target, cache, most)  # type: ignore[arg-type]
