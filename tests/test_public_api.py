@@ -57,7 +57,7 @@ def test_llm_signature() -> None:
         """
         model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
         seed lossy profile backend quantize draft_quantize tensor_parallel offload
-        weights_memory draft_offload draft_device
+        weights_memory draft_offload draft_device kv_cache_dtype
         """
     )
     for method in ("generate", "stream", "chat", "close"):

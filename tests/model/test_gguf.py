@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import ggml
 from typer.testing import CliRunner
 
 from made_gguf import ARCHITECTURES, CONTEXT, write_gguf
@@ -46,6 +47,10 @@ def theirs(path: Path, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> None:
+    if architecture.startswith("gemma") and hasattr(ggml, "GGUFGemmaConverter"):
+        pytest.skip(
+            "this transformers reads Gemma's files with scores only, as real ones have them"
+        )
     path = tmp_path / "model.gguf"
     module = write_gguf(path, architecture)
     llm = LLM(str(path), draft="ngram", dtype="float32")

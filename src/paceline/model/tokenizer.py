@@ -50,6 +50,9 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
             "same model may hold one that can"
         ) from None
     tokenizer._tokenizer = mended(tokenizer.backend_tokenizer, file)
+    end = file.fields.get("tokenizer.ggml.eos_token_id")
+    if end is not None and 0 <= int(end) < len(tokenizer):  # transformers 5.17 takes <s> for it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end))
     return tokenizer
 
 
