@@ -133,6 +133,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "profile": None,
                 "backend": "auto",
                 "tensor_parallel": 1,
+                "kv_cache_dtype": "auto",
             },
         )
     ]
