@@ -33,6 +33,7 @@ device = "cpu"
 threads = 3
 max_batch_size = 5
 kv_cache_memory = "1G"
+kv_cache_dtype = "int8"
 [server]
 host = "0.0.0.0"
 port = 9000
