@@ -236,7 +236,7 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
   g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
   g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB, g.sharpness = 1.75f;
   g.outputs = m.size.eagle ? outputs.data() : nullptr;
-  g.keys = keys.data(), g.values = values.data(), g.rope = ropes, g.most = most;
+  g.keys = keys.data(), g.values = values.data(), g.coded = m.size.coded, g.rope = ropes, g.most = most;
   g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
   if (pl_grow(m.opened, &g)) printf("no memory\n"), exit(1);
   std::vector<std::vector<int32_t>> found;
@@ -250,7 +250,8 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
 
 // Drafts that grow together are those that grow alone.
 void growth(Model& m) {
-  const std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
+  std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
+  for (pl_tree& tree : trees) tree.base = m.size.coded ? 0 : tree.base;  // codes nobody wrote are no numbers
   Bytes logits = numbers(m.size.dtype, trees.size() * VOCAB), outputs = numbers(m.size.dtype, trees.size() * m.size.hidden);
   size_t row = logits.size() / trees.size(), state = outputs.size() / trees.size();
   Cache cache(m.size);
