@@ -161,6 +161,17 @@ def test_what_is_out_of_range(token: int, position: int) -> None:
         model(batch, cache)
 
 
+def test_a_pending_row_at_the_place_of_a_tree() -> None:
+    """It has no path in the tree: its keys there cannot be looked up."""
+    model = native_model("llama", torch.float32)
+    cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
+    rows = torch.arange(3)
+    span = Span(0, 0, 0, 1, (-1, -1))
+    batch = Batch(rows, torch.tensor([1, 1, 1]), rows, (span,), ((0,),))
+    with pytest.raises(IndexError, match="a token id or a position is out of range"):
+        model(batch, cache)
+
+
 def test_an_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="backend 'cuda' is not known; use one of auto, native"):
         CausalModel.load("paceline/tiny", backend="cuda")

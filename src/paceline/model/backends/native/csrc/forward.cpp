@@ -41,7 +41,10 @@ void Forward::lay_out() {
       row.own = nullptr;
       if (row.position < 0 || row.position >= base + span.nodes) throw std::out_of_range("position");
       blocks_ = std::max(blocks_, row.position / BLOCK + 1);
-      if (chain || r < span.pending) continue;
+      if (chain || r < span.pending) {
+        if (row.position >= row.shared) throw std::out_of_range("position");  // there is no path to look it up in
+        continue;
+      }
       size_t begin = own_.size();
       for (long node = r - span.pending + span.first_new; node >= 0; node = parents[node]) {
         long index = base + node;
