@@ -244,11 +244,22 @@ def test_logits_of_some_tokens(kind: str) -> None:
     ids = torch.arange(1, VOCAB, 2)
     logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
     whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
-    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids), None)
+    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
     (wanted, wide), *_ = candidates([tree], [1], whole, None)
     assert torch.equal(tokens, wanted) and (weights is None) == (wide is None)
     if weights is not None and wide is not None:
         assert torch.allclose(weights, wide)
+
+
+def test_noise_goes_by_the_token_not_by_its_place_among_some() -> None:
+    """A seeded request's candidates are those that the noise of their ids chooses."""
+    tree = BestFirstTree(Slice(request(KINDS["seeded"]), 1, 3), 3, 3, 5, CPU)
+    ids = torch.arange(1, VOCAB, 2)
+    logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
+    whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
+    (tokens, _), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
+    (wanted, _), *_ = candidates([tree], [1], whole, None)
+    assert torch.equal(tokens, wanted)
 
 
 # --- the likeliest -------------------------------------------------------------------------------

@@ -78,12 +78,12 @@ class LevelDrafter(ABC):
     ) -> list[Finished] | None:
         """The finished trees, if all of them can be grown in one call."""
         growth = self._growth_from(logits)
-        sizes = [size for tree in trees if growth and (size := tree.greedy_size())]
+        sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
             return None
         wanted = [
-            WantedTree(*size, base, self.cache.blocks_of(tree.item.seq.seq_id))
-            for tree, base, size in zip(trees, bases, sizes, strict=True)
+            WantedTree(*size, base, self.cache.blocks_of(seq.seq_id), seq.params, len(seq.tokens))
+            for seq, base, size in zip((t.item.seq for t in trees), bases, sizes, strict=True)
         ]
         ids = logits.ids if isinstance(logits, Narrow) else None
         logits = logits.logits if isinstance(logits, Narrow) else logits
@@ -131,7 +131,7 @@ class LevelDrafter(ABC):
         width = min(self._policy.max_expanded(2), most // 2, cache.block_size)
         with _stand_ins(cache, batch_size, most, max(width, 1)) as (seqs, context):
             trees = [self._policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
-            deepest = [size for tree in trees if (size := tree.greedy_size()) and size[0] > 1]
+            deepest = [size for tree in trees if (size := tree.plain_size()) and size[0] > 1]
             if deepest and deepest[0][1] <= width:  # of two levels: the newest nodes have room
                 logits = self._made_up(seqs)
                 if logits is not None and self._at_once(trees, [context] * len(seqs), logits):
