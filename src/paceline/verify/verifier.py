@@ -98,11 +98,11 @@ class Verifier:
         logits = _rows_of(logits, checks)
         seqs = [check.seq for check in checks]
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
+        if not wanted and self._walks(logits, checks):
+            return self._verdicts(checks, Decisions(self._walked(logits, checks)), None)
         if not wanted and not needs_probs(seqs):
             return self._verdicts(checks, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(checks)
-        if not wanted and self._walks(logits, checks):
-            return self._verdicts(checks, Decisions(self._walked(logits, rows, checks)), None)
         scores = adjusted(logits, rows)
         if all(seq.params.greedy for seq in seqs):
             decisions = Decisions(greedy_choice(scores))
@@ -122,26 +122,31 @@ class Verifier:
             and all(method_of(check, self.rule) == "match" for check in checks)
         )
 
-    def _walked(self, logits: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> torch.Tensor:
+    def _walked(self, logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
         """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere.
 
         A level of all trees at a time: of a tree's rows two or three are walked, and a
         distribution over a large vocabulary costs more than looking which child was chosen.
         """
-        first, starts = 0, []
+        rows, first, starts = Rows.of(checks), 0, []
         for check in checks:
             starts.append(first)
             first += check.rows
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [check.tree.tokens.tolist() for check in checks]
-        uniforms = self._uniforms(first, logits.device)
+        drawn = any(draws_unseeded(check.seq.params) for check in checks)
+        uniforms = self._uniforms(first if drawn else 0, logits.device)
         at = dict.fromkeys(range(len(checks)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
             part, place = rows.select(index), to_device(index, logits.device)
-            scores = adjusted(logits[place], part)
-            probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
-            chosen = _drawn(probs, probs, part, uniforms[place]).tolist()
+            if needs_probs(part.seqs):
+                scores = adjusted(logits[place], part)
+                probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
+                found = _drawn(probs, probs, part, uniforms[place] if drawn else uniforms)
+            else:
+                found = greedy_choice(logits[place])
+            chosen = found.tolist()
             below: dict[int, int] = {}
             for (n, row), choice in zip(at.items(), chosen, strict=True):
                 choices[starts[n] + row] = choice
