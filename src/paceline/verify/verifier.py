@@ -134,18 +134,18 @@ class Verifier:
             first += check.rows
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [check.tree.tokens.tolist() for check in checks]
-        drawn = any(draws_unseeded(check.seq.params) for check in checks)
-        uniforms = self._uniforms(first if drawn else 0, logits.device)
+        plain = not needs_probs([check.seq for check in checks])
+        uniforms = self._uniforms(0 if plain else first, logits.device)
         at = dict.fromkeys(range(len(checks)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
             part, place = rows.select(index), to_device(index, logits.device)
-            if needs_probs(part.seqs):
+            if plain:
+                found = greedy_choice(logits[place])
+            else:
                 scores = adjusted(logits[place], part)
                 probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
-                found = _drawn(probs, probs, part, uniforms[place] if drawn else uniforms)
-            else:
-                found = greedy_choice(logits[place])
+                found = _drawn(probs, probs, part, uniforms[place])
             chosen = found.tolist()
             below: dict[int, int] = {}
             for (n, row), choice in zip(at.items(), chosen, strict=True):
