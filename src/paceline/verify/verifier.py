@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Check, Verdict
 from paceline.core.draws import coupled_choice, draws_unseeded, is_coupled, pick
 from paceline.core.sampling import (
@@ -115,7 +116,7 @@ class Verifier:
     def _walks(self, logits: torch.Tensor, checks: Sequence[Check]) -> bool:
         """True if rows beside the accepted paths need no distribution."""
         return (
-            logits.device.type == "cpu"
+            not transfer.apart(logits.device)
             and not self.lossy  # a rule of its own
             and any(len(check.tree) for check in checks)
             and not any(check.tree.wants_choices for check in checks)
