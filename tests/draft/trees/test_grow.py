@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -293,7 +294,8 @@ def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verif
         seq, table = request(SamplingParams(temperature=1.0, seed=seed)), Table(seed)
         tree, _ = table.grow([BestFirstTree(Slice(seq, 1, 3), 3, 2, 6, CPU)])[0]
         logits = torch.stack([table.after(seq, path) for path in [(), *strings(tree)]])
-        (verdict,) = Verifier()(logits, [Check(seq, 0, tree)])
+        whole = replace(tree, wants_choices=True)
+        (verdict,) = Verifier()(logits, [Check(seq, 0, whole)])
         first = likeliest(table.after(seq, ())[None], Rows((seq,), (0,)), 1)[0]
         assert int(first) == verdict.choices[0] == verdict.tokens[0]
         for node, path in enumerate(strings(tree)):
