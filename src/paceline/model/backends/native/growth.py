@@ -1,8 +1,8 @@
 """Drafts of greedy and of seeded requests, grown to their end in one call: csrc/grow.cpp.
 
 Between the levels of a small draft Python takes longer than the forward. What is grown here is what
-draft/trees/grow.py grows, up to ties and the last bits of scores; for sampled requests, among the
-64 likeliest tokens of each row.
+draft/trees/grow.py grows, up to ties and the last bits of scores; for sampled requests, without the
+tokens that are a millionth as likely as a row's likeliest.
 """
 
 from __future__ import annotations

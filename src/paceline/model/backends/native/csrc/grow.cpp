@@ -2,13 +2,15 @@
 // does, a forward a level, without a word of Python between the levels.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 #include "forward.h"
 
 namespace {
 
 constexpr float NEVER = -INFINITY;
-constexpr long LOOKED_AT = 64;  // of a sampled row: what is less likely hardly ever wins a race
+constexpr float LEAST = -14.0f;  // of a sampled row's log-probabilities: what is less likely hardly ever wins a race
 
 // core/noise.py, bit for bit up to the logarithm: splitmix64, and Exp(1) noise of a key and an id.
 uint64_t stirred(uint64_t x) {
@@ -66,26 +68,44 @@ struct Tree {
   }
 };
 
-// What a sampled request may draft of a row's likeliest tokens, `values` being their logits and
-// `mass` the sum of all exponentials: log-probabilities after truncation; with a seed those of
-// winning the race that the verifier will run, in their order.
-void sample(const pl_tree& want, const int64_t* ids, int64_t position, long count, float mass, int32_t* places, float* values) {
-  float first = values[0], least = std::log(want.min_p), kept = 0.0f, sum = 0.0f;
-  long few = 0, n = 0;
-  for (long c = 0; c < count; c++) values[c] = want.sharpness * (values[c] - first) - std::log(mass);
-  while (few < count && few < want.top_k && values[few] - values[0] >= least) kept += std::exp(values[few++]);
-  float most = want.top_p * (few < count ? kept : 1.0f);
-  for (; n < few && (sum < most || want.top_p >= 1.0f); n++) sum += std::exp(values[n]);
-  if (want.sampled == 2) {
-    std::vector<std::pair<float, int32_t>> raced;
-    uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
-    for (long c = 0; c < n; c++)
-      raced.push_back({values[c] - std::log(noise(key, ids ? ids[places[c]] : places[c])), places[c]});
-    std::sort(raced.begin(), raced.end(), [](auto& a, auto& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); });
-    sum = 0.0f;
-    for (long c = 0; c < n; c++) values[c] = raced[c].first, places[c] = raced[c].second, sum += std::exp(values[c]);
+float number(int64_t dtype, const char* row, long place) {
+  if (dtype == PL_FLOAT32) return reinterpret_cast<const float*>(row)[place];
+  uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[place]) << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// The `count` likeliest tokens of a sampled request's row and their log-probabilities, after
+// truncation; with a seed those of winning the race that the verifier will run.
+void sample(const pl_tree& want, const pl_growth& g, int64_t dtype, const char* row, int64_t position, long count,
+            int32_t* places, float* values) {
+  using Found = std::pair<float, int32_t>;
+  auto better = [](const Found& a, const Found& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
+  std::vector<Found> found;
+  float first = NEVER, kept = 0.0f, sum = 0.0f;
+  for (long c = 0; c < g.columns; c++) first = std::max(first, number(dtype, row, c));
+  float least = std::max(LEAST, std::log(want.min_p));
+  for (long c = 0; c < g.columns; c++) {
+    float x = want.sharpness * (number(dtype, row, c) - first);
+    if (x >= least) found.push_back({x, static_cast<int32_t>(c)});
   }
-  for (long c = 0; c < count; c++) values[c] = c < n ? values[c] - std::log(sum) : NEVER;
+  if (want.top_p < 1.0f || want.top_k < static_cast<int64_t>(found.size())) {
+    std::sort(found.begin(), found.end(), better);
+    found.resize(std::min<size_t>(found.size(), static_cast<size_t>(want.top_k)));
+    for (const Found& f : found) kept += std::exp(f.first);
+    size_t n = 0;
+    while (n < found.size() && sum < want.top_p * kept) sum += std::exp(found[n++].first);
+    found.resize(n);
+  }
+  uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
+  if (want.sampled == 2)
+    for (Found& f : found) f.first -= std::log(noise(key, g.ids ? g.ids[f.second] : f.second));
+  long some = std::min<long>(count, static_cast<long>(found.size()));
+  std::partial_sort(found.begin(), found.begin() + some, found.end(), better);
+  sum = 0.0f;
+  for (const Found& f : found) sum += std::exp(f.first);
+  for (long c = 0; c < count; c++) places[c] = c < some ? found[c].second : 0, values[c] = c < some ? found[c].first - std::log(sum) : NEVER;
 }
 
 // The candidates below each tree's newest nodes, from the logits after them.
@@ -94,7 +114,7 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
   long width = 1;
   std::vector<const pl_tree*> of;  // each row
   for (const Tree* t : trees) {
-    width = std::max<long>(width, t->want.sampled ? std::max<long>(t->want.width, LOOKED_AT) : t->want.width);
+    width = std::max<long>(width, t->want.width);
     of.insert(of.end(), static_cast<size_t>(t->rows), &t->want);
   }
   width = std::min<long>(width, g.columns);
@@ -106,11 +126,15 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
     const pl_tree& want = *of[r];
     int32_t* place = &places[r * width];
     float* value = &values[r * width];
-    long count = want.sampled ? width : std::min<long>(want.width, width);
-    float mass = k.likeliest(m.dtype, logits + r * bytes, g.columns, count, want.sharpness, place, value), first = value[0];
-    if (want.sampled) sample(want, g.ids, want.position + level - 1, count, mass, place, value);
+    const char* row = logits + r * bytes;
+    long count = std::min<long>(want.width, width);
+    if (want.sampled) {
+      sample(want, g, m.dtype, row, want.position + level - 1, count, place, value);
+      continue;
+    }
+    float mass = k.likeliest(m.dtype, row, g.columns, count, want.sharpness, place, value), first = value[0];
     // A chain has no choice, so that what it scores does not matter.
-    else for (long c = 0; c < count; c++) value[c] = count == 1 ? 0.0f : want.sharpness * (value[c] - first) - std::log(mass);
+    for (long c = 0; c < count; c++) value[c] = count == 1 ? 0.0f : want.sharpness * (value[c] - first) - std::log(mass);
   }
   for (Tree* t : trees) {
     long first = t->expanded() - t->rows;
