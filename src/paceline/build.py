@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.costs import TargetCosts
-from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.base import Drafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.router import Router
 from paceline.draft.spec import DraftContext, Loading, Prepared
@@ -211,7 +211,18 @@ def build_engine(
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
-    return Engine(target, cache, drafter, verifier, scheduler, controller)
+    draw_seed = _draw_seed(options, drafter)
+    return Engine(target, cache, drafter, verifier, scheduler, controller, draw_seed)
+
+
+def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
+    """Seeds for sampled requests that bring none: under the coupled rule, and where that makes
+    their drafts far cheaper. A text is as random as its seed."""
+    cheaper = options.rule == "auto" and not options.lossy and prefers_seeds(drafter)
+    if options.rule != "coupled" and not cheaper:
+        return None
+    seeds = seeded_generator(torch.device("cpu"), options.seed)
+    return lambda: int(torch.randint(2**62, (), generator=seeds))
 
 
 @torch.inference_mode()

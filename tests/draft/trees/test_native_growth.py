@@ -63,7 +63,9 @@ class Watched:
             patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
 
 
-def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> list[list[int]]:
+def generate(
+    folders: dict[str, str], spec: str, length: int, rule: str = "auto", **params: Any
+) -> list[list[int]]:
     llm = LLM(
         folders["target"],
         spec.format(**folders),
@@ -71,6 +73,7 @@ def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> 
         backend="native",
         draft_length=length,
         max_batch_size=4,
+        rule=rule,
     )
     asked = [
         SamplingParams(**{"max_tokens": 12 + n, "ignore_eos": True, **params})
@@ -123,7 +126,9 @@ def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **para
     assert sum(same) >= 0.95 * max(len(trees), len(levels_trees))
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.7}, {"logit_bias": {5: 1.0}}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.7, "rule": "block"}, {"logit_bias": {5: 1.0}}]
+)
 def test_what_is_drawn_or_not_plain_grows_level_by_level(
     folders: dict[str, str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +137,22 @@ def test_what_is_drawn_or_not_plain_grows_level_by_level(
     monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
     generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, **params)
     assert watched.trees
+    assert not watched.calls
+
+
+def test_what_is_sampled_without_a_seed_is_given_one_where_that_is_cheaper(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its trees grow in one call; a second request of the same prompt has another text."""
+    watched = Watched(monkeypatch, True)
+    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    texts = [
+        generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, temperature=1.0) for _ in range(2)
+    ]
+    assert watched.calls and watched.trees
+    assert texts[0] != texts[1]
+    watched.calls = 0
+    generate(folders, "model:{draft}", 3, temperature=1.0)  # chains are drawn
     assert not watched.calls
 
 

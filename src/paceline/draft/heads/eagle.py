@@ -242,9 +242,10 @@ class EagleDrafter(LevelDrafter):
         size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
         return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
 
-    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+    @property
+    def growth(self) -> NativeGrowth | None:
         reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
-        return None if reduced and not isinstance(logits, Narrow) else self._step.growth
+        return None if reduced and not self._fits else self._step.growth
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
         config, like = self.head.config, self.cache.kv(0)[0]

@@ -29,7 +29,6 @@ from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.shape import Shape
-from paceline.draft.vocabulary.shared import widened
 from paceline.model.paged.cache import Feed
 
 
@@ -126,6 +125,11 @@ class Narrow:
     ids: torch.Tensor
     vocab: int
 
+    def whole(self) -> torch.Tensor:
+        """``[R, vocab]``, minus infinity for the others."""
+        rows = self.logits.new_full((len(self.logits), self.vocab), -torch.inf)
+        return rows.index_copy_(1, self.ids, self.logits)
+
 
 Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
 
@@ -169,8 +173,7 @@ def candidates(
     if isinstance(logits, Narrow):
         ids = logits.ids
         if not all(is_plain_greedy(tree.item.seq) for tree in trees):
-            wide = widened(logits.logits, ids, logits.vocab)
-            return candidates(trees, counts, wide, generator)
+            return candidates(trees, counts, logits.whole(), generator)
         found = candidates(trees, counts, logits.logits, generator)
         return [(ids[tokens], weights) for tokens, weights in found]
     kinds = {tree.samples for tree in trees}

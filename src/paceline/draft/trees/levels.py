@@ -77,7 +77,7 @@ class LevelDrafter(ABC):
         self, trees: Sequence[Growing], bases: Sequence[int], logits: Logits
     ) -> list[Finished] | None:
         """The finished trees, if all of them can be grown in one call."""
-        growth = self._growth_from(logits)
+        growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
             return None
@@ -93,9 +93,16 @@ class LevelDrafter(ABC):
             for tree in growth(self.cache, wanted, logits, ids, outputs)
         ]
 
-    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
-        """What grows whole trees, given these logits after the committed tokens; None: levels."""
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """What grows whole trees; None: they grow level by level."""
         return None
+
+    @property
+    def prefers_seeds(self) -> bool:
+        """Best-first trees grow in one call where nothing is drawn; drawn ones, level by level over
+        the target's whole vocabulary, take several times as long, and are verified likewise."""
+        return self._policy.nodes > 0 and self.growth is not None
 
     def _outputs(self, ids: Sequence[int]) -> torch.Tensor | None:
         """What is run reads beside tokens, ``[trees, H]``; None: nothing."""
