@@ -41,8 +41,9 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, Logits, Narrow, level_feed
+from paceline.draft.trees.grow import Growing, level_feed
 from paceline.draft.trees.levels import LevelDrafter
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.paged.blocks import OutOfBlocksError

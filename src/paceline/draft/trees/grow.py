@@ -28,6 +28,7 @@ from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.shape import Shape
 from paceline.model.paged.cache import Feed
 
@@ -110,28 +111,6 @@ def _rows(tree: Growing) -> int:
 
 def _depth(tree: Growing) -> int:
     return depths_of(tree.expanded_parents)[-1] if tree.expanded_parents else 0
-
-
-@dataclass(frozen=True)
-class Narrow:
-    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending; no other of the
-    ``vocab`` is likely.
-
-    Enough where the request's choice is the largest logit (``is_plain_greedy``). Of 49,152 tokens a
-    head knows 8,192: all that is done with a row costs a sixth.
-    """
-
-    logits: torch.Tensor
-    ids: torch.Tensor
-    vocab: int
-
-    def whole(self) -> torch.Tensor:
-        """``[R, vocab]``, minus infinity for the others."""
-        rows = self.logits.new_full((len(self.logits), self.vocab), -torch.inf)
-        return rows.index_copy_(1, self.ids, self.logits)
-
-
-Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
 
 
 def grow(

@@ -14,7 +14,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, Logits, Narrow, candidates, grow, level_feed
+from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.native.growth import NativeGrowth, WantedTree
 from paceline.model.paged.cache import Feed, PagedCache
