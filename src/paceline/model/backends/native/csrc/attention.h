@@ -71,10 +71,28 @@ void fold(const Attention& a, const float* partial, long row, long step_rows) {
   }
 }
 
+// Lanes of numbers of 16 keys as rows of a panel.
+inline void unpack(const float*, V lanes, float* to) { store(to, lanes); }
+inline void unpack(const uint16_t*, V lanes, float* to) {
+  uint16_t pairs[32];
+  store(reinterpret_cast<float*>(pairs), lanes);
+  store(to, even_of(pairs));
+  store(to + PANEL, odd_of(pairs));
+}
+inline void unpack(const int8_t*, V lanes, float* to) {
+  uint32_t codes[16];
+  store(reinterpret_cast<float*>(codes), lanes);
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++)
+    for (int i = 0; i < 16; i++)
+      to[k * PANEL + i] = static_cast<float>(static_cast<int32_t>(codes[i] << (24 - 8 * k)) >> 24);
+}
+
 // One item: its rows' query heads as rows of small products. Number: of the cache; int8_t: codes.
 template <class Number>
 struct Tile {
   static constexpr bool coded = sizeof(Number) == 1;
+  static constexpr long each = 4 / sizeof(Number);  // numbers that are turned as one lane
   const Attention& a;
   const AttentionItem& item;
   const Row* rows;
@@ -116,42 +134,23 @@ struct Tile {
     return static_cast<int32_t>(row.table[position / a.block_size] * a.block_size + position % a.block_size);
   }
 
-  // Codes of a key from `i` on, four a lane; zeros behind them.
-  V four_codes(const Number* key, long i) const {
-    if (d - i >= 64) return load(reinterpret_cast<const float*>(key + i));
+  // A key's next 64 bytes from number `i` on as lanes of `each` numbers; zeros behind its numbers.
+  V lanes_of(const Number* key, long i) const {
+    long bytes = (d - i) * static_cast<long>(sizeof(Number));
+    if (bytes >= 64) return load(reinterpret_cast<const float*>(key + i));
     float lanes[16] = {};
-    memcpy(lanes, key + i, static_cast<size_t>(d - i));
+    if (bytes > 0) memcpy(lanes, key + i, static_cast<size_t>(bytes));
     return load(lanes);
-  }
-
-  void lay_out_codes(const int32_t* at, long count) {
-    for (long half = 0; half < PANEL; half += 16)
-      for (long i = 0; i < d; i += 64) {
-        V t[16];
-        for (long j = 0; j < 16; j++) t[j] = half + j < count ? four_codes(keys + at[half + j] * stride, i) : zero();
-        transpose(t);
-        for (long j = 0; j < 16 && i + 4 * j < width; j++) {
-          float* to = panel + (i + 4 * j) * PANEL + half;
-          store(to, byte_of<0>(t[j]));
-          store(to + PANEL, byte_of<1>(t[j]));
-          store(to + 2 * PANEL, byte_of<2>(t[j]));
-          store(to + 3 * PANEL, byte_of<3>(t[j]));
-        }
-      }
   }
 
   // Keys at slots[0 .. count) as a panel of 32 outputs; zeros for the others.
   void lay_out(const int32_t* at, long count) {
-    if constexpr (coded) return lay_out_codes(at, count);
     for (long half = 0; half < PANEL; half += 16)
-      for (long i = 0; i < width; i += 16) {
+      for (long i = 0; i < width; i += 16 * each) {
         V t[16];
-        for (long j = 0; j < 16; j++) {
-          bool there = half + j < count && i < d;
-          t[j] = there ? load_first(keys + at[half + j] * stride + i, d - i) : zero();
-        }
-        if (half < count && i < d) transpose(t);
-        for (long j = 0; j < 16; j++) store(panel + (i + j) * PANEL + half, t[j]);
+        for (long j = 0; j < 16; j++) t[j] = half + j < count ? lanes_of(keys + at[half + j] * stride, i) : zero();
+        if (half < count) transpose(t);
+        for (long j = 0; j < 16 && i + each * j < width; j++) unpack(keys, t[j], panel + (i + each * j) * PANEL + half);
       }
   }
 

@@ -30,23 +30,18 @@ struct TiledAttention {
   // Scores of `count` query heads from `head` on for 32 keys. False if this is not for tiles.
   template <class Tile>
   bool score(const Tile& t, long head, long count, const int32_t* slots, long there, float* to) {
-    if (!t.narrow || (!t.coded && t.d % 2)) return false;
+    if (!t.narrow) return false;
     uint16_t* keys = panel(t);
-    constexpr long each = Tile::coded ? 4 : 2;  // numbers of one key that are one lane
     for (long half = 0; half < PANEL; half += TILE)
-      for (long i = 0; i < t.width; i += TILE * each) {
+      for (long i = 0; i < t.width; i += TILE * t.each) {
         V lanes[16];
-        for (long j = 0; j < TILE; j++) {
-          const auto* key = t.keys + slots[half + j < there ? half + j : 0] * t.stride;
-          bool seen = half + j < there && i < t.d;
-          lanes[j] = !seen ? zero() : Tile::coded ? t.four_codes(key, i)
-                                                  : load_first(reinterpret_cast<const float*>(key + i), (t.d - i) / 2);
-        }
+        for (long j = 0; j < TILE; j++)
+          lanes[j] = half + j < there ? t.lanes_of(t.keys + slots[half + j] * t.stride, i) : zero();
         transpose(lanes);
-        for (long j = 0; j < TILE && i + each * j < t.width; j++) {
-          float* to = reinterpret_cast<float*>(keys + (i + each * j) * PANEL + 2 * half);
-          store(to, Tile::coded ? paired(byte_of<0>(lanes[j]), byte_of<1>(lanes[j])) : lanes[j]);
-          if (Tile::coded) store(to + PANEL, paired(byte_of<2>(lanes[j]), byte_of<3>(lanes[j])));
+        for (long j = 0; j < TILE && i + t.each * j < t.width; j++) {
+          float* to = reinterpret_cast<float*>(keys + (i + t.each * j) * PANEL + 2 * half);
+          store(to, Tile::coded ? paired<0>(lanes[j]) : lanes[j]);
+          if (Tile::coded) store(to + PANEL, paired<2>(lanes[j]));
         }
       }
     for (long h = 0; h < count; h += 2 * TILE) {
@@ -58,9 +53,17 @@ struct TiledAttention {
   }
 
   // Numbers that are bf16 already, side by side.
-  static V paired(V even, V odd) {
-    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
-    return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd.v)))};
+  static V joined(__m512 even, __m512 odd) {
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd)))};
+  }
+
+  // Codes k and k + 1 of each lane.
+  template <int k>
+  static V paired(V lanes) {
+    __m512i codes = _mm512_castps_si512(lanes.v);
+    return joined(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(codes, 24 - 8 * k), 24)),
+                  _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(codes, 16 - 8 * k), 24)));
   }
 
   // The run's query heads by the values of its stripes.
@@ -87,19 +90,9 @@ struct TiledAttention {
   // 16 numbers from `i` on of the values of two keys, side by side.
   template <class Tile>
   static void interleave(const Tile& t, long j, long i, uint16_t* to) {
-    __m512i even = widened(t, j, i), odd = widened(t, j + 1, i);
-    _mm512_storeu_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-  }
-
-  template <class Tile>
-  static __m512i widened(const Tile& t, long j, long i) {
-    const auto* value = t.values + t.slots[j] * t.stride + i;
-    if (Tile::coded)
-      return _mm512_srli_epi32(_mm512_castps_si512(i < t.d ? load_first(value, t.d - i).v : zero().v), 16);
-    if (t.d - i >= TILE) return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value)));
-    uint16_t some[16] = {};
-    if (i < t.d) memcpy(some, value, static_cast<size_t>(t.d - i) * 2);
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(some)));
+    const auto *even = t.values + t.slots[j] * t.stride + i, *odd = t.values + t.slots[j + 1] * t.stride + i;
+    V both = i < t.d ? joined(load_first(even, t.d - i).v, load_first(odd, t.d - i).v) : zero();
+    store(reinterpret_cast<float*>(to), both);
   }
 };
 

@@ -5,7 +5,6 @@
 //
 //   load, store        16 floats; of uint16_t: 16 bf16 numbers, rounded to nearest even
 //   load               of int8_t: 16 whole numbers
-//   byte_of<k>         the k-th bytes of 16 lanes of four, which are whole numbers
 //   even_of, odd_of    16 pairs of bf16 numbers: the first of each, the second of each, as floats
 //   fma(a, b, c)       a * b + c, rounded once. Nothing else is ever contracted (-ffp-contract=off)
 //   larger, smaller    the second where one is NaN

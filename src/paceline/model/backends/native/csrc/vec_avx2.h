@@ -61,15 +61,6 @@ static inline __m256 half_load(const int8_t* p) {
 }
 static inline V load(const int8_t* p) { return {half_load(p), half_load(p + 8)}; }
 
-template <int k>
-static inline __m256 half_byte(__m256 x) {
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 24 - 8 * k), 24));
-}
-template <int k>
-static inline V byte_of(V x) {
-  return {half_byte<k>(x.a), half_byte<k>(x.b)};
-}
-
 static inline __m256i rounded_bits(__m256 x) {
   __m256i bits = _mm256_castps_si256(x);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -62,14 +62,6 @@ static inline V load(const uint16_t* p) {
 static inline V load(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
-template <int k>
-static inline V byte_of(V a) {
-  return each([&](int i) {
-    int8_t bytes[4];
-    memcpy(bytes, &a.v[i], 4);
-    return static_cast<float>(bytes[k]);
-  });
-}
 static inline V as_bf16(V a) {
   return each([&](int i) { return float_of(rounded_bits(a.v[i]) & 0xffff0000u); });
 }
