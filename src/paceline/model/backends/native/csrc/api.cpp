@@ -22,7 +22,8 @@ bool usable(const Kernels* k) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (k == &kernels_amx) {
-    static const bool works = &kernels_amx && usable(&kernels_avx512) && amx_works(kernels_amx, kernels_avx512);
+    static const bool works = &kernels_amx && usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16") &&
+                              amx_works(kernels_amx, kernels_avx512);
     return works;
   }
   if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");

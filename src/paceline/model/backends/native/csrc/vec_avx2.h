@@ -26,10 +26,10 @@ static inline V nearest(V x) {
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
 
-static inline __m256 half_power(__m256 n) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+static inline __m256 half_power(__m256 whole) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole), 23));
 }
-static inline V power_of_two(V n) { return {half_power(n.a), half_power(n.b)}; }
+static inline V power_of(V whole) { return {half_power(whole.a), half_power(whole.b)}; }
 
 static inline V zero_below(V x, float limit, V y) {
   __m256 l = _mm256_set1_ps(limit);
