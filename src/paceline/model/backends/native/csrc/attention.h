@@ -124,7 +124,7 @@ struct Plain {
   }
 };
 
-// One item: its rows' query heads as rows of small products.
+// One KV head of an item: its rows' query heads as rows of small products.
 template <class Number, template <class> class Products>
 struct Tile {
   typedef typename Products<Number>::Weight Weight;
@@ -183,12 +183,7 @@ struct Tile {
   void score() {
     long known = high < shared ? high : shared;
     for (long at = low; at < known; at += PANEL) {
-      if (first == 0) {
-        long count = at + PANEL < known ? PANEL : known - at, more = known - at - count;
-        entries.fetch(entries.values, at, count);
-        entries.fetch(entries.keys, at + PANEL, more < PANEL ? more : PANEL);
-        products.lay_out_keys(at, at, count);
-      }
+      if (first == 0) products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
       products.score(at, first * group, (last - first) * group, scores + at);
     }
     for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
@@ -217,15 +212,15 @@ struct Tile {
     return most;
   }
 
-  // Its scores to exponentials; their sums.
-  V weigh(long h) {
+  // Its scores to exponentials; their sums, lane by lane.
+  void weigh(long h, float* sums) {
     const long r = h / group, begin = from[r] / 16 * 16, end = round_up(to[r], 16), known = round_up(high, STRIPE);
     float* s = scores + (h - first * group) * BLOCK;
     Weight* w = weights + (h - first * group) * BLOCK;
     V most = set1(block.m[h]), total = zero();
     bool none = from[r] >= to[r];
     memset(w + low, 0, static_cast<size_t>((none ? known : begin) - low) * sizeof(Weight));
-    if (none) return total;
+    if (none) return store(sums, total);
     if (coded) look_up_path(r);
     for (long j = begin; j < end; j += 16) {
       V x = load(s + j) - most, e = narrow ? coarse_exponential(x) : exponential(x);
@@ -234,7 +229,7 @@ struct Tile {
     }
     for (long j = begin; j < from[r]; j++) w[j] = 0;  // a scale of what is not seen may be anything
     memset(w + to[r], 0, static_cast<size_t>(known - to[r]) * sizeof(Weight));
-    return total;
+    store(sums, total);
   }
 
   // m and l of all query heads, 16 at a time.
@@ -246,7 +241,9 @@ struct Tile {
       transpose(each);
       for (long k = 1; k < 16; k++) each[0] = larger(each[k], each[0]);
       store_first(block.m + h, count, each[0]);
-      for (long k = 0; k < 16; k++) each[k] = k < count ? weigh(h + k) : zero();
+      float sums[16 * 16] = {};
+      for (long k = 0; k < count; k++) weigh(h + k, sums + 16 * k);
+      for (long k = 0; k < 16; k++) each[k] = load(sums + 16 * k);
       transpose(each);
       for (long lanes = 8; lanes; lanes /= 2)  // as a tree
         for (long k = 0; k < lanes; k++) each[k] = each[k] + each[k + lanes];
@@ -321,7 +318,8 @@ struct Tile {
 
 template <class Number, template <class> class Products>
 void attend_by(const Attention& a, const AttentionItem& item) {
-  Tile<Number, Products>(a, item).run();
+  for (AttentionItem one = item; one.kv_head < item.kv_head + item.kv_heads; one.kv_head++)
+    Tile<Number, Products>(a, one).run();
 }
 
 void attend(const Attention& a, const AttentionItem& item) {

@@ -67,13 +67,6 @@ struct Entries {
     }
   }
 
-  // They lie far apart: the processor does not foresee them.
-  void fetch(const Number* of, long at, long count) const {
-    constexpr long line = 64 / sizeof(Number);
-    for (long j = at; j < at + count; j++)
-      for (long i = 0; i < entry; i += line) __builtin_prefetch(of + slots[j] * stride + i);
-  }
-
   // A key's next 64 bytes from number `i` on as lanes of `each` numbers; zeros behind its numbers.
   V lanes_of(const Number* key, long i) const {
     long bytes = (d - i) * static_cast<long>(sizeof(Number));

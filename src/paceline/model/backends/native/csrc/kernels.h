@@ -68,7 +68,7 @@ struct Row {
   const int32_t* table;
 };
 
-// Attention of rows with one block table, for one KV head.
+// Attention of rows.
 struct Attention {
   const pl_model* model;
   const void *keys, *values;
@@ -82,11 +82,11 @@ struct Attention {
   float* scratch;  // of this thread: attention_scratch() floats
 };
 
-// Rows `first .. first + rows` and blocks `from .. to` of one KV head. Partial results of a row and
+// Rows `first .. first + rows` and blocks `from .. to` of some KV heads. Partial results of a row and
 // query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
 // each block's results go to partial + (block * step rows + row) * result_size: see attention.h.
 struct AttentionItem {
-  long first, rows, kv_head, from, to;
+  long first, rows, kv_head, kv_heads, from, to;
   float* partial;
   long step_rows;
 };
