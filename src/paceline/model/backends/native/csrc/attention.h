@@ -93,11 +93,6 @@ struct Plain {
 
   static void put(float* to, V weight, bool narrow) { store(to, narrow ? as_bf16(weight) : weight); }
 
-  void lay_out_query(long h, const float* q) {
-    for (long i = 0; i < e.width; i += 16)
-      store(queries + h * e.width + i, i < e.d ? load_first(q + i, e.d - i) : zero());
-  }
-
   // `count` keys as a panel of 32 outputs, in this place of it if there are several.
   void lay_out_keys(long, long at, long count) {
     e.turn(at, count, [&](V lanes, long i, long half) { unpack(e.keys, lanes, panel + i * PANEL + half); });
@@ -284,7 +279,8 @@ struct Tile {
 
   void run() {
     for (long h = 0; h < heads; h++)
-      products.lay_out_query(h, a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * entries.d);
+      entries.lay_out_query(a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * entries.d,
+                            products.queries + h * width);
     start(all, heads, width);
     for (long number = item.from; number < item.to; number++) {
       begin = number * BLOCK;

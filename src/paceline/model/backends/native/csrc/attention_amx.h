@@ -39,11 +39,6 @@ struct Tiled {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weight.v));
   }
 
-  void lay_out_query(long h, const float* q) {
-    for (long i = 0; i < e.width; i += 16)
-      store(queries + h * e.width + i, i < e.d ? load_first(q + i, e.d - i) : zero());
-  }
-
   void lay_out_keys(long place, long at, long count) {
     e.turn(at, count, [&](V lanes, long i, long half) {
       float* to = reinterpret_cast<float*>(keys + (place * e.width + i * PANEL) + 2 * half);

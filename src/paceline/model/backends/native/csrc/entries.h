@@ -40,16 +40,16 @@ struct Entries {
   static constexpr bool coded = sizeof(Number) == 1;
   static constexpr long each = 4 / sizeof(Number);  // numbers that are turned as one lane
   const Attention& a;
-  const long d, width, entry, stride;  // entry: of a slot; stride: from slot to slot
+  const long d, width, stride;  // stride: from slot to slot
   const Number *keys, *values;
   int32_t slots[BLOCK];
   float key_scales[BLOCK], value_scales[BLOCK];
 
   Entries(const Attention& a, long head)
       : a(a), d(a.model->head_dim), width(round_up(d, STRIPE)),
-        entry(entry_bytes(*a.model, coded) / static_cast<long>(sizeof(Number))), stride(a.model->kv_heads * entry),
-        keys(static_cast<const Number*>(a.keys) + head * entry),
-        values(static_cast<const Number*>(a.values) + head * entry) {}
+        stride(a.model->kv_heads * entry_bytes(*a.model, coded) / static_cast<long>(sizeof(Number))),
+        keys(static_cast<const Number*>(a.keys) + head * stride / a.model->kv_heads),
+        values(static_cast<const Number*>(a.values) + head * stride / a.model->kv_heads) {}
 
   // The row's keys and values at from .. to of the block that begins at `begin`.
   void look_up(const Row& row, long begin, long from, long to) {
@@ -65,6 +65,11 @@ struct Entries {
       memcpy(key_scales + j, keys + slots[j] * stride + d, sizeof(float));
       memcpy(value_scales + j, values + slots[j] * stride + d, sizeof(float));
     }
+  }
+
+  template <class T>
+  void lay_out_query(const float* q, T* to) const {
+    for (long i = 0; i < width; i += 16) store(to + i, i < d ? load_first(q + i, d - i) : zero());
   }
 
   // A key's next 64 bytes from number `i` on as lanes of `each` numbers; zeros behind its numbers.
