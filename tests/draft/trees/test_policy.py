@@ -24,15 +24,15 @@ def test_shallow_trees_have_fewer_nodes(nodes: int, width: int, sizes: list[int]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_begin_with_as_many_nodes_as_were_announced(temperature: float) -> None:
+def test_trees_have_no_more_nodes_than_were_announced(temperature: float) -> None:
     """Drawn ones are static; of greedy ones the nodes that stay are chosen when they have grown."""
     policy = Policy(nodes=16)
     seq = SequenceState(0, [1, 2], 2, SamplingParams(temperature=temperature), cached=1)
     for length in (1, 2, 3):
         tree = policy.start(Slice(seq, 1, length), torch.device("cpu"))
         size = tree.greedy_size()
-        announced = policy.max_nodes(length)
-        assert (size[2] if size else len(tree.shape)) == announced  # type: ignore[attr-defined]
+        nodes = size[2] if size else len(tree.shape)  # type: ignore[attr-defined]
+        assert 3 * length <= nodes <= policy.max_nodes(length)
 
 
 def test_chains_and_static_trees_are_cut() -> None:

@@ -22,8 +22,8 @@ class Policy:
     """The trees of one drafter, at most as deep as the draft length.
 
     By default a chain. ``shape``: this static tree. ``nodes``: best-first trees of up to that many
-    nodes, expanding ``width`` nodes a level. A shallow tree has fewer: ``width`` a level, or as many
-    as lead to ``nodes`` evenly in eight levels. So draft lengths have prices of their own, and a
+    nodes, expanding ``width`` nodes a level. A shallow tree has fewer: ``width`` a level, or what
+    leads to ``nodes`` evenly in eight levels. So draft lengths have prices of their own, and a
     batch for which all nodes are too dear still has shorter drafts to choose from. Requests that
     are sampled without a seed then get a static tree of as many nodes, drawn from q: that is
     accepted more often than the likeliest tokens, and than a chain (embedded pair, temperature 1,
