@@ -12,12 +12,13 @@ from paceline.core.sequence import SequenceState, SequenceView
 from paceline.pace.acceptance import expected_tokens, levels_tried
 from paceline.pace.choice import choose
 from paceline.pace.cost import CostModel, Draft
-from paceline.pace.ledger import KEPT, Ledger
+from paceline.pace.ledger import KEPT, SHARE, Ledger
 
 AnySequence = SequenceState | SequenceView
 Prospect = tuple[AnySequence, Sequence[Draft]]  # a sequence and its options, none first
 
 _HOLD = 4  # steps at most for which drafts of the same batch keep their lengths
+_WAIT = 32  # steps in which a team saves for looking, and for a draft then
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
@@ -94,6 +95,7 @@ class AdaptiveLength(Controller):
         self._default = default
         self.decision = Decision()
         self._step = 0
+        self._look_from = 0  # after a step: before that, looking in vain is not paid for
         self._seen: list[tuple[Decision, Sequence[Commit], float, float | None]] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
         # Members that are known by what they proposed, whoever drafted.
@@ -139,14 +141,15 @@ class AdaptiveLength(Controller):
     def _bound(self, team: str, batch: int) -> int:
         """The longest draft that a team may look for: none where no member may draft."""
         plain, members = self.cost.rest(batch), self.teams[team]
-        if max(self.ledger.allowance(member, batch, plain) for member in members) <= 0:
+        most = max(self.ledger.allowance(member, batch, plain) for member in members)
+        if most <= 0 or self._step <= self._look_from:
             return 0
         return max(self.cost.drafters[member].longest for member in members)
 
     def _hold(self, batch: int, drafts: Sequence[Draft], found: Decision) -> int:
         """Steps for which a decision stands: few where they might cost more than was won."""
         if not any(found.lengths):
-            return _HOLD_PLAIN
+            return _WAIT if found.looks else _HOLD_PLAIN
         if found.probe or found.looks or not found.made:
             return 1
         plain, names = self.cost.rest(batch), {draft.name for draft in found.made.values()}
@@ -299,7 +302,10 @@ class AdaptiveLength(Controller):
             seconds = min(seconds, _HICCUP * (rest + took + reading))
         else:  # what was looked for was not found
             names = Counter([*passes, *(n for team in held.looks for n in self.teams[team])])
-            seconds = plain + (drafting or 0.0) + held.looked
+            spent = (drafting or 0.0) + held.looked
+            seconds = plain + spent
+            if not any(self.ledger.won(name, batch, plain) > 0 for name in names):
+                self._look_from = self._step + int(min(spent / (SHARE * plain), _WAIT))
         tokens = {commit.seq_id: len(commit.tokens) for commit in commits}
         self.ledger.settle(names, tokens, seconds, plain, held.probe)
 
