@@ -28,7 +28,6 @@ from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.cost import CostModel, Profile
 from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.measure import measure, measure_target
-from paceline.pace.risk import Risk
 from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
@@ -234,21 +233,23 @@ def adaptive_length(
 ) -> AdaptiveLength:
     """The controller of all drafters that requests may name; hybrids learn their costs here."""
     cost = CostModel(costs)
-    risk = Risk(cost)
     teams: dict[str, tuple[str, ...]] = {}
     for name, member in members.items():
         team = {name: member}
         if isinstance(member, HybridDrafter):
             team = {f"{name}/{place}": own for place, own in enumerate(member.members)}
             teams[name] = tuple(team)
-            member.calibrate(risk, tuple(team))
         for key, own in team.items():
             seconds = options.known.passes_of(own.name) if options.known else None
             if seconds is None:
                 batches = sorted({1, costs.batches[-1]})
                 seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
             cost.add(key, Profile.of(own, options.max_draft_length, seconds, _COSTLESS))
-    return AdaptiveLength(risk, teams, default=next(iter(members)))
+    control = AdaptiveLength(cost, teams, default=next(iter(members)))
+    for name, member in members.items():
+        if isinstance(member, HybridDrafter):
+            member.calibrate(control, teams[name])
+    return control
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:
