@@ -45,7 +45,14 @@ def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLine
 
 
 FORMS = [
-    *((8, 192, "none"), (8, 64, "none"), (8, 64, "free"), (8, 32, "none"), (8, 16, "none"), (8, 16, "free")),
+    *(
+        (8, 192, "none"),
+        (8, 64, "none"),
+        (8, 64, "free"),
+        (8, 32, "none"),
+        (8, 16, "none"),
+        (8, 16, "free"),
+    ),
     *((4, 32, "none"), (4, 32, "whole"), (4, 64, "whole"), (4, 32, "least"), (4, 96, "least")),
 ]
 

@@ -16,7 +16,9 @@ from paceline.stages import stage
 
 _HESSIAN_BYTES = 2 << 30  # held at once; a pass over the calibration text for each such part
 GROUP = 32  # inputs of a four-bit weight that share a scale
-EIGHT_BIT_GROUP = 64  # the same of eight bits, where the kernels alone read it: a span of their sums
+EIGHT_BIT_GROUP = (
+    64  # the same of eight bits, where the kernels alone read it: a span of their sums
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ from torch import nn
 
 from paceline.errors import ModelLoadError
 
-ROW_GROUP = 32  # activations that share a scale beside four-bit weights, which have such groups, too
+ROW_GROUP = (
+    32  # activations that share a scale beside four-bit weights, which have such groups, too
+)
 _MOST_CODES = {8: 127 * 256, 4: 127}  # of activations, by the bits of the weights
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
