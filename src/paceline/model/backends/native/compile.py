@@ -45,7 +45,8 @@ _COMMON = (
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _VNNI = (*_AVX512, "-mavx512vnni", "-mf16c")
-_AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DPACELINE_AMX")  # not every compiler has
+# Not every compiler knows these.
+_AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mavx512bf16", "-DPACELINE_AMX")
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
     ("amx", "kernels.cpp", (*_AVX512, *_AMX)),

@@ -23,7 +23,7 @@ bool usable(const Kernels* k) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (k == &kernels_amx) {
     static const bool works = &kernels_amx && &quantised_amx && usable(&kernels_avx512) &&
-                              __builtin_cpu_supports("avx512vnni") &&
+                              __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
                               amx_works(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni);
     return works;
   }
@@ -158,6 +158,27 @@ void copy(const Packed& packed, Number* dense, int64_t rows, int64_t first, Numb
     }
 }
 
+template <bool out>
+void copy_numbers(const Packed& packed, void* dense, int64_t rows, int64_t first, void* data) {
+  if (packed.dtype == PL_BFLOAT16)
+    copy<uint16_t, out>(packed, static_cast<uint16_t*>(dense), rows, first, static_cast<uint16_t*>(data));
+  else
+    copy<float, out>(packed, static_cast<float*>(dense), rows, first, static_cast<float*>(data));
+}
+
+// What Python is told of it: 0 is well, 1: no memory, 2: an id or a position is out of range.
+template <class F>
+int outcome(const F& work) {
+  try {
+    work(kernels());
+    return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -179,22 +200,12 @@ int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs) {
 
 void pl_pack(int64_t dtype, int64_t place, const void* dense, int64_t rows, int64_t inputs, int64_t first,
              void* packed) {
-  Packed p{dtype, place, inputs};
-  if (dtype == PL_BFLOAT16)
-    copy<uint16_t, false>(p, static_cast<uint16_t*>(const_cast<void*>(dense)), rows, first,
-                          static_cast<uint16_t*>(packed));
-  else
-    copy<float, false>(p, static_cast<float*>(const_cast<void*>(dense)), rows, first, static_cast<float*>(packed));
+  copy_numbers<false>({dtype, place, inputs}, const_cast<void*>(dense), rows, first, packed);
 }
 
 void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t inputs, int64_t first,
                const void* packed) {
-  Packed p{dtype, place, inputs};
-  if (dtype == PL_BFLOAT16)
-    copy<uint16_t, true>(p, static_cast<uint16_t*>(dense), rows, first,
-                         static_cast<uint16_t*>(const_cast<void*>(packed)));
-  else
-    copy<float, true>(p, static_cast<float*>(dense), rows, first, static_cast<float*>(const_cast<void*>(packed)));
+  copy_numbers<true>({dtype, place, inputs}, dense, rows, first, const_cast<void*>(packed));
 }
 
 int64_t pl_quantised_bytes(const pl_weight* w) { return round_up(w->outputs, PANEL) / PANEL * panel_bytes(*w); }
@@ -210,8 +221,7 @@ void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales,
 }
 
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads) {
-  try {
-    const Kernels& k = kernels();
+  return outcome([&](const Kernels& k) {
     Rows in, scratch;
     in.shape(rows, w->inputs);
     scratch.shape(threads, product_scratch(rows, w->inputs));
@@ -231,10 +241,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
       FlushToZero flush;
       k.product(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
     }
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  });
 }
 
 void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model); }
@@ -242,37 +249,18 @@ void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model);
 void pl_close(void* opened) { delete static_cast<Opened*>(opened); }
 
 int pl_forward(void* opened, const pl_batch* batch) {
-  try {
-    const Kernels& k = kernels();
-    static_cast<Opened*>(opened)->forward.run(k, quantised_of(&k), *batch);
-    return 0;
-  } catch (const std::out_of_range&) {
-    return 2;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  Opened* own = static_cast<Opened*>(opened);
+  return outcome([&](const Kernels& k) { own->forward.run(k, quantised_of(&k), *batch); });
 }
 
 int pl_grow(void* opened, const pl_growth* growth) {
-  try {
-    const Kernels& k = kernels();
-    Opened* own = static_cast<Opened*>(opened);
-    own->growth.run(own->forward, k, quantised_of(&k), *growth);
-    return 0;
-  } catch (const std::out_of_range&) {
-    return 2;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  Opened* own = static_cast<Opened*>(opened);
+  return outcome([&](const Kernels& k) { own->growth.run(own->forward, k, quantised_of(&k), *growth); });
 }
 
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {
-  try {
-    const Kernels& k = kernels();
+  return outcome([&](const Kernels& k) {
     medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads);
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
+  });
 }
 }

@@ -8,12 +8,13 @@
 // exp(s - m) v; blocks are folded from left to right. Both products of a block, queries by keys and
 // exponentials by values, are those of products.h: keys are the outputs of one and the inputs of the
 // other, 32 at a time. Borders are positions, so nothing depends on where a chunk ends, which rows
-// share the work or how blocks are spread over threads; and no row is multiplied with a value that it
-// does not see, not even by zero: another row's infinity is its own.
+// share the work or how blocks are spread over threads; and no row is multiplied with a number that
+// it does not see, unless that is finite: zero times another row's infinity is no zero.
 //
 // A cache of codes is read as it is: codes are exact in every product, keys' scales are multiplied
 // with their scores, values' scales with their exponentials.
 #pragma once
+#include "entries.h"
 #include "kernels.h"
 #include "products.h"
 #include "vec.h"
@@ -23,33 +24,43 @@
 
 namespace {
 
-// A result over some keys: `width` sums, then l, then m.
-inline void start(float* result, long width) {
-  memset(result, 0, static_cast<size_t>(width + 1) * sizeof(float));
-  result[width + 1] = -__builtin_inff();
-}
+// Less than every score, but a number: what saw no key is changed by nothing and changes nothing.
+constexpr float LOWEST = -3e38f;
 
-inline float exponential_of(float x) {
-  float all[16];
-  store(all, exponential(set1(x)));
-  return all[0];
+// Some query heads' results over some keys: `width` sums of each, all heads' l, all heads' m.
+struct Results {
+  float *sums, *l, *m;
+  Results(float* memory, long heads, long width)
+      : sums(memory), l(memory + heads * width), m(l + round_up(heads, 16)) {}
+  float* end(long heads) const { return m + round_up(heads, 16); }
+};
+
+inline void start(const Results& r, long heads, long width) {
+  memset(r.sums, 0, static_cast<size_t>(heads * width) * sizeof(float));
+  for (long h = 0; h < heads; h++) r.l[h] = 0, r.m[h] = LOWEST;
 }
 
 // left = left and right together, with right's keys behind left's.
-inline void merge(float* left, const float* right, long width) {
-  float most = left[width + 1] > right[width + 1] ? left[width + 1] : right[width + 1];
-  float keep = exponential_of(left[width + 1] - most), gain = exponential_of(right[width + 1] - most);
-  for (long i = 0; i < width; i += 16)
-    store(left + i, fma(load(right + i), set1(gain), load(left + i) * set1(keep)));
-  left[width] = __builtin_fmaf(right[width], gain, left[width] * keep);
-  left[width + 1] = most;
+inline void merge(const Results& left, const Results& right, long heads, long width) {
+  for (long first = 0; first < heads; first += 16) {
+    V a = load(left.m + first), b = load(right.m + first), most = larger(a, b);
+    V keep = exponential(a - most), gain = exponential(b - most);
+    store(left.m + first, most);
+    store(left.l + first, fma(load(right.l + first), gain, load(left.l + first) * keep));
+    float keeps[16], gains[16];
+    store(keeps, keep);
+    store(gains, gain);
+    for (long h = 0; h < 16 && first + h < heads; h++)
+      for (long i = (first + h) * width; i < (first + h + 1) * width; i += 16)
+        store(left.sums + i, fma(load(right.sums + i), set1(gains[h]), load(left.sums + i) * set1(keeps[h])));
+  }
 }
 
-inline void finish(const Attention& a, const float* result, long row, long head) {
-  long d = a.model->head_dim, width = round_up(d, STRIPE);
+inline void finish(const Attention& a, const float* sums, float l, long row, long head) {
+  long d = a.model->head_dim;
   float* out = a.out + row * a.ldo + head * d;
   for (long i = 0; i < d; i += 16) {
-    V mean = load(result + i) / set1(result[width]);
+    V mean = load(sums + i) / set1(l);
     store_first(out + i, d - i, a.model->dtype == PL_BFLOAT16 ? as_bf16(mean) : mean);
   }
 }
@@ -59,323 +70,262 @@ inline long first_seen(const Attention& a, const Row& row) {
   return from > 0 ? from : 0;
 }
 
-void fold(const Attention& a, const float* partial, long row, long step_rows) {
+void fold(const Attention& a, float* partial, long row, long step_rows) {
   long width = round_up(a.model->head_dim, STRIPE), heads = a.model->heads;
-  float* result = a.scratch;
   const Row& own = a.row[row];
-  for (long head = 0; head < heads; head++) {
-    start(result, width);
-    for (long block = first_seen(a, own) / BLOCK; block <= own.position / BLOCK; block++)
-      merge(result, partial + ((block * step_rows + row) * heads + head) * (width + 2), width);
-    finish(a, result, row, head);
-  }
+  Results all(a.scratch, heads, width);
+  start(all, heads, width);
+  for (long block = first_seen(a, own) / BLOCK; block <= own.position / BLOCK; block++)
+    merge(all, Results(partial + (block * step_rows + row) * result_size(*a.model), heads, width), heads, width);
+  for (long head = 0; head < heads; head++) finish(a, all.sums + head * width, all.l[head], row, head);
 }
 
-// One item: its rows' query heads as rows of small products. Number: of the cache; int8_t: codes.
+// The products without tile instructions: a panel of keys or values is laid out, used and forgotten.
 template <class Number>
-struct Tile {
-  static constexpr bool coded = sizeof(Number) == 1;
-  const Attention& a;
-  const AttentionItem& item;
-  const Row* rows;
-  const Number *keys, *values;  // of the KV head
-  const bool narrow;  // what goes into products is bf16
-  long group, heads, d, width, entry, stride, step;  // entry: of a slot; stride: from slot to slot; step: of a result
-  float *q, *scores, *results, *states, *panel;
-  int32_t *slots, *own_slots;
-#if defined(PACELINE_AMX)
-  TiledAttention tiled;
-#endif
+struct Plain {
+  typedef float Weight;
+  static constexpr bool tiled = false;
+  const Entries<Number>& e;
+  float *queries, *panel;
 
-  Tile(const Attention& a, const AttentionItem& item)
-      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16) {
-    const pl_model& m = *a.model;
-    group = m.heads / m.kv_heads;
-    heads = item.rows * group;
-    d = m.head_dim;
-    width = round_up(d, STRIPE);
-    entry = entry_bytes(m, coded) / static_cast<long>(sizeof(Number));
-    stride = m.kv_heads * entry;
-    step = width + 16;  // l and m behind the sums
-    keys = static_cast<const Number*>(a.keys) + item.kv_head * entry;
-    values = static_cast<const Number*>(a.values) + item.kv_head * entry;
-    q = a.scratch;
-    scores = q + heads * width;
-    results = scores + heads * BLOCK;
-    states = results + heads * step;
-    panel = states + heads * step;
-    slots = reinterpret_cast<int32_t*>(panel + width * PANEL);
-    own_slots = slots + BLOCK;
-#if defined(PACELINE_AMX)
-    tiled.memory = reinterpret_cast<uint16_t*>(own_slots + BLOCK);
-#endif
+  Plain(const Entries<Number>& e, float* memory, long heads)
+      : e(e), queries(memory), panel(memory + heads * e.width) {}
+
+  static void put(float* to, V weight, bool narrow) { store(to, narrow ? as_bf16(weight) : weight); }
+
+  // `count` keys as a panel of 32 outputs, in this place of it if there are several.
+  void lay_out_keys(long, long at, long count) {
+    e.turn(at, count, [&](V lanes, long i, long half) { unpack(e.keys, lanes, panel + i * PANEL + half); });
   }
 
-  int32_t slot_of(const Row& row, long position) const {
-    if (position >= row.shared) return row.own[position - row.shared];
-    return static_cast<int32_t>(row.table[position / a.block_size] * a.block_size + position % a.block_size);
+  // Of `count` query heads, by the panel.
+  void score(long, long h, long count, float* to) {
+    for (long k = 0; k < count; k++) memset(to + k * BLOCK, 0, PANEL * sizeof(float));
+    panel_product(panel, queries + h * e.width, e.width, count, e.width, to, BLOCK);
   }
 
-  // Codes of a key from `i` on, four a lane; zeros behind them.
-  V four_codes(const Number* key, long i) const {
-    if (d - i >= 64) return load(reinterpret_cast<const float*>(key + i));
-    float lanes[16] = {};
-    memcpy(lanes, key + i, static_cast<size_t>(d - i));
-    return load(lanes);
+  // Values of 32 keys, of which low .. high are there, as panels of 32 inputs and 32 outputs.
+  void lay_out_values(long at, long low, long high) {
+    for (long i = 0; i < e.width; i += 16)
+      for (long j = 0; j < STRIPE; j++)
+        store(panel + i / PANEL * PANEL * STRIPE + j * PANEL + i % PANEL,
+              low <= j && j < high ? e.value(at + j, i) : zero());
   }
 
-  void lay_out_codes(const int32_t* at, long count) {
-    for (long half = 0; half < PANEL; half += 16)
-      for (long i = 0; i < d; i += 64) {
-        V t[16];
-        for (long j = 0; j < 16; j++) t[j] = half + j < count ? four_codes(keys + at[half + j] * stride, i) : zero();
-        transpose(t);
-        for (long j = 0; j < 16 && i + 4 * j < width; j++) {
-          float* to = panel + (i + 4 * j) * PANEL + half;
-          store(to, byte_of<0>(t[j]));
-          store(to + PANEL, byte_of<1>(t[j]));
-          store(to + 2 * PANEL, byte_of<2>(t[j]));
-          store(to + 3 * PANEL, byte_of<3>(t[j]));
-        }
-      }
-  }
-
-  // Keys at slots[0 .. count) as a panel of 32 outputs; zeros for the others.
-  void lay_out(const int32_t* at, long count) {
-    if constexpr (coded) return lay_out_codes(at, count);
-    for (long half = 0; half < PANEL; half += 16)
-      for (long i = 0; i < width; i += 16) {
-        V t[16];
-        for (long j = 0; j < 16; j++) {
-          bool there = half + j < count && i < d;
-          t[j] = there ? load_first(keys + at[half + j] * stride + i, d - i) : zero();
-        }
-        if (half < count && i < d) transpose(t);
-        for (long j = 0; j < 16; j++) store(panel + (i + j) * PANEL + half, t[j]);
-      }
-  }
-
-  // Keys or values of one head lie far apart: the processor does not foresee them.
-  void fetch(const Number* from, const int32_t* at, long count) {
-    constexpr long line = 64 / sizeof(Number);
-    for (long j = 0; j < count; j++)
-      for (long i = 0; i < entry; i += line) __builtin_prefetch(from + at[j] * stride + i);
-  }
-
-  // Multiply 32 scores or exponentials of each head by the scales of keys or values at slots[low .. high).
-  void scale(float* x, long count, const Number* from, const int32_t* at, long low, long high, bool round) const {
-    float scales[PANEL] = {};
-    for (long j = low > 0 ? low : 0; j < high && j < PANEL; j++) memcpy(scales + j, from + at[j] * stride + d, 4);
-    for (long h = 0; h < count; h++, x += BLOCK)
-      for (long half = 0; half < PANEL; half += 16) {
-        V scaled = load(x + half) * load(scales + half);
-        store(x + half, round ? as_bf16(scaled) : scaled);
-      }
-  }
-
-  // Scores of the query heads of rows first .. last for 32 keys at slots, which begin at `at` in the block.
-  void score(long first, long last, long at, const int32_t* from, long keys_there) {
-    float* to = scores + first * group * BLOCK + at;
-    long count = (last - first) * group;
-    for (long h = 0; h < count; h++) memset(to + h * BLOCK, 0, PANEL * sizeof(float));
-    bool done = false;
-#if defined(PACELINE_AMX)
-    done = count >= TILED_FROM && tiled.score(*this, first * group, count, from, keys_there, to);
-#endif
-    if (!done) {
-      lay_out(from, keys_there);
-      panel_product(panel, q + first * group * width, width, count, width, to, BLOCK);
-    }
-    if (coded) scale(to, count, keys, from, 0, keys_there, false);
-  }
-
-  // What a row sees of the block that begins at `begin`, as offsets; nothing: from >= to.
-  long from_of(const Row& row, long begin) const {
-    long from = first_seen(a, row) - begin;
-    return from > 0 ? from : 0;
-  }
-  long to_of(const Row& row, long begin) const {
-    long to = row.position + 1 - begin;
-    return to < BLOCK ? to : BLOCK;
-  }
-
-  void all_scores(long begin) {
-    long shared = rows[0].shared - begin;  // the same for all rows of a sequence
-    long known = 0;
-    for (long r = 0; r < item.rows; r++) known = to_of(rows[r], begin) > known ? to_of(rows[r], begin) : known;
-    known = known < shared ? known : shared;
-    for (long j = 0; j < known; j++) slots[j] = slot_of(rows[0], begin + j);
-    for (long at = 0; at < BLOCK; at += PANEL) {
-      long first = item.rows, last = 0, end = 0;
-      for (long r = 0; r < item.rows; r++) {
-        if (to_of(rows[r], begin) <= at || from_of(rows[r], begin) >= at + PANEL) continue;
-        first = r < first ? r : first;
-        last = r + 1;
-        end = to_of(rows[r], begin) > end ? to_of(rows[r], begin) : end;
-      }
-      if (first >= last) continue;
-      if (at < shared) {
-        end = end < shared ? end : shared;
-        fetch(values, slots + at, (end < at + PANEL ? end : at + PANEL) - at);
-        long next = at + PANEL;
-        if (next < known) fetch(keys, slots + next, known < next + PANEL ? known - next : PANEL);
-        score(first, last, at, slots + at, end - at);
-      }
-      for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
-        long to = to_of(rows[r], begin);
-        if (to <= shared || to <= at || at + PANEL <= shared) continue;
-        long count = to - at < PANEL ? to - at : PANEL;
-        for (long j = 0; j < count; j++) own_slots[j] = slot_of(rows[r], begin + at + j);
-        score(r, r + 1, at, own_slots, count);
-      }
-    }
-  }
-
-  // Scores to exp(s - m), and l and m of the block.
-  void weigh(const Row& row, float* s, float* result, long begin) {
-    long from = from_of(row, begin), to = to_of(row, begin);
-    long low = from / 16 * 16, high = round_up(to, 16);
-    if (a.model->attention_cap > 0)
-      for (long j = low; j < high; j += 16) store(s + j, capped(load(s + j), a.model->attention_cap));
-    for (long j = low; j < from; j++) s[j] = -__builtin_inff();
-    for (long j = to; j < high; j++) s[j] = -__builtin_inff();
-    V best = load(s + low);
-    for (long j = low + 16; j < high; j += 16) best = larger(load(s + j), best);
-    float most = largest(best);
-    V total = zero();
-    for (long j = low; j < high; j += 16) {
-      V e = exponential(load(s + j) - set1(most));
-      if (narrow && !coded) e = as_bf16(e);
-      store(s + j, e);
-      total = total + e;
-    }
-    result[width] = sum(total);
-    result[width + 1] = most;
-    memset(s, 0, static_cast<size_t>(low) * sizeof(float));
-    memset(s + high, 0, static_cast<size_t>(BLOCK - high) * sizeof(float));
-  }
-
-  // Values of 32 keys as a panel of 32 inputs and the outputs from `i` on: those at slots
-  // low .. high; zeros for the others.
-  void lay_out_values(const int32_t* at, long low, long high, long i) {
-    for (long j = 0; j < STRIPE; j++)
-      for (long half = 0; half < PANEL; half += 16) {
-        bool there = low <= j && j < high && i + half < d;
-        V value = there ? load_first(values + at[j] * stride + i + half, d - i - half) : zero();
-        store(panel + j * PANEL + half, value);
-      }
-  }
-
-  void scale_values(long first, long last, long at, const int32_t* from, long low, long high) {
-    if (coded) scale(scores + first * group * BLOCK + at, (last - first) * group, values, from, low, high, narrow);
-  }
-
-  // The query heads of rows first .. last by 32 values, which begin at `at` in the block.
-  void add(long first, long last, long at, const int32_t* from, long low, long high) {
-    for (long i = 0; i < width; i += PANEL) {
-      lay_out_values(from, low, high, i);
-      all_rows<Floats>(panel, scores + first * group * BLOCK + at, BLOCK, (last - first) * group,
-                       results + first * group * step + i, step);
-    }
-  }
-
-  // Stripes begin .. end of the block, which the rows first .. last see from end to end.
-  struct Run {
-    long first = 0, last = 0, begin = 0, end = 0;
-  };
-
-  void add(Run& run) {
-    bool done = run.begin == run.end;
-    for (long at = run.begin; at < run.end; at += STRIPE) scale_values(run.first, run.last, at, slots + at, 0, STRIPE);
-#if defined(PACELINE_AMX)
-    done = done || ((run.last - run.first) * group >= TILED_FROM && tiled.add(*this, run));
-#endif
-    for (long at = run.begin; at < run.end && !done; at += STRIPE)
-      add(run.first, run.last, at, slots + at, 0, STRIPE);
-    run.begin = run.end = 0;
-  }
-
-  // What one row sees of a stripe.
-  void add_alone(long r, long begin, long at, const int32_t* from) {
-    long low = from_of(rows[r], begin) - at, high = to_of(rows[r], begin) - at;
-    if (low >= STRIPE || high <= 0) return;
-    scale_values(r, r + 1, at, from, low, high);
-    add(r, r + 1, at, from, low, high);
-  }
-
-  void all_values(long begin) {
-    long shared = rows[0].shared - begin, before = 0;  // rows before those that have paths
-    while (before < item.rows && rows[before].position < rows[0].shared) before++;
-    for (long h = 0; h < heads; h++) memset(results + h * step, 0, static_cast<size_t>(width) * sizeof(float));
-    Run run;
-    for (long at = 0; at < BLOCK; at += STRIPE) {
-      long upto = at + STRIPE <= shared ? item.rows : before, first = item.rows, last = 0;
-      bool whole = true;
-      for (long r = 0; r < upto; r++) {
-        long from = from_of(rows[r], begin), to = to_of(rows[r], begin);
-        if (to <= at || from >= at + STRIPE) continue;
-        first = r < first ? r : first;
-        last = r + 1;
-      }
-      for (long r = first; r < last; r++)
-        whole = whole && from_of(rows[r], begin) <= at && to_of(rows[r], begin) >= at + STRIPE;
-      bool goes_on = whole && run.first == first && run.last == last && run.end == at;
-      if (!goes_on) add(run);
-      if (first < last && whole) {
-        if (!goes_on) run = {first, last, at, at};
-        run.end = at + STRIPE;
-      }
-      for (long r = first; r < last && !whole; r++) add_alone(r, begin, at, slots + at);
-      for (long r = before; r < item.rows && at + STRIPE > shared; r++) {
-        long to = to_of(rows[r], begin) - at;
-        for (long j = 0; j < STRIPE && j < to; j++) own_slots[j] = slot_of(rows[r], begin + at + j);
-        add_alone(r, begin, at, own_slots);
-      }
-    }
-    add(run);
-  }
-
-  void run() {
-    for (long h = 0; h < heads; h++) {
-      const float* from = a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * d;
-      memcpy(q + h * width, from, static_cast<size_t>(d) * sizeof(float));
-      memset(q + h * width + d, 0, static_cast<size_t>(width - d) * sizeof(float));
-      start(states + h * step, width);
-    }
-#if defined(PACELINE_AMX)
-    tiled.begin(*this);
-#endif
-    for (long block = item.from; block < item.to; block++) {
-      long begin = block * BLOCK;
-      all_scores(begin);
-      for (long h = 0; h < heads; h++) {
-        const Row& row = rows[h / group];
-        if (from_of(row, begin) < to_of(row, begin)) weigh(row, scores + h * BLOCK, results + h * step, begin);
-      }
-      all_values(begin);
-      for (long h = 0; h < heads; h++) keep(h, block);
-    }
-    for (long h = 0; h < heads && !item.partial; h++)
-      finish(a, states + h * step, item.first + h / group, item.kv_head * group + h % group);
-  }
-
-  void keep(long h, long block) {
-    long row = item.first + h / group, head = item.kv_head * group + h % group;
-    if (from_of(rows[h / group], block * BLOCK) >= to_of(rows[h / group], block * BLOCK)) return;
-    const float* result = results + h * step;
-    if (!item.partial) return merge(states + h * step, result, width);
-    float* to = item.partial + ((block * item.step_rows + row) * a.model->heads + head) * (width + 2);
-    memcpy(to, result, static_cast<size_t>(width + 2) * sizeof(float));
+  // sums += the weights of `count` query heads times the values of at .. end.
+  void add(const float* weights, long count, long at, long, float* sums) {
+    for (long i = 0; i < e.width; i += PANEL)
+      all_rows<Floats>(panel + i * STRIPE, weights + at, BLOCK, count, sums + i, e.width);
   }
 };
 
+// One KV head of an item: its rows' query heads as rows of small products.
+template <class Number, template <class> class Products>
+struct Tile {
+  typedef typename Products<Number>::Weight Weight;
+  static constexpr bool coded = sizeof(Number) == 1, tiled = Products<Number>::tiled;
+  const Attention& a;
+  const AttentionItem& item;
+  const Row* rows;
+  const bool narrow;  // what goes into products is bf16
+  const long group, heads, width, together;  // together: rows whose scores are there at a time,
+  long first = 0, last = 0;                  // which are these
+  Entries<Number> entries;
+  Results all, block;  // over all blocks, over this one
+  float* scores;       // [together * group, BLOCK]
+  Weight* weights;     // their exponentials
+  Products<Number> products;
+  // Of the block as offsets: keys that somebody sees and that all see; where paths begin.
+  long begin = 0, low = 0, high = 0, all_low = 0, all_high = 0, shared = 0;
+  long from[ATTEND_TILE], to[ATTEND_TILE];  // keys that each row sees; nothing: from >= to
+
+  Tile(const Attention& a, const AttentionItem& item)
+      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
+        group(a.model->heads / a.model->kv_heads), heads(item.rows * group), width(round_up(a.model->head_dim, STRIPE)),
+        together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, item.kv_head),
+        all(a.scratch, heads, width), block(all.end(heads), heads, width), scores(block.end(heads)),
+        weights(reinterpret_cast<Weight*>(scores + (tiled ? together * group * BLOCK : 0))),
+        products(entries, scores + together * group * BLOCK * 3 / 2, heads) {}
+
+  // What the rows see of the block. False: nothing.
+  bool look() {
+    low = all_high = BLOCK, high = all_low = 0;
+    shared = rows[0].shared - begin;  // the same for all rows of a sequence
+    for (long r = 0; r < item.rows; r++) {
+      long f = first_seen(a, rows[r]) - begin, t = rows[r].position + 1 - begin;
+      from[r] = f = f > 0 ? f : 0;
+      to[r] = t = t < BLOCK ? t : BLOCK;
+      all_low = f > all_low ? f : all_low;
+      all_high = t < all_high ? t : all_high;
+      if (f >= t) continue;
+      low = f < low ? f : low;
+      high = t > high ? t : high;
+    }
+    low = low / STRIPE * STRIPE;
+    entries.look_up(rows[0], begin, low, high < shared ? high : shared);
+    return low < high;
+  }
+
+  // Entries of the row's own path in the block. False: it has none.
+  bool look_up_path(long r) {
+    if (rows[r].position < rows[r].shared || from[r] >= to[r] || to[r] <= shared) return false;
+    entries.look_up(rows[r], begin, shared > 0 ? shared : 0, to[r]);
+    return true;
+  }
+
+  long first_of_paths() const { return shared > low ? shared / STRIPE * STRIPE : low; }
+
+  void score() {
+    long known = high < shared ? high : shared;
+    for (long at = low; at < known; at += PANEL) {
+      if (first == 0) products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
+      products.score(at, first * group, (last - first) * group, scores + at);
+    }
+    for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
+      if (!look_up_path(r)) continue;
+      for (long at = first_of_paths(); at < to[r]; at += PANEL) {
+        products.lay_out_keys(BLOCK, at, to[r] - at < PANEL ? to[r] - at : PANEL);
+        products.score(BLOCK, r * group, group, scores + (r - first) * group * BLOCK + at);
+      }
+    }
+  }
+
+  // The largest scores of a query head, lane by lane; what it does not see is less than all.
+  V best(long h) {
+    const long r = h / group, begin = from[r] / 16 * 16, end = round_up(to[r], 16);
+    float* s = scores + (h - first * group) * BLOCK;
+    if (from[r] >= to[r]) return set1(LOWEST);
+    if (coded) look_up_path(r);
+    for (long j = begin; j < end && (coded || a.model->attention_cap > 0); j += 16) {
+      V x = coded ? load(s + j) * load(entries.key_scales + j) : load(s + j);
+      store(s + j, a.model->attention_cap > 0 ? capped(x, a.model->attention_cap) : x);
+    }
+    for (long j = begin; j < from[r]; j++) s[j] = -__builtin_inff();
+    for (long j = to[r]; j < end; j++) s[j] = -__builtin_inff();
+    V most = load(s + begin);
+    for (long j = begin + 16; j < end; j += 16) most = larger(load(s + j), most);
+    return most;
+  }
+
+  // Its scores to exponentials; their sums, lane by lane.
+  void weigh(long h, float* sums) {
+    const long r = h / group, begin = from[r] / 16 * 16, end = round_up(to[r], 16), known = round_up(high, STRIPE);
+    float* s = scores + (h - first * group) * BLOCK;
+    Weight* w = weights + (h - first * group) * BLOCK;
+    V most = set1(block.m[h]), total = zero();
+    bool none = from[r] >= to[r];
+    memset(w + low, 0, static_cast<size_t>((none ? known : begin) - low) * sizeof(Weight));
+    if (none) return store(sums, total);
+    if (coded) look_up_path(r);
+    for (long j = begin; j < end; j += 16) {
+      V x = load(s + j) - most, e = narrow ? coarse_exponential(x) : exponential(x);
+      total = total + e;
+      products.put(w + j, coded ? e * load(entries.value_scales + j) : e, narrow);
+    }
+    for (long j = begin; j < from[r]; j++) w[j] = 0;  // a scale of what is not seen may be anything
+    memset(w + to[r], 0, static_cast<size_t>(known - to[r]) * sizeof(Weight));
+    store(sums, total);
+  }
+
+  // m and l of all query heads, 16 at a time.
+  void weigh() {
+    for (long h = first * group; h < last * group; h += 16) {
+      long count = last * group - h < 16 ? last * group - h : 16;
+      V each[16];
+      for (long k = 0; k < 16; k++) each[k] = k < count ? best(h + k) : zero();
+      transpose(each);
+      for (long k = 1; k < 16; k++) each[0] = larger(each[k], each[0]);
+      store_first(block.m + h, count, each[0]);
+      float sums[16 * 16] = {};
+      for (long k = 0; k < count; k++) weigh(h + k, sums + 16 * k);
+      for (long k = 0; k < 16; k++) each[k] = load(sums + 16 * k);
+      transpose(each);
+      for (long lanes = 8; lanes; lanes /= 2)  // as a tree
+        for (long k = 0; k < lanes; k++) each[k] = each[k] + each[k + lanes];
+      store_first(block.l + h, count, each[0]);
+    }
+  }
+
+  // Rows r .. end by the values of the stripes from .. to.
+  void add(long r, long end, long from, long to) {
+    if (from < to)
+      products.add(weights + (r - first) * group * BLOCK, (end - r) * group, from, to, block.sums + r * group * width);
+  }
+
+  // What one row sees of a stripe.
+  void add_alone(long r, long at) {
+    long before = from[r] - at, after = to[r] - at;
+    if (before >= STRIPE || after <= 0 || from[r] >= to[r]) return;
+    look_up_path(r);
+    products.lay_out_values(at, before, after);
+    add(r, r + 1, at, at + STRIPE);
+  }
+
+  void add() {
+    memset(block.sums + first * group * width, 0, static_cast<size_t>((last - first) * group * width) * sizeof(float));
+    long at = low, added = low, end = high > shared ? first_of_paths() : high;
+    for (; at < end; at += STRIPE) {
+      long count = end - at < STRIPE ? end - at : STRIPE;
+      bool mixes = (all_low <= at && at + count <= all_high) || entries.finite_values(at, count);
+      if (mixes && (!tiled || first == 0)) products.lay_out_values(at, 0, count);
+      if (mixes && tiled && at + STRIPE < end) continue;  // tiles take many at once
+      add(first, last, added, mixes ? at + STRIPE : at);
+      added = at + STRIPE;
+      for (long r = first; r < last && !mixes; r++) add_alone(r, at);
+    }
+    for (; at < high; at += STRIPE)
+      for (long r = first; r < last; r++) add_alone(r, at);
+  }
+
+  void run() {
+    for (long h = 0; h < heads; h++)
+      entries.lay_out_query(a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * entries.d,
+                            products.queries + h * width);
+    start(all, heads, width);
+    for (long number = item.from; number < item.to; number++) {
+      begin = number * BLOCK;
+      if (!look()) continue;
+      for (first = 0; first < item.rows; first = last) {
+        last = first + together < item.rows ? first + together : item.rows;
+        score();
+        weigh();
+        add();
+      }
+      if (item.partial)
+        keep(number);
+      else
+        merge(all, block, heads, width);
+    }
+    for (long h = 0; h < heads && !item.partial; h++)
+      finish(a, all.sums + h * width, all.l[h], item.first + h / group, item.kv_head * group + h % group);
+  }
+
+  void keep(long number) {
+    for (long r = 0; r < item.rows; r++) {
+      float* memory = item.partial + (number * item.step_rows + item.first + r) * result_size(*a.model);
+      Results to(memory, a.model->heads, width);
+      long head = item.kv_head * group;
+      memcpy(to.sums + head * width, block.sums + r * group * width, static_cast<size_t>(group * width) * sizeof(float));
+      memcpy(to.l + head, block.l + r * group, static_cast<size_t>(group) * sizeof(float));
+      memcpy(to.m + head, block.m + r * group, static_cast<size_t>(group) * sizeof(float));
+    }
+  }
+};
+
+template <class Number, template <class> class Products>
+void attend_by(const Attention& a, const AttentionItem& item) {
+  for (AttentionItem one = item; one.kv_head < item.kv_head + item.kv_heads; one.kv_head++)
+    Tile<Number, Products>(a, one).run();
+}
+
 void attend(const Attention& a, const AttentionItem& item) {
-  if (a.coded)
-    Tile<int8_t>(a, item).run();
-  else if (a.model->dtype == PL_BFLOAT16)
-    Tile<uint16_t>(a, item).run();
-  else
-    Tile<float>(a, item).run();
+#if defined(PACELINE_AMX)
+  if (a.model->dtype == PL_BFLOAT16)
+    return a.coded ? attend_by<int8_t, Tiled>(a, item) : attend_by<uint16_t, Tiled>(a, item);
+#endif
+  if (a.coded) return attend_by<int8_t, Plain>(a, item);
+  if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item);
+  attend_by<float, Plain>(a, item);
 }
 
 }  // namespace

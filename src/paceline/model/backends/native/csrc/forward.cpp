@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr long SPLIT_ITEMS = 3;  // items a thread, below which blocks of keys become items
+constexpr long ITEMS = 6;  // of attention, a thread
 
 bool is_chain(const int32_t* parents, long nodes) {
   for (long i = 0; i < nodes; i++)
@@ -55,8 +55,7 @@ void Forward::lay_out() {
       if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
-      for (long h = 0; h < m_.kv_heads; h++)
-        items_.push_back({span.start + r, std::min(tile, rows - r), h, 0, 0, nullptr, b_.rows});
+      items_.push_back({span.start + r, std::min(tile, rows - r), 0, 0, 0, 0, nullptr, b_.rows});
   }
 }
 
@@ -89,9 +88,12 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
   scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
   lay_out();
-  bool split = blocks_ > 1 && static_cast<long>(items_.size()) < SPLIT_ITEMS * threads;
-  if (split) partial_.shape(blocks_ * b_.rows * m_.heads, round_up(m_.head_dim, STRIPE) + 2);
-  if (!split) blocks_ = 1;
+  // Heads lie side by side in the cache, and memory is quickest from end to end: one thread does all
+  // heads of some blocks, unless there are too few of those.
+  long all = static_cast<long>(items_.size()) * blocks_, enough = ITEMS * threads;
+  heads_ = all < enough ? 1 : m_.kv_heads;
+  each_ = std::max<long>(1, all * m_.kv_heads / heads_ / enough);
+  if (each_ < blocks_) partial_.shape(blocks_ * b_.rows, result_size(m_));
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
 #pragma omp single
@@ -171,16 +173,18 @@ void Forward::attention(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
   Attention a{&m_,     b_.keys[index], b_.values[index], b_.coded != 0, b_.block_size,     l.window, qkv_.at(0),
               qkv_.ld, attended_.at(0), attended_.ld,    row_.data(),   scratch_.at(thread)};
-  float* partial = blocks_ > 1 ? partial_.at(0) : nullptr;
-  long items = static_cast<long>(items_.size());  // in the order of blocks: heads lie side by side
-  for (long next = team_.next(); next < items * blocks_; next = team_.next()) {
-    AttentionItem item = items_[next % items];
+  float* partial = each_ < blocks_ ? partial_.at(0) : nullptr;
+  long parts = m_.kv_heads / heads_, items = static_cast<long>(items_.size()) * parts;
+  for (long next = team_.next(); next / items * each_ < blocks_; next = team_.next()) {
+    AttentionItem item = items_[(items - 1 - next % items) / parts];  // the longest first
     int32_t last = 0;
     for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
-    item.from = partial ? next / items : 0;
-    item.to = partial ? item.from + 1 : last / BLOCK + 1;
+    item.kv_head = next % parts * heads_;
+    item.kv_heads = heads_;
+    item.from = next / items * each_;
+    item.to = std::min(item.from + each_, last / BLOCK + 1);
     item.partial = partial;
-    if (item.from <= last / BLOCK) k_.attend(a, item);
+    if (item.from < item.to) k_.attend(a, item);
   }
   if (!partial) return;
   team_.meet();

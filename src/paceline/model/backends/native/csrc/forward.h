@@ -98,7 +98,8 @@ class Forward {
   Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
   std::vector<Choice> choices_;  // [rows, chosen]
   std::vector<long> begin_;      // where each expert's rows begin
-  long blocks_ = 1;  // of keys, each an item; 1: items take all of them
+  long blocks_ = 1, each_ = 1;  // of keys; and how many of them an item takes,
+  long heads_ = 1;              // and how many KV heads
 };
 
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.

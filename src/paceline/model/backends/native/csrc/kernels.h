@@ -71,7 +71,7 @@ struct Row {
   const int32_t* table;
 };
 
-// Attention of rows with one block table, for one KV head.
+// Attention of rows.
 struct Attention {
   const pl_model* model;
   const void *keys, *values;
@@ -85,11 +85,11 @@ struct Attention {
   float* scratch;  // of this thread: attention_scratch() floats
 };
 
-// Rows `first .. first + rows` and blocks `from .. to` of one KV head. Partial results of a row and
+// Rows `first .. first + rows` and blocks `from .. to` of some KV heads. Partial results of a row and
 // query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
-// each block's result goes to partial[(block * step rows + row) * heads + head][width + 2], width being head_dim up to 32.
+// each block's results go to partial + (block * step rows + row) * result_size: see attention.h.
 struct AttentionItem {
-  long first, rows, kv_head, from, to;
+  long first, rows, kv_head, kv_heads, from, to;
   float* partial;
   long step_rows;
 };
@@ -104,7 +104,7 @@ struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
   void (*attend)(const Attention&, const AttentionItem&);
-  void (*fold)(const Attention&, const float* partial, long row, long step_rows);
+  void (*fold)(const Attention&, float* partial, long row, long step_rows);
   void (*embed)(const pl_model&, int32_t id, float* x);
   // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
   void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
@@ -129,13 +129,17 @@ inline long product_scratch(long rows, long inputs) {
   return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) * 3 / 4;  // quantised.cpp's is the most
 }
 
+// Floats of all heads' results of a row.
+inline long result_size(const pl_model& m) {
+  return m.heads * round_up(m.head_dim, STRIPE) + 2 * round_up(m.heads, 16);
+}
+
 // Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
 constexpr long ATTEND_TILE = 96;
 inline long attention_scratch(const pl_model& m) {
   long group = m.heads / m.kv_heads, tile = ATTEND_TILE > group ? ATTEND_TILE : group;
-  long width = round_up(m.head_dim, STRIPE), panel = PANEL * (width > STRIPE ? width : STRIPE);
-  long tiled = (tile * (width + BLOCK) + panel + PANEL * BLOCK) / 2;  // attention_amx.h
-  return tile * (width + BLOCK + 2 * (width + 16)) + panel + 2 * BLOCK + tiled;
+  long width = round_up(m.head_dim, STRIPE), panels = (BLOCK + PANEL) * width;
+  return tile * (3 * width + BLOCK * 3 / 2) + 4 * round_up(tile, 16) + panels + result_size(m);
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;

@@ -49,13 +49,20 @@ class Shaped {
 };
 
 // c [rows, ldc] += a [rows, lda] times a bf16 panel of so many inputs, for up to 32 rows; `far`: the
-// panel comes from memory.
-template <bool far>
+// panel comes from memory; `fresh`: c = instead.
+template <bool far, bool fresh = false>
 inline void tiles(const uint16_t* panel, const uint16_t* a, long lda, long rows, long inputs, float* c, long ldc) {
   bool both = rows > TILE;
-  _tile_loadd(0, c, 4 * ldc);
-  _tile_loadd(1, c + TILE, 4 * ldc);
-  if (both) {
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, c, 4 * ldc);
+    _tile_loadd(1, c + TILE, 4 * ldc);
+  }
+  if (both && !fresh) {
     _tile_loadd(2, c + TILE * ldc, 4 * ldc);
     _tile_loadd(3, c + TILE * ldc + TILE, 4 * ldc);
   }

@@ -26,10 +26,10 @@ static inline V nearest(V x) {
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
 
-static inline __m256 half_power(__m256 n) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+static inline __m256 half_power(__m256 whole) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole), 23));
 }
-static inline V power_of_two(V n) { return {half_power(n.a), half_power(n.b)}; }
+static inline V power_of(V whole) { return {half_power(whole.a), half_power(whole.b)}; }
 
 static inline V zero_below(V x, float limit, V y) {
   __m256 l = _mm256_set1_ps(limit);
@@ -60,15 +60,6 @@ static inline __m256 half_load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 static inline V load(const int8_t* p) { return {half_load(p), half_load(p + 8)}; }
-
-template <int k>
-static inline __m256 half_byte(__m256 x) {
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 24 - 8 * k), 24));
-}
-template <int k>
-static inline V byte_of(V x) {
-  return {half_byte<k>(x.a), half_byte<k>(x.b)};
-}
 
 static inline __m256i rounded_bits(__m256 x) {
   __m256i bits = _mm256_castps_si256(x);

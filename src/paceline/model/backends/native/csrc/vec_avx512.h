@@ -19,9 +19,8 @@ static inline V larger(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline V smaller(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline V nearest(V a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
-static inline V power_of_two(V n) {
-  __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-  return {_mm512_castsi512_ps(bits)};
+static inline V power_of(V whole) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(whole.v), 23))};
 }
 
 static inline V zero_below(V x, float limit, V y) {
@@ -44,11 +43,6 @@ static inline V load(const uint16_t* p) {
 
 static inline V load(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-
-template <int k>
-static inline V byte_of(V a) {
-  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(a.v), 24 - 8 * k), 24))};
 }
 
 static inline __m512i rounded_bits(V a) {

@@ -18,11 +18,13 @@ static inline float float_of(uint32_t bits) {
   return x;
 }
 
-static inline uint32_t rounded_bits(float x) {
+static inline uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
-  return bits + 0x7fff + ((bits >> 16) & 1);
+  return bits;
 }
+
+static inline uint32_t rounded_bits(float x) { return bits_of(x) + 0x7fff + ((bits_of(x) >> 16) & 1); }
 
 static inline V load(const float* p) {
   V r;
@@ -40,12 +42,8 @@ static inline V operator/(V a, V b) { return each([&](int i) { return a.v[i] / b
 static inline V larger(V a, V b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 static inline V smaller(V a, V b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 static inline V nearest(V a) { return each([&](int i) { return __builtin_rintf(a.v[i]); }); }
-static inline V power_of_two(V n) {
-  // Of a NaN, which has no power, the others make an arbitrary one as well.
-  return each([&](int i) {
-    int power = n.v[i] >= -126 && n.v[i] <= 128 ? static_cast<int>(n.v[i]) : 0;
-    return float_of(static_cast<uint32_t>(power + 127) << 23);
-  });
+static inline V power_of(V whole) {
+  return each([&](int i) { return float_of(bits_of(whole.v[i]) << 23); });
 }
 static inline V zero_below(V x, float limit, V y) {
   return each([&](int i) { return x.v[i] < limit ? 0.0f : y.v[i]; });
@@ -61,14 +59,6 @@ static inline V load(const uint16_t* p) {
 }
 static inline V load(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
-}
-template <int k>
-static inline V byte_of(V a) {
-  return each([&](int i) {
-    int8_t bytes[4];
-    memcpy(bytes, &a.v[i], 4);
-    return static_cast<float>(bytes[k]);
-  });
 }
 static inline V as_bf16(V a) {
   return each([&](int i) { return float_of(rounded_bits(a.v[i]) & 0xffff0000u); });
