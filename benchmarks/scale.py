@@ -219,6 +219,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
     own.add_argument("--capacity", action="store_true", help="a sheet, by a formula")
     own.add_argument("--check", choices=PAIRS, help="predict this machine, and measure it")
+    own.add_argument("--rounds", type=int, default=3, help="of --check (3)")
     own.add_argument("--json", help="also write the figures here")
     return own
 
@@ -226,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.check:
-        figures = check(Console(), args.check)
+        figures = check(Console(), args.check, args.rounds)
     elif args.capacity:
         figures = capacity(args)
     else:

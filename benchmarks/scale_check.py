@@ -3,7 +3,8 @@
 Phases of steps are measured in four runs (one and eight requests at a time, without drafts and with
 three drafted tokens), reading in some of prompts alone. What the same simulation as of an H100 then
 says of other concurrencies, draft lengths, the adaptive length and Poisson arrivals is compared
-with doing it, on the real model with its EAGLE-3 head or on the embedded pair.
+with doing it, on the real model with its EAGLE-3 head or on the embedded pair. Both are done in
+several rounds, in turn, because a machine's speed changes by the minute.
 """
 
 from __future__ import annotations
@@ -123,52 +124,60 @@ def _median(steps: Sequence[DrivenStep], *phases: str) -> float:
     return statistics.median(sum(step.seconds[phase] for phase in phases) for step in steps)
 
 
-def calibrate(machine: Machine, console: Console) -> tuple[Measured, float, float]:
-    """Costs, how many drafted tokens are accepted, and tokens a second of eight without drafts."""
-    seen: dict[tuple[int, int], list[DrivenStep]] = {}
-    rates: dict[tuple[int, int], float] = {}
-    ways = [(length, clients) for length in (0, DRAFTED) for clients in (1, BATCH)]
-    for length, clients in track(ways, "measuring parts of steps", console=console):
-        count = 6 if clients == 1 else 24
-        outcome, steps = machine.run(Case(length, clients), arrivals(count))
-        rates[length, clients] = outcome.rate
-        full = [s for s in steps if s.decodes and len(s.commits) == clients]
-        seen[length, clients] = [
-            step for step in full if all(commit.drafted == length for commit in step.commits)
-        ]
+class Parts:
+    """Steps of all rounds, by draft length and clients, and of reading prompts alone."""
 
-    def costs(*phases: str) -> TargetCosts:
+    def __init__(self) -> None:
+        self.decoding: dict[tuple[int, int], list[DrivenStep]] = {}
+        self.reading: dict[tuple[int, int], list[DrivenStep]] = {}
+
+    def look(self, machine: Machine) -> float:
+        """One more round; returns tokens a second of eight without drafts."""
+        rates = {}
+        for length, clients in ((n, c) for n in (0, DRAFTED) for c in (1, BATCH)):
+            count = 6 if clients == 1 else 24
+            outcome, steps = machine.run(Case(length, clients), arrivals(count))
+            rates[length, clients] = outcome.rate
+            full = [s for s in steps if s.decodes and len(s.commits) == clients]
+            whole = [s for s in full if all(c.drafted == length for c in s.commits)]
+            self.decoding.setdefault((length, clients), []).extend(whole)
+        for length, count in ((n, c) for n in (0, DRAFTED) for c in READ):
+            _, steps = machine.run(Case(length, 1), [Arrival(0.0, count, 8, 0.0)] * 4)
+            read = [s for s in steps if s.commits[0].scheduled == count]
+            self.reading.setdefault((length, count), []).extend(read)
+        return rates[0, BATCH]
+
+    @property
+    def accepted(self) -> float:
+        """How likely a drafted token is accepted."""
+        commits = [
+            c for n in (1, BATCH) for step in self.decoding[DRAFTED, n] for c in step.commits
+        ]
+        return sum(len(c.path) for c in commits) / sum(c.reached for c in commits)
+
+    def costs(self) -> Measured:
+        passes = [
+            _median(self.decoding[DRAFTED, clients], "draft") / DRAFTED for clients in (1, BATCH)
+        ]
+        whole = [_median(self.reading[0, n], "draft", "target", "verify", "other") for n in READ]
+        # What a drafter adds that reads the prompt, too.
+        further = [
+            max(0.0, _median(self.reading[DRAFTED, n], "draft") - DRAFTED * passes[0]) for n in READ
+        ]
+        return Measured(
+            self._curves("target"),
+            self._curves("verify", "other"),
+            CostCurve((1, BATCH), tuple(passes)),
+            CostCurve(READ, tuple(whole)),
+            CostCurve(READ, tuple(further)),
+        )
+
+    def _curves(self, *phases: str) -> TargetCosts:
         def curve(clients: int) -> CostCurve:
-            plain, drafted = (_median(seen[n, clients], *phases) for n in (0, DRAFTED))
+            plain, drafted = (_median(self.decoding[n, clients], *phases) for n in (0, DRAFTED))
             return CostCurve((1, 1 + DRAFTED), (plain, drafted))
 
         return TargetCosts((1, BATCH), (curve(1), curve(BATCH)))
-
-    passes = [_median(seen[DRAFTED, clients], "draft") / DRAFTED for clients in (1, BATCH)]
-    commits = [c for n in (1, BATCH) for step in seen[DRAFTED, n] for c in step.commits]
-    accepted = sum(len(c.path) for c in commits) / sum(c.reached for c in commits)
-    prompt, read = _reading(machine, passes[0])
-    found = Measured(
-        costs("target"),
-        costs("verify", "other"),
-        CostCurve((1, BATCH), tuple(passes)),
-        prompt,
-        read,
-    )
-    return found, accepted, rates[0, BATCH]
-
-
-def _reading(machine: Machine, a_pass: float) -> tuple[CostCurve, CostCurve]:
-    """Steps that read so many tokens: all of one, and what a drafter adds that reads them, too."""
-    whole, drafter = [], []
-    for count in READ:
-        asked = [Arrival(0.0, count, 8, 0.0)] * 4
-        _, plain = machine.run(Case(0, 1), asked)
-        _, drafted = machine.run(Case(DRAFTED, 1), asked)
-        read = [[s for s in steps if s.commits[0].scheduled == count] for steps in (plain, drafted)]
-        whole.append(_median(read[0], "draft", "target", "verify", "other"))
-        drafter.append(max(0.0, _median(read[1], "draft") - DRAFTED * a_pass))
-    return CostCurve(READ, tuple(whole)), CostCurve(READ, tuple(drafter))
 
 
 def predicted(case: Case, costs: Measured, accepted: float, asked: Sequence[Arrival]) -> Outcome:
@@ -179,45 +188,55 @@ def predicted(case: Case, costs: Measured, accepted: float, asked: Sequence[Arri
     return Outcome(figures.rate, figures.first_token, figures.token_gap)
 
 
-def check(console: Console, pair: str) -> dict[str, Any]:
-    """All cases, predicted and measured; prints a table."""
-    machine = Machine(pair)
-    errors = Console(stderr=True)
-    costs, accepted, most = calibrate(machine, errors)
+def asked_of(case: Case, most: float) -> list[Arrival]:
+    """The requests of a case, where eight at a time got ``most`` tokens a second."""
+    load = case.share * most / 64  # requests have 64 tokens on average
+    return arrivals(8 if case.clients == 1 else 24, load or 1.0, seed=2)
+
+
+def check(console: Console, pair: str, rounds: int) -> dict[str, Any]:
+    """All cases, predicted from medians over the rounds and measured in each; prints a table."""
+    machine, parts, most = Machine(pair), Parts(), 0.0
+    was: dict[Case, list[Outcome]] = {case: [] for case in CASES}
+    doing = [case for _ in range(rounds) for case in CASES]
+    for case in track(doing, f"{rounds} rounds", console=Console(stderr=True)):
+        if case is CASES[0]:
+            rate = parts.look(machine)
+            most = most or rate  # all rounds have the same arrivals
+        was[case].append(machine.run(case, asked_of(case, most))[0])
+    costs, accepted = parts.costs(), parts.accepted
     rows, cases = [], []
-    for case in track(CASES, "comparing", console=errors):
-        count = 8 if case.clients == 1 else 24
-        load = case.share * most / 64  # requests have 64 tokens on average
-        asked = arrivals(count, load or 1.0, seed=2)
-        said = predicted(case, costs, accepted, asked)
-        was = machine.run(case, asked)[0]
-        by = {
-            name: predicted_by_measured(getattr(said, name), getattr(was, name))
-            for name in ("rate", "first_token", "token_gap")
-        }
+    for case in CASES:
+        said = asdict(predicted(case, costs, accepted, asked_of(case, most)))
+        got = {name: statistics.median(getattr(one, name) for one in was[case]) for name in said}
+        by = {name: predicted_by_measured(said[name], got[name]) for name in said}
+        spread = [one.rate / got["rate"] for one in was[case]]
         cases.append(
-            {"case": case.name, "predicted": asdict(said), "measured": asdict(was), "by": by}
+            {
+                "case": case.name,
+                "predicted": said,
+                "measured": got,
+                "by": by,
+                "rounds": [asdict(one) for one in was[case]],
+            }
         )
-        rows.append(
-            [
-                case.name,
-                *(f"{said.rate:.0f} / {was.rate:.0f}", f"{by['rate']:.2f}"),
-                *(
-                    f"{1e3 * said.token_gap:.1f} / {1e3 * was.token_gap:.1f}",
-                    f"{by['token_gap']:.2f}",
-                ),
-                *(f"{1e3 * said.first_token:.0f} / {1e3 * was.first_token:.0f}",),
-                f"{by['first_token']:.2f}",
-            ]
-        )
+        rows.append([case.name, f"{said['rate']:.0f} / {got['rate']:.0f}", f"{by['rate']:.2f}"])
+        rows[-1].append(f"{min(spread):.2f}-{max(spread):.2f}")
+        for name in ("token_gap", "first_token"):
+            rows[-1] += [f"{1e3 * said[name]:.1f} / {1e3 * got[name]:.1f}", f"{by[name]:.2f}"]
     shown = Report("The simulation of this machine, against this machine")
-    columns = ["case", "tokens/s", "by", "ms a token", "by", "first token ms", "by"]
-    note = "Predicted / measured, and the first by the second."
+    columns = ["case", "tokens/s", "by", "rounds", "ms a token", "by", "first token ms", "by"]
+    note = (
+        "Predicted / measured (median), and the first by the second; rounds: the slowest and the "
+        "fastest rate by the median."
+    )
     host = [costs.rest(n, 1) for n in (1, BATCH)]
-    said = (
+    said_more = (
         f"A step besides its forwards: {1e3 * host[0]:.2f} ms for one sequence, "
         f"{1e3 * host[1]:.2f} for {BATCH}. Accepted of drafted tokens: {accepted:.2f}."
     )
-    shown.add("Closed loops, and Poisson arrivals", Table(columns, rows, note=note), Text(said))
+    shown.add(
+        "Closed loops, and Poisson arrivals", Table(columns, rows, note=note), Text(said_more)
+    )
     print_report(shown, console)
-    return {"accepted": accepted, "host_seconds": host, "cases": cases}
+    return {"accepted": accepted, "host_seconds": host, "rounds": rounds, "cases": cases}

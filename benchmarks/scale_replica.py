@@ -22,7 +22,6 @@ from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.model.paged.cache import PagedCache
 from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.risk import Risk
 from paceline.tools.bench.figures import percentile
 from scale_costs import MOST_DRAFTED, Costs, Rows, as_start_up_measures
 
@@ -143,7 +142,7 @@ class Replica:
         seconds = tuple(self.costs.draft_pass([Rows(1, 64)] * count) for count in passes)
         profile = Profile(lengths, lengths, CostCurve(passes, seconds), follows=True)
         known = as_start_up_measures(self.costs, own.batch, own.longest)
-        return AdaptiveLength(Risk(CostModel(known, {"draft": profile})))
+        return AdaptiveLength(CostModel(known, {"draft": profile}))
 
     def run(self, requests: Iterable[Arrival], clients: int | None = None) -> Figures:
         """Until all are answered. ``clients`` send one request each and wait: a closed loop."""

@@ -6,8 +6,8 @@
 #
 # Every stage resumes where it was cut off when the same command is run again. MODEL is the target,
 # PROMPTS how many questions it is asked, TOKENS how long it may answer, SHARDS how many processes
-# answer and train side by side (one a core; 1 on a GPU); EAGLE_STEPS, EAGLE_MORE, MEDUSA_STEPS and
-# DRAFT_STEPS set the length of the training. VALID is a folder of held-out prompts (mt_bench.jsonl
+# answer and train side by side (one a core; 1 on a GPU); EAGLE_STEPS, MEDUSA_STEPS and DRAFT_STEPS
+# set the length of the training. VALID is a folder of held-out prompts (mt_bench.jsonl
 # and others), if there is one.
 set -euo pipefail
 data=${1:?folder with chat.train.jsonl.gz and the others}
@@ -64,17 +64,12 @@ for set in mt_bench gsm8k humaneval spec_bench; do
   [ -z "${VALID:-}" ] || own+=(--valid "$VALID/$set.jsonl")
 done
 
-# 3. What drafts. Two unrolled steps cost half of four, and the first drafted token, which all others
-# hang on, learns as much from them: so most of the time goes there, and the last third to four.
+# 3. What drafts. Every place learns its first drafted token; every third one goes on to the fourth.
 together=(--processes "$shards")
 [ "$shards" -gt 1 ] && together+=(--threads 1)
-eagle=("${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 768 --long-every 0 --batch-tokens 2000
-  --cache-features --lr 0.0025 --adam-lr 0.0008)
-paceline train eagle3 "${eagle[@]}" --ttt-steps 2 --steps "${EAGLE_STEPS:-4000}" --out "$out/eagle3-first" "$@"
-# The same documents in the same pieces: what the target said about them still holds.
-mkdir -p "$out/eagle3" && ln -sfn ../eagle3-first/features "$out/eagle3/features"
-paceline train eagle3 "${eagle[@]}" --ttt-steps 4 --steps "${EAGLE_MORE:-2000}" --init "$out/eagle3-first/head" \
-  --seed 1 --out "$out/eagle3" "$@"
+paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 1024 --long-every 0 \
+  --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
+  --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" --out "$out/eagle3" "$@"
 paceline train medusa "${own[@]}" "${together[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
   --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"
 paceline train draft "${own[@]}" "${together[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \

@@ -16,7 +16,6 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.risk import Risk
 
 Rate = Callable[[int, int], float]  # (sequence, tokens written) -> chance of the next drafted token
 SIZES = (2, 4, 8, 16)
@@ -120,7 +119,7 @@ class Batches:
         if control is None:
             known = believed(truth, batch, target, rows)
             cost = CostModel(known, {"it": profile(truth, batch, passes)})
-            control = AdaptiveLength(Risk(cost))
+            control = AdaptiveLength(cost)
         self.control = control
         self.dice = random.Random(seed)
         self.number = 0

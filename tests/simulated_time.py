@@ -14,7 +14,6 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
 from paceline.pace.hybrid import HybridDrafter
-from paceline.pace.risk import Risk
 
 STEP = 1.0  # seconds of a target step over one token
 TOKEN = 0.01  # of each further one
@@ -71,12 +70,12 @@ def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
     return Profile.of(drafter, LONGEST, seconds)
 
 
-def calibrated(hybrid: HybridDrafter, mistaken: float = 1.0) -> tuple[Risk, tuple[int, ...]]:
+def calibrated(hybrid: HybridDrafter, mistaken: float = 1.0) -> AdaptiveLength:
     """What a hybrid asks, whose members are known by their places."""
     profiles = {n: profile(member, mistaken) for n, member in enumerate(hybrid.members)}
-    risk = Risk(CostModel(costs(), profiles))
-    hybrid.calibrate(risk, tuple(profiles))
-    return risk, tuple(profiles)
+    control = AdaptiveLength(CostModel(costs(), profiles), {"it": tuple(profiles)})
+    hybrid.calibrate(control, tuple(profiles))
+    return control
 
 
 class Machine:
@@ -89,11 +88,10 @@ class Machine:
         self.drafter = drafter
         self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
         if isinstance(drafter, HybridDrafter):
-            risk, names = calibrated(drafter, mistaken)
-            self.controller = AdaptiveLength(risk, {"it": names})
+            self.controller = calibrated(drafter, mistaken)
         else:
             cost = CostModel(costs(), {"it": profile(drafter, mistaken)})
-            self.controller = AdaptiveLength(Risk(cost))
+            self.controller = AdaptiveLength(cost)
         self.seconds = 0.0
         self.tokens = 0
         self._next = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.costs import TargetCosts
-from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.base import Drafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.router import Router
 from paceline.draft.spec import DraftContext, Loading, Prepared
@@ -28,7 +28,6 @@ from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
 from paceline.pace.cost import CostModel, Profile
 from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.measure import measure, measure_target
-from paceline.pace.risk import Risk
 from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.typical import TypicalVerifier
@@ -211,7 +210,18 @@ def build_engine(
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
-    return Engine(target, cache, drafter, verifier, scheduler, controller)
+    draw_seed = _draw_seed(options, drafter)
+    return Engine(target, cache, drafter, verifier, scheduler, controller, draw_seed)
+
+
+def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
+    """Seeds for sampled requests that bring none: under the coupled rule, and where that makes
+    their drafts far cheaper. A text is as random as its seed."""
+    cheaper = options.rule == "auto" and not options.lossy and prefers_seeds(drafter)
+    if options.rule != "coupled" and not cheaper:
+        return None
+    seeds = seeded_generator(torch.device("cpu"), options.seed)
+    return lambda: int(torch.randint(2**62, (), generator=seeds))
 
 
 @torch.inference_mode()
@@ -223,21 +233,23 @@ def adaptive_length(
 ) -> AdaptiveLength:
     """The controller of all drafters that requests may name; hybrids learn their costs here."""
     cost = CostModel(costs)
-    risk = Risk(cost)
     teams: dict[str, tuple[str, ...]] = {}
     for name, member in members.items():
         team = {name: member}
         if isinstance(member, HybridDrafter):
             team = {f"{name}/{place}": own for place, own in enumerate(member.members)}
             teams[name] = tuple(team)
-            member.calibrate(risk, tuple(team))
         for key, own in team.items():
             seconds = options.known.passes_of(own.name) if options.known else None
             if seconds is None:
                 batches = sorted({1, costs.batches[-1]})
                 seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
             cost.add(key, Profile.of(own, options.max_draft_length, seconds, _COSTLESS))
-    return AdaptiveLength(risk, teams, default=next(iter(members)))
+    control = AdaptiveLength(cost, teams, default=next(iter(members)))
+    for name, member in members.items():
+        if isinstance(member, HybridDrafter):
+            member.calibrate(control, teams[name])
+    return control
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:

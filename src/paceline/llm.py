@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.core.batch import Commit
@@ -171,10 +168,6 @@ class LLM:
         self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
-        # Under the coupled rule every sampled request has a seed.
-        seeds = seeded_generator(torch.device("cpu"), options.seed)
-        draw = partial(torch.randint, 2**62, (), generator=seeds)
-        self._draw_seed = (lambda: int(draw())) if options.rule == "coupled" else None
         self._lossy = options.lossy
         eos = self.tokenizer.eos_token_id
         self.end_tokens: frozenset[int] = self.target.eos_token_ids | (
@@ -304,7 +297,7 @@ class LLM:
                 seq_id=next(self._ids),
                 tokens=list(tokens),
                 prompt_length=len(tokens),
-                params=params_of_sample(params, index, self._draw_seed),
+                params=params_of_sample(params, index),
                 stop_ids=stops,
                 constraint=None if grammar is None else self._grammars.matcher(grammar),
             )

@@ -16,7 +16,6 @@ from paceline.errors import ConfigError
 from paceline.llm import LLM
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.risk import Risk
 from simulated_time import Guesser, always, costs
 
 
@@ -70,7 +69,7 @@ def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
     """What one drafter showed says nothing about the other."""
     lengths = tuple(range(9))
     own = Profile(lengths, lengths, CostCurve((1,), (0.1,)))
-    control = AdaptiveLength(Risk(CostModel(costs(), {"good": own, "bad": own})), default="good")
+    control = AdaptiveLength(CostModel(costs(), {"good": own, "bad": own}), default="good")
     seqs = [request(0, "good"), request(1, "bad"), request(2, None), request(3, "none")]
     chosen: dict[int, list[int]] = {seq.seq_id: [] for seq in seqs}
     for _ in range(100):

@@ -12,8 +12,8 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.pace import hybrid
+from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.risk import Risk
 
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -84,10 +84,10 @@ def chooser(kind: type, passes: int) -> Drafter:
             cost = CostModel(TargetCosts((1,), (curve,)))
             for name, member in enumerate((lookup, sampler)):
                 cost.add(name, Profile.of(member, 2, CostCurve((1,), (0.01,))))
-            risk = Risk(cost)
-            for name in cost.drafters:  # both have won enough to risk anything
-                risk.ledger.charge(name, 1, -100.0, 1.0)
-            drafter.calibrate(risk, tuple(cost.drafters))
+            names = tuple(cost.drafters)
+            control = AdaptiveLength(cost, {"it": names})
+            control.ledger.purse = 100.0  # anything may be risked
+            drafter.calibrate(control, names)
             request = SequenceState(0, [0, 1], 2, PARAMS, cached=1)
             (tree,) = drafter.propose(Plan((Slice(request, 1, 2),)))
             q = None if tree.draw is Draw.POINT else tree.q[None]
@@ -128,10 +128,10 @@ def test_a_choice_by_the_past_alone_is_lossless_at_every_state() -> None:
     useless."""
 
     class Experienced(hybrid.HybridDrafter):
-        def calibrate(self, risk, names):
-            super().calibrate(risk, names)
+        def calibrate(self, control, names):
+            super().calibrate(control, names)
             for _ in range(20):
-                risk.cost.acceptance.record(0, names[1], 1, 0)
+                control.cost.acceptance.record(0, names[1], 1, 0)
 
     drafter = chooser(Experienced, 1)
     assert error(Setting.random(3, PARAMS), drafter, 2, "siblings") < EXACT

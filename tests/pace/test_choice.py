@@ -30,10 +30,10 @@ def lengths(known: CostModel, rates: list[float], reading: float = 0.0) -> list[
 
 
 def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[Draft]]:
-    """Of sequences with such acceptance, that must first read for so long for each token."""
+    """Of sequences with such acceptance, that must first read for so long, with one token to go."""
     gains = [expected_tokens([rate] * 4) for rate in rates]
     none, batch = known.none(len(rates)), len(rates)
-    return [[none, *known.drafts("model", batch, (own, own), reading)] for own in gains]
+    return [[none, *known.drafts("model", batch, own, reading)] for own in gains]
 
 
 def mean_time(known: CostModel, drafts: Sequence[Draft]) -> float:

@@ -149,9 +149,10 @@ def test_a_model_before_a_look_up_goes_first_without_costs() -> None:
 def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
     lookup = Recorder("lookup", always(1.0))
     drafter = HybridDrafter([lookup], "cpu")
-    risk, _ = calibrated(drafter)
+    control = calibrated(drafter)
+    control.ledger.purse = 100.0  # anything may be risked
     for _ in range(40):  # known: the first token is right, the rest is not
-        risk.cost.acceptance.record(0, 0, 2, 1)
+        control.cost.acceptance.record(0, 0, 2, 1)
     (tree,) = drafter.propose(Plan((part(0, length=8),)))
     assert lookup.asked[0] == {0: 8}
     assert 0 < lookup.asked[1][0] == len(tree) < 8
@@ -169,12 +170,12 @@ def test_prefill_chunks_reach_every_member() -> None:
 def test_forget_reaches_every_member_and_frees_what_was_learnt() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
     drafter = HybridDrafter([lookup, model], "cpu")
-    risk, _ = calibrated(drafter)
+    control = calibrated(drafter)
     drafter.propose(Plan((part(5),)))
     drafter.observe([Commit(5, (4, 0), (0,), 4, 2, scheduled=1)], ModelOutput(None))  # type: ignore[arg-type]
     drafter.forget(5)
     assert lookup.forgotten == model.forgotten == [5]
-    assert not drafter._trials and not risk.cost.acceptance._each
+    assert not drafter._trials and not control.cost.acceptance._each
 
 
 def test_features_are_those_of_all_members() -> None:
@@ -187,14 +188,14 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
     """A pass costs the same for one sequence as for eight; here it is good for one of them."""
     model = Recorder("model", always(1.0), 0.5)
     drafter = HybridDrafter([model], "cpu")
-    risk, _ = calibrated(drafter)
-    risk.ledger.charge(0, 8, -100.0, 1.0)  # it has won enough to risk anything
-    risk.ledger.charge(0, 1, -100.0, 1.0)
+    control = calibrated(drafter)
+    for batch in (1, 8):  # what it has won covers anything
+        control.ledger.settle({0: 1}, dict.fromkeys(range(batch), 99), 0.0, 1.0)
     everyone = Plan(tuple(part(i) for i in range(8)))
     assert sum(len(tree) > 0 for tree in drafter.propose(everyone)) == 8
     for _ in range(40):
         for seq_id in range(8):
-            risk.cost.acceptance.record(seq_id, 0, 4, 4 if seq_id == 0 else 0)
+            control.cost.acceptance.record(seq_id, 0, 4, 4 if seq_id == 0 else 0)
     (alone,) = drafter.propose(Plan((part(0),)))
     assert len(alone) > 0
     assert sum(len(tree) for tree in drafter.propose(everyone)) == 0

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from paceline.pace.ledger import CREDIT, GRANT, KEPT, OWN_SHARE, SHARE, Ledger
+from paceline.pace.ledger import CREDIT, GRANT, KEPT, OWN, SHARE, Ledger
 
 PLAIN = 2.0  # seconds of a plain step
 
 
 def draft(ledger: Ledger, tokens: int, seconds: float, probe: bool = False) -> None:
-    ledger.settle({"it": 1}, {0: tokens}, seconds, PLAIN, seconds, probe)
+    ledger.settle({"it": 1}, {0: tokens}, seconds, PLAIN, probe)
 
 
 def test_little_may_be_risked_before_anything_was_earned() -> None:
@@ -61,7 +61,7 @@ def test_the_bound_holds_whatever_drafts_come_to(seed: int) -> None:
             chance = (0.9, 0.02, dice.random())[kind]
             tokens = 1 + sum(dice.random() < chance for _ in range(3))
             took = (PLAIN + risk) * dice.choice((1.0, 1.0, 1.8))  # predictions may be wrong
-            ledger.settle({"it": 1}, {0: tokens}, took, PLAIN, PLAIN + risk, probe=False)
+            ledger.settle({"it": 1}, {0: tokens}, took, PLAIN)
             dearest = max(dearest, took)
         else:
             tokens, took = 1, PLAIN
@@ -70,41 +70,39 @@ def test_the_bound_holds_whatever_drafts_come_to(seed: int) -> None:
         assert spent <= (1 + SHARE) * plain + dearest + (GRANT + CREDIT) * PLAIN
 
 
-def test_what_was_lent_for_reading_comes_back() -> None:
+def test_debts_are_paid_back_before_anything_more_is_risked() -> None:
+    """A draft may cost more than was thought: reading a prompt, a slow step."""
     ledger = Ledger()
-    ledger.lend("it", 4 * PLAIN)
-    assert not ledger.may_lend("it", PLAIN)
-    for _ in range(100):
-        draft(ledger, tokens=4, seconds=PLAIN)
-    assert ledger.may_lend("it", PLAIN)
-    idle = Ledger()
-    idle.lend("it", 2 * PLAIN)
-    for _ in range(150):
-        idle.pass_by(PLAIN, PLAIN)
-    assert idle.may_lend("it", PLAIN) and idle.purse == pytest.approx(GRANT * PLAIN), (
-        "out of what was earned"
-    )
+    draft(ledger, tokens=1, seconds=4 * PLAIN)
+    assert ledger.allowance("it", 1, PLAIN) == pytest.approx(-3 * PLAIN)
+    assert ledger.allowance("another", 1, PLAIN) == pytest.approx(-3 * PLAIN), "one purse for all"
+    for _ in range(int((3 - GRANT) / SHARE) + 1):
+        ledger.pass_by(PLAIN, PLAIN)
+    assert ledger.allowance("it", 1, PLAIN) == pytest.approx(SHARE * PLAIN)
 
 
-def test_a_sequence_may_lose_a_share_of_its_own_time() -> None:
+def test_a_sequence_that_was_slowed_down_is_known() -> None:
     ledger = Ledger()
-    assert ledger.own(0, 100, PLAIN) == pytest.approx(OWN_SHARE * 100 * PLAIN)
-    assert not ledger.lost(0)
-    draft(ledger, tokens=1, seconds=2 * PLAIN)
-    draft(ledger, tokens=1, seconds=3 * PLAIN)
-    assert ledger.lost(0)
+    draft(ledger, tokens=1, seconds=(1 + OWN) * PLAIN)
+    assert not ledger.lost(0, PLAIN)
+    draft(ledger, tokens=1, seconds=1.5 * PLAIN)
+    assert ledger.lost(0, PLAIN) and not ledger.lost(1, PLAIN)
     draft(ledger, tokens=8, seconds=3 * PLAIN)
-    assert not ledger.lost(0)
+    assert not ledger.lost(0, PLAIN)
     draft(ledger, tokens=1, seconds=9 * PLAIN)
     ledger.forget(0)
-    assert not ledger.lost(0)
+    assert not ledger.lost(0, PLAIN)
 
 
 def test_a_probe_is_paid_for_by_the_purse() -> None:
+    """By what it costs the one that gains nothing; what all gain by it is won."""
     ledger = Ledger()
     for _ in range(200):
         ledger.pass_by(PLAIN, PLAIN)
     before = ledger.purse
-    ledger.settle({"it": 1}, {0: 4, 1: 1}, 1.5 * PLAIN, PLAIN, 1.5 * PLAIN, probe=True)
+    ledger.settle({"it": 1}, {0: 4, 1: 1}, 1.5 * PLAIN, PLAIN, probe=True)
     assert ledger.purse == pytest.approx(before - 0.5 * PLAIN)
-    assert ledger.won("it", 2, PLAIN) == 0.0, "by what it costs the one that gains nothing"
+    assert ledger.won("it", 2, PLAIN) == pytest.approx(PLAIN)
+    ledger.settle({"it": 1}, {0: 1, 1: 1}, 1.5 * PLAIN, PLAIN, probe=True)
+    assert ledger.purse == pytest.approx(before - PLAIN)
+    assert ledger.won("it", 2, PLAIN) == pytest.approx(PLAIN), "its winnings pay for no probe"

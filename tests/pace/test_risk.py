@@ -11,7 +11,6 @@ from paceline.core.sequence import SequenceState
 from paceline.pace.acceptance import AcceptanceEstimate
 from paceline.pace.controller import AdaptiveLength
 from paceline.pace.cost import CostModel, Profile
-from paceline.pace.risk import Risk
 from simulated_time import costs
 
 LENGTHS = tuple(range(9))
@@ -25,14 +24,15 @@ def seq(number: int = 0) -> SequenceState:
 
 def test_a_dear_member_that_may_not_draft_leaves_the_others_their_lengths() -> None:
     """A model that seems always right, and a look-up whose rows are all that it risks."""
-    risk = Risk(CostModel(costs(), {"look-up": LOOKUP, "model": MODEL}))
-    risk.cost.acceptance._all["model"] = AcceptanceEstimate([0.999] * 8, decay=0.998)
-    own = [draft for name in risk.cost.drafters for draft in risk.drafts(seq(), name, 1)]
-    prospect = seq(), [risk.cost.none(1), *own]
+    cost = CostModel(costs(), {"look-up": LOOKUP, "model": MODEL})
+    control = AdaptiveLength(cost, {"it": ("look-up", "model")})
+    cost.acceptance._all["model"] = AcceptanceEstimate([0.999] * 8, decay=0.998)
+    own = [draft for name in cost.drafters for draft in control.drafts(seq(), name, 1)]
+    prospect = seq(), [cost.none(1), *own]
     chosen = {}
     for purse in (0.0, 0.1, 10.0):
-        risk.ledger.purse = purse
-        (draft,) = risk.rule(1, [prospect], ["look-up"]).drafts
+        control.ledger.purse = purse
+        ((draft,), _) = control.rule(1, [prospect])
         chosen[purse] = draft.name, draft.length
     assert chosen[0.0] == (None, 0)
     assert chosen[0.1][0] == "look-up" and chosen[0.1][1] > 2
@@ -41,11 +41,13 @@ def test_a_dear_member_that_may_not_draft_leaves_the_others_their_lengths() -> N
 
 def test_a_member_that_must_read_first_is_charged_for_it() -> None:
     reads = Profile(LENGTHS, LENGTHS, CostCurve((1, 1024), (0.2, 10.43)), reads=True)
-    risk = Risk(CostModel(costs(), {"model": reads}))
+    control = AdaptiveLength(CostModel(costs(), {"model": reads}))
     request = SequenceState(0, [1] * 400, 400, SamplingParams(max_tokens=100), cached=399)
-    fresh = risk.drafts(request, "model", 1)
-    risk.has_read(0, "model", 400)
-    known = risk.drafts(request, "model", 1)
+    fresh = control.drafts(request, "model", 1)
+    control.observe([Commit(0, (1,), scheduled=400)], 1.0)  # it follows no prompt: still unread
+    assert control.drafts(request, "model", 1)[3] == fresh[3]
+    control._read[0]["model"] = 400
+    known = control.drafts(request, "model", 1)
     assert fresh[3].seconds - known[3].seconds == pytest.approx(fresh[3].reading)
     assert fresh[3].reading > 0 == known[3].reading
 
@@ -53,8 +55,7 @@ def test_a_member_that_must_read_first_is_charged_for_it() -> None:
 @pytest.mark.parametrize("look", [0.02, 0.1])
 def test_looking_in_vain_takes_a_share_of_the_time(look: float) -> None:
     """Eight at once, a team that finds nothing: from the first step on, and 1 % put by for it."""
-    risk = Risk(CostModel(costs(), {"look-up": LOOKUP}))
-    control = AdaptiveLength(risk, {"it": ("look-up",)})
+    control = AdaptiveLength(CostModel(costs(), {"look-up": LOOKUP}), {"it": ("look-up",)})
     seqs = [seq(number) for number in range(8)]
     looks = 0
     for _ in range(2000):

@@ -83,15 +83,64 @@ def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> Non
 
 def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
-    attend = UnrolledAttention(Places.of(torch.ones(1, 6, dtype=torch.bool)))  # from 4 places
-    start = 0
-    for rows in (6, 4, 4):
-        zero, names = torch.zeros(1, 1, rows, 16), torch.eye(16)[start : start + rows]
-        out = attend(zero, zero, names[None, None], layer=0, scaling=1.0)[0, :, 0]
-        start += rows
-    seen = [sorted(row.nonzero().flatten().tolist()) for row in out]
-    assert seen == [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
-    torch.testing.assert_close(out[3].max(), torch.tensor(1 / 6))
+    places = Places.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 places
+
+    def seen_in(attend: UnrolledAttention, rows: tuple[int, ...]) -> list[list[int]]:
+        start = 0
+        for count in rows:
+            names = torch.eye(16)[start : start + count][None, None]
+            keys, queries = torch.zeros(1, 1, count, 16), torch.zeros(1, 1, min(count, 4), 16)
+            out = attend(queries, keys, names, layer=0, scaling=1.0)[0, :, 0]
+            start += count
+        torch.testing.assert_close(out[-1].max(), torch.tensor(1 / int((out[-1] > 0).sum())))
+        return [sorted(row.nonzero().flatten().tolist()) for row in out]
+
+    assert seen_in(UnrolledAttention(places), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    own = [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
+    assert seen_in(UnrolledAttention(places), (6, 4, 4)) == own
+    fewer, kept = places.every(3, 0)
+    assert kept.tolist() == [0, 3]
+    attend, names, zero = UnrolledAttention(places, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
+    attend(zero[:, :, :4], zero, names[None, None, :6], layer=0, scaling=1.0)
+    two = zero[:, :, :2]
+    out = attend(two, two, names[None, None, 6:8], layer=0, scaling=1.0)[0, :, 0]
+    assert [row.nonzero().flatten().tolist() for row in out] == [[0, 6], [0, 1, 2, 3, 7]]
+
+
+def test_every_so_manieth_place_unrolls_the_same_way(finished: EagleTrainer) -> None:
+    """The mean of the strided losses over all offsets is the loss of all places, where a window
+    has as many of each."""
+    stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
+    seen = finished.observe(stream[None, :41])  # 39 places: 13 at each offset
+    config, step = finished.config, finished.step
+    try:
+        with torch.no_grad():
+            whole = float(finished.loss(seen))
+            finished.config = replace(config, ttt_stride=3)
+            strided = []
+            for finished.step in range(3):
+                strided.append(float(finished.loss(seen)))
+    finally:
+        finished.config, finished.step = config, step
+    assert max(strided) > min(strided)
+    assert sum(strided) / 3 == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_kernels_read_what_the_module_says(finished: EagleTrainer) -> None:
+    stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
+    windows = stream[:93].view(3, 31)
+    reader = finished._reader
+    if reader is None:
+        pytest.skip("the kernels cannot be built here")
+    read = finished.observe(windows)
+    finished._reader = None
+    try:
+        said = finished.observe(windows)
+    finally:
+        finished._reader = reader
+    for name in ("embeds", "features", "final"):
+        torch.testing.assert_close(getattr(read, name), getattr(said, name), rtol=1e-3, atol=1e-3)
+    assert read.logits is said.logits is None
 
 
 # -- training --------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The verifier on whole batches: every request as if it were alone, in one transfer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,12 @@ def batch(generator, **extra):
     return torch.cat(parts), checks
 
 
+def as_walked(verdict):
+    """With the choices of the rows that the walk came through alone: others may be left out."""
+    rows = (0, *(node + 1 for node in verdict.path))
+    return replace(verdict, choices=tuple(verdict.choices[row] for row in rows))
+
+
 @pytest.mark.parametrize("rule", verifier_module.RULES)
 @pytest.mark.parametrize("seed", range(8))
 def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
@@ -89,7 +97,7 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.uniforms = torch.cat((uniforms[own], deciding))
         alone = verifier(logits[own], [Check(check.seq, 0, check.tree)])
-        assert alone == [verdict]
+        assert list(map(as_walked, alone)) == [as_walked(verdict)]
         node += len(check.tree)
     assert sum(len(verdict.path) for verdict in together) > 2
 
@@ -107,10 +115,36 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     logits = torch.randint(0, 4, (row + 1, 6), generator=generator).to(dtype)
     fast = Verifier()(logits[:-1], checks)
     other = Check(request(9, temperature=1.0), row, TokenTree.empty())
-    assert Verifier()(logits, [*checks, other])[:-1] == fast
+    walked = list(map(as_walked, fast))
+    assert list(map(as_walked, Verifier()(logits, [*checks, other])[:-1])) == walked
     monkeypatch.setattr(verifier_module, "needs_probs", lambda seqs: True)
-    assert Verifier()(logits[:-1], checks) == fast
+    assert list(map(as_walked, Verifier()(logits[:-1], checks))) == walked
+    whole = [replace(own, tree=replace(own.tree, wants_choices=True)) for own in checks]
+    assert Verifier()(logits[:-1], whole) == fast
     assert any(verdict.path for verdict in fast)
+
+
+def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
+    """Of a tree of 5 nodes with one accepted two rows are looked at, one after the other; a drafter
+    that learns from all of them gets all of them."""
+    generator = torch.Generator().manual_seed(2)
+    seq = request(temperature=0.8, seed=4)
+    logits = torch.randn(6, VOCAB, generator=generator)
+    wanted = TokenTree(torch.tensor([3, 1, 4, 1, 5]), BRANCHING, wants_choices=True)
+    (whole,) = Verifier()(logits, [Check(seq, 0, wanted)])
+    tokens = torch.tensor([whole.choices[0], *[VOCAB - 1 - whole.choices[1]] * 4])
+    looked = []
+    probs_of = verifier_module.probs_of_scores
+
+    def counted(scores, params):
+        looked.append(len(scores))
+        return probs_of(scores, params)
+
+    monkeypatch.setattr(verifier_module, "probs_of_scores", counted)
+    (verdict,) = Verifier()(logits, [Check(seq, 0, TokenTree(tokens, BRANCHING))])
+    assert verdict.path == (0,) and looked == [1, 1]
+    assert verdict.choices == (*whole.choices[:2], 0, 0, 0, 0)
+    assert all(choice >= 0 for choice in whole.choices)
 
 
 def test_plain_decoding_is_the_argmax():
@@ -126,7 +160,7 @@ def test_rows_may_lie_anywhere_among_the_logits():
     expected = Verifier()(logits, checks)
     picked = Verifier()(logits, seeded[::-1])
     by_id = {check.seq.seq_id: verdict for check, verdict in zip(checks, expected, strict=True)}
-    assert picked == [by_id[check.seq.seq_id] for check in seeded[::-1]]
+    assert list(map(as_walked, picked)) == [as_walked(by_id[c.seq.seq_id]) for c in seeded[::-1]]
     assert Verifier()(logits, []) == []
 
 

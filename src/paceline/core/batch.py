@@ -165,7 +165,8 @@ class Verdict:
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
-    choices: tuple[int, ...] = ()  # what each row of the check would yield; 1 + nodes
+    # What each row of the check would yield, 1 + nodes; 0 where nobody looked: see wants_choices.
+    choices: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     error: str | None = None
 

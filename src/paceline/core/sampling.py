@@ -122,16 +122,21 @@ def needs_paths(seqs: Iterable[SequenceView]) -> bool:
     return any(seq.params.penalises or seq.constraint_id is not None for seq in seqs)
 
 
-def is_plain_greedy(seq: SequenceView) -> bool:
-    """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
+def is_plain(seq: SequenceView) -> bool:
+    """True if the sequence's distributions come from untouched logits, at any tree depth: only
+    temperature and truncation change them."""
     params = seq.params
     return (
-        params.greedy
-        and not params.logit_bias
+        not params.logit_bias
         and not params.penalises
         and seq.constraint_id is None
         and seq.generated >= params.min_tokens
     )
+
+
+def is_plain_greedy(seq: SequenceView) -> bool:
+    """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
+    return seq.params.greedy and is_plain(seq)
 
 
 def needs_probs(seqs: Iterable[SequenceView]) -> bool:

@@ -64,13 +64,15 @@ class TokenTree:
     -1 is the last committed token. ``q`` is float32 ``[n, vocab]``: row i is the distribution,
     after temperature and truncation, from which node i AND its earlier siblings were drawn (the
     distribution before any of them was drawn). A sampled draw without q is refused: it could not be
-    verified.
+    verified. ``wants_choices``: the drafter learns from what every row would yield, also beside
+    the accepted path.
     """
 
     tokens: torch.Tensor
     parents: tuple[int, ...]
     draw: Draw = Draw.POINT
     q: torch.Tensor | None = None
+    wants_choices: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.parents)

@@ -54,11 +54,9 @@ class Drafter(Protocol):
     def rehearse(self, batch_size: int) -> None:
         """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
 
-        Start-up times this to know what drafting costs: of greedy requests, and so of those
-        sampled without a seed, which cost about as much. Seeded ones take noise for a whole
-        vocabulary (EAGLE-3 on SmolLM2: a pass takes about four times as long); their first steps
-        tell that (pace/correction.py). A price too low risks less than one too high, with which
-        nobody would try.
+        Start-up times this to know what drafting costs: of greedy requests. Where sampled ones cost
+        more, their first steps tell that (pace/correction.py). A price too low risks less than one
+        too high, with which nobody would try.
         """
         ...
 
@@ -73,6 +71,11 @@ def with_members(drafter: Any) -> Iterator[Any]:
     members = getattr(drafter, "members", ())
     for member in members.values() if isinstance(members, dict) else members:
         yield from with_members(member)
+
+
+def prefers_seeds(drafter: Any) -> bool:
+    """Whether drafts for requests with a seed cost so much less that each should have one."""
+    return any(getattr(own, "prefers_seeds", False) for own in with_members(drafter))
 
 
 def held_bytes(drafter: Any) -> int:

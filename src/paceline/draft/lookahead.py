@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -146,7 +146,7 @@ class LookaheadDrafter(LookupDrafter):
         for item in plan.slices:
             if item.seq.seq_id in self._states:
                 self._states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
-        return super().propose(plan)
+        return [replace(tree, wants_choices=True) for tree in super().propose(plan)]
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length

@@ -22,7 +22,6 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.translated import StringDrafter
-from paceline.draft.trees.grow import Logits
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
@@ -201,7 +200,8 @@ class ModelDrafter(LevelDrafter):
     def _base(self, item: Slice) -> int:
         return self._states[item.seq.seq_id].base
 
-    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+    @property
+    def growth(self) -> NativeGrowth | None:
         native = self.model.native
         plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
         return native.growth if plain and isinstance(native, NativeModel) else None

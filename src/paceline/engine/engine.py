@@ -22,6 +22,7 @@ from paceline.core.batch import (
     TokenLogprob,
     Verdict,
 )
+from paceline.core.draws import draws_unseeded
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, children_of
@@ -51,13 +52,16 @@ class Engine:
         verifier: Verifier,
         scheduler: Scheduler,
         controller: Controller,
+        draw_seed: Callable[[], int] | None = None,
     ) -> None:
+        """``draw_seed`` gives one to each sampled request that brings none."""
         self.target = target
         self.cache = cache
         self.drafter = drafter
         self.verifier = verifier
         self.scheduler = scheduler
         self.controller = controller
+        self.draw_seed = draw_seed
         self.clock = PhaseClock(target.device)
         self.steps = 0
         self.ready: list[Commit] = []  # made, but not yet returned by a step
@@ -65,6 +69,8 @@ class Engine:
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
+        if self.draw_seed is not None and draws_unseeded(seq.params):
+            seq.params = replace(seq.params, seed=self.draw_seed())
         self.scheduler.add(seq)
         seq.queued = time.perf_counter()
 

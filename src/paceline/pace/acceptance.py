@@ -39,8 +39,6 @@ class AcceptanceEstimate:
     From decayed counts, together with a few observations' ``weight`` of a prior.
     """
 
-    DOUBT = 3.0
-
     def __init__(self, prior: Sequence[float], decay: float, weight: float = 5.0) -> None:
         self._prior = tuple(prior)
         self._decay, self._weight = decay, weight
@@ -48,21 +46,20 @@ class AcceptanceEstimate:
         self._reached = [0.0] * self.depth
         self._accepted = [0.0] * self.depth
         self._rates: list[float] | None = None
-        self._cautious: list[float] | None = None
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """Of ``reached`` levels that were tried the first ``accepted`` were right.
 
         The first ``since`` of them are known already.
         """
-        self._rates = self._cautious = None
+        self._rates = None
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = self._decay * self._reached[level] + 1.0
             self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
 
     def know(self, rates: Sequence[float]) -> None:
         """These are the rates; nothing is accepted at levels beyond them."""
-        self._rates = self._cautious = None
+        self._rates = None
         self._reached = [_KNOWN] * self.depth
         won = [_KNOWN * rate for rate in rates[: self.depth]]
         self._accepted = won + [0.0] * (self.depth - len(won))
@@ -76,13 +73,6 @@ class AcceptanceEstimate:
                 rates.append((self._weight * rate + won) / (self._weight + tried))
             self._rates = rates
         return self._rates
-
-    def cautious(self) -> list[float]:
-        """Rates as if ``DOUBT`` drafts more had failed at every level: what is safe to say."""
-        if self._cautious is None:
-            counts = zip(self._reached, self._accepted, strict=True)
-            self._cautious = [won / (self.DOUBT + tried) for tried, won in counts]
-        return self._cautious
 
 
 class OwnAcceptance:
@@ -108,31 +98,14 @@ class OwnAcceptance:
         self._failed = self.DECAY * self._failed + failed
         self._foreseen = self.DECAY * self._foreseen + len(rates) - sum(rates)
 
-    def fade(self, share: float) -> None:
-        """Trust what was seen less, as it is of long ago: keep so much of its weight."""
-        self._failed *= share
-        self._foreseen *= share
-
-    def _adapted(self, rates: Sequence[float], trials: float) -> list[float]:
-        """Rates of all sequences as this one's."""
+    def rates(self, levels: int | None = None, lost: bool = False) -> list[float]:
+        """Of the first levels, or all. What is expected of a sequence that has ``lost`` by drafting
+        follows rather from what it showed than from what everyone did."""
         everyone = self._everyone.rates()
+        trials = self.LOST_TRIALS if lost else self.TRIALS
         prior = trials * max(1.0 - everyone[0], 1e-3) if everyone else 1.0
         factor = (self._failed + prior) / (self._foreseen + prior)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in rates]
-
-    def rates(self) -> list[float]:
-        return self._adapted(self._everyone.rates(), self.TRIALS)
-
-    def tokens(self, levels: int, lost: bool = False) -> tuple[list[float], list[float]]:
-        """Tokens of a step by draft length: those expected, and those that may be counted upon.
-
-        What is expected of a sequence that has ``lost`` by drafting follows rather from what it
-        showed than from what everyone did.
-        """
-        trials = self.LOST_TRIALS if lost else self.TRIALS
-        hoped = self._adapted(self._everyone.rates()[:levels], trials)
-        sure = self._adapted(self._everyone.cautious()[:levels], self.TRIALS)
-        return expected_tokens(hoped), expected_tokens(sure)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone[:levels]]
 
 
 class AcceptanceTracker:

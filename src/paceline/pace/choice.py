@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from paceline.pace.cost import CostModel, Draft
@@ -11,57 +11,36 @@ HURT = 0.01  # by which a request may be slowed down for the sake of others, as 
 _DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
 
 
-def cut(options: Sequence[Draft], draft: Draft, most: int) -> Draft:
-    """A draft with no more than so many levels; ``options`` of its sequence, none first."""
-    if draft.length <= most:
-        return draft
-    own = (o for o in options if o.name == draft.name and 0 < o.length <= most)
-    return max(own, key=lambda option: option.length, default=options[0])
-
-
 def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> list[Draft]:
     """One of each sequence's ``options``, the first of which is no draft, for the fastest batch.
 
     One alone: most expected tokens a second. Several: the least mean time of a token, over the
     sequences (the harmonic mean of their speeds), among the drafts by which no sequence becomes
     slower than by plain decoding: a step takes the same time for all, and drafting for some must
-    not slow down those that gain nothing by it. Where the sequences are alike one length for all
-    is best, as rows need no padding then; lengths of their own are taken if they gain more than
+    not slow down those that gain nothing by it. Where one drafter serves all, one length for all is
+    tried first, as rows need no padding then; lengths of their own are taken if they gain more than
     that costs. A pass for few must pay for itself: each drafter is left out in turn.
     """
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
     best = [own[0] for own in options]
     least = _score(cost, batch, best)
-    if all(own[-1].length == len(own) - 1 for own in options):  # a drafter each
-        for length in range(1, max(map(len, options))):
-            alike = [own[min(length, len(own) - 1)] for own in options]
-            score = _score(cost, batch, alike)
-            if score < least:
-                best, least = alike, score
-    names = {draft.name for own in options for draft in own[1:]}
-    for left_out in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
-        left = [_worthy(o for o in own if not o.length or o.name != left_out) for own in options]
+    names = sorted({draft.name for own in options for draft in own[1:]}, key=str)
+    for place in range(1, max(map(len, options))) if len(names) == 1 else ():
+        alike = [own[min(place, len(own) - 1)] for own in options]
+        if (score := _score(cost, batch, alike)) < least:
+            best, least = alike, score
+    for left_out in (None, *(names if len(names) > 1 else ())):
+        left = [[o for o in own if not o.length or o.name != left_out] for own in options]
         for dearer in _DEARER:
             apart = _apart(left, best, dearer)
-            if not any(draft.length for draft in apart):
-                break
-            score = _score(cost, batch, apart)
-            if score < least:
+            if (score := _score(cost, batch, apart)) < least:
                 best, least = apart, score
                 break
-        if not any(0 < sum(d.name == n and d.length > 0 for d in best) < batch for n in names):
+        drafting = [draft.name for draft in best if draft.length]
+        if all(drafting.count(name) == batch for name in drafting):
             break
     return best
-
-
-def _worthy(options: Iterable[Draft]) -> list[Draft]:
-    """Those that gain more than every cheaper one."""
-    found: list[Draft] = []
-    for draft in sorted(options, key=lambda draft: draft.seconds):
-        if not found or draft.gain > found[-1].gain:
-            found.append(draft)
-    return found
 
 
 def _score(cost: CostModel, batch: int, drafts: Sequence[Draft]) -> float:

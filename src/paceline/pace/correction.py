@@ -16,6 +16,7 @@ not pay would seem to.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import exp, log, sqrt
 
 NOISE = 0.06**2  # of one step
@@ -34,21 +35,14 @@ _UNEVEN = 64
 _RAGGED = log(1.08)
 
 
+@dataclass(slots=True)
 class _Part:
     """A logarithm that is not known exactly."""
 
-    __slots__ = ("seen", "value", "variance")
-
-    def __init__(self, value: float, variance: float) -> None:
-        self.value, self.variance = value, variance
-        self.seen = 0
-
-    def take(self, surprise: float, total: float) -> None:
-        """This part's share of a surprise, whose variance is ``total``."""
-        share = self.variance / total
-        self.value += share * surprise
-        self.variance *= 1 - share
-        self.seen += 1
+    value: float
+    variance: float
+    ageing: float = _AGEING
+    seen: int = 0
 
 
 def cell_of(nodes: float, even: bool) -> int:
@@ -69,7 +63,7 @@ class Correction:
 
     def __init__(self, cells: float = CELL) -> None:
         self._unseen = cells
-        self._drift = _Part(0.0, _UNKNOWN)
+        self._drift = _Part(0.0, _UNKNOWN, _DRIFT)
         self._groups: dict[int, _Part] = {}
         self._cells: dict[tuple[int, int], _Part] = {}
         self._surprised: dict[int, int] = {}  # large ones in a row, by their sign
@@ -77,14 +71,13 @@ class Correction:
 
     def seen(self, group: int, cell: int) -> int:
         """Observations of a cell."""
-        known = self._cells.get((group, cell))
-        return known.seen if known is not None else 0
+        return self._cells[group, cell].seen if (group, cell) in self._cells else 0
 
     def factor(self, group: int, cell: int) -> float:
         found = self._factors.get((group, cell))
         if found is None:
-            whole = self._drift.value + self._group(group).value + self._cell(group, cell).value
-            found = self._factors[group, cell] = exp(whole)
+            parts = self._drift, self._group(group), self._cell(group, cell)
+            found = self._factors[group, cell] = exp(sum(part.value for part in parts))
         return found
 
     def _group(self, group: int) -> _Part:
@@ -97,7 +90,7 @@ class Correction:
         """Cell 0 is what the others are compared with; a new one is thought like its neighbour."""
         known = self._cells.get((group, cell))
         if known is not None or not cell:
-            return known or _Part(0.0, 0.0)
+            return known or _Part(0.0, 0.0, ageing=0.0)
         uneven = cell >= _UNEVEN
         seen = [c for g, c in self._cells if g == group and c and (c >= _UNEVEN) == uneven]
         if not seen:
@@ -110,12 +103,11 @@ class Correction:
         exact = self._cells.setdefault((group, cell), self._cell(group, cell))
         parts = (self._drift, own, exact)
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
-        bound = _HICCUP if self._groups[group].seen or self._drift.seen else _FIRST
-        surprise = min(max(surprise, -bound), bound)
-        self._drift.variance += _DRIFT
-        own.variance += _AGEING
-        exact.variance += _AGEING if cell else 0.0
+        for part in parts:
+            part.variance += part.ageing
         total = NOISE + sum(part.variance for part in parts)
+        bound = _HICCUP if own.seen or self._drift.seen else _FIRST
+        surprise = min(max(surprise, -bound), bound)
         if surprise**2 > 4 * total:
             total += self._unsettle(group, surprise, own, exact)
             bound = 2 * sqrt(total)
@@ -123,15 +115,17 @@ class Correction:
         else:
             self._surprised.pop(group, None)
         for part in parts:
-            part.take(surprise, total)
+            share = part.variance / total
+            part.value += share * surprise
+            part.variance *= 1 - share
+            part.seen += 1
         self._factors.clear()
 
     def _unsettle(self, group: int, surprise: float, own: _Part, exact: _Part) -> float:
         """A large surprise: something is not as sure as it seemed. Returns the added variance."""
         young = [part for part in (own, exact) if part.variance and part.seen < _YOUNG]
-        before = self._surprised.get(group, 0)
-        times = before + (1 if surprise > 0 else -1) if before * surprise >= 0 else 0
-        self._surprised[group] = times
+        before, sign = self._surprised.get(group, 0), 1 if surprise > 0 else -1
+        times = self._surprised[group] = before + sign if before * sign >= 0 else 0
         if not young and abs(times) < _OFTEN:
             return 0.0  # perhaps a hiccup
         (young or [self._drift])[0].variance += surprise**2

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from paceline.core.costs import CostCurve, TargetCosts
@@ -92,18 +92,23 @@ class Profile:
 class Draft(NamedTuple):
     """One way to spend a step on a sequence; ``length`` 0 is no draft.
 
-    ``nodes`` to verify, the tokens of the step as expected (``gain``) and as may be counted upon
-    (``safe``), ``seconds`` of its part of the step if all do alike, and of these what ``reading``
-    costs that must come first, written off over the tokens to come.
+    ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
+    if all do alike, and of these what ``reading`` costs that must come first, written off over the
+    tokens to come; ``first`` of it in this very step.
     """
 
     name: Hashable
     length: int
     nodes: float
     gain: float
-    safe: float
     seconds: float
     reading: float = 0.0
+    first: float = 0.0
+
+    @property
+    def risk(self) -> float:
+        """Seconds of its part of the step, reading that must come first included."""
+        return self.seconds - self.reading + self.first
 
 
 class CostModel:
@@ -118,7 +123,7 @@ class CostModel:
         self.acceptance = AcceptanceTracker()
         # Nodes proposed, as a share of the most: n-grams are often short.
         self.fill: dict[Hashable, float] = {}
-        self._verify: dict[tuple[int, float], float] = {}
+        self._forward = lru_cache(4096)(lambda batch, nodes: target(batch, 1 + nodes))
         self._rest = Correction()
         self._passes: dict[Hashable, Correction] = {}
         self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
@@ -143,12 +148,7 @@ class CostModel:
 
     def verify(self, batch: int, nodes: float) -> float:
         """A target forward over ``batch`` sequences and ``nodes`` draft nodes each, as measured."""
-        key = (batch, round(nodes, 1))
-        if key not in self._verify:
-            if len(self._verify) > 4096:
-                self._verify.clear()
-            self._verify[key] = self.target(batch, 1 + key[1])
-        return self._verify[key]
+        return self._forward(batch, round(nodes, 1))
 
     def rest(self, batch: int, nodes: float = 0.0, even: bool = True) -> float:
         """All of a step but the drafting; ``even`` if all sequences have as many nodes."""
@@ -172,6 +172,13 @@ class CostModel:
         own = self._passes.get(name)
         return passes * own.factor(group_of(batch), cell_of(nodes, even)) if own else passes
 
+    def foresee(
+        self, batch: int, nodes: float, even: bool, passes: Mapping[Hashable, float]
+    ) -> tuple[float, float]:
+        """The rest of a step, and its drafting by so many seconds of passes alone."""
+        drafting = (self.drafting(n, batch, nodes, own, even) for n, own in passes.items())
+        return self.rest(batch, nodes, even), sum(drafting)
+
     def step(self, batch: int, drafts: Iterable[Draft]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
         drafts = [draft for draft in drafts if draft.length]
@@ -181,18 +188,15 @@ class CostModel:
         each = sum(draft.nodes for draft in drafts) / batch
         even = len(drafts) == batch and len({draft.nodes for draft in drafts}) == 1
         even = even and (batch == 1 or all(self.fill[name] > _FULL for name in names))
-        seconds = self.rest(batch, each, even)
-        for name in names:
-            passes = self.passes(name, [draft.length for draft in drafts if draft.name == name])
-            seconds += self.drafting(name, batch, each, passes, even)
-        return seconds
+        passes = {n: self.passes(n, [d.length for d in drafts if d.name == n]) for n in names}
+        return sum(self.foresee(batch, each, even, passes))
 
     def table(self, name: Hashable, batch: int) -> list[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
             nodes, fill = self.drafters[name].nodes, self.fill[name]
-            alike = [[Draft(name, n, fill * m, 1, 1, 0)] * batch for n, m in enumerate(nodes)]
+            alike = [[Draft(name, n, fill * m, 1, 0)] * batch for n, m in enumerate(nodes)]
             table = [self.step(batch, drafts) / batch for drafts in alike]
             self._tables[name, batch] = table
         return table
@@ -201,6 +205,11 @@ class CostModel:
         """Seconds in which a drafter reads a token of a prompt."""
         seconds, rows = self._reading[name]
         return seconds / rows
+
+    def seen(self, name: Hashable, batch: int) -> int:
+        """Steps with drafts of one level that were learnt from, at such a concurrency."""
+        nodes = self.fill[name] * self.drafters[name].nodes[1]
+        return self._rest.seen(group_of(batch), cell_of(nodes, True))
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a step without drafts is needed to tell drafting from the rest.
@@ -215,27 +224,27 @@ class CostModel:
 
     def none(self, batch: int) -> Draft:
         """No draft."""
-        return Draft(None, 0, 0.0, 1.0, 1.0, self.rest(batch) / batch)
+        return Draft(None, 0, 0.0, 1.0, self.rest(batch) / batch)
 
     def drafts(
         self,
         name: Hashable,
         batch: int,
-        tokens: tuple[Sequence[float], Sequence[float]],
-        reading: float = 0.0,
+        gains: Sequence[float],
+        first: float = 0.0,
+        tokens: int = 1,
         lengths: Iterable[int] | None = None,
     ) -> list[Draft]:
         """Drafts of a sequence, of all lengths from 1 on by default.
 
-        ``tokens`` by length, as expected and as may be counted upon; for each, ``reading`` takes so
-        long before.
+        ``gains``: expected tokens by length. Reading that must come ``first`` takes so long, to be
+        written off over so many ``tokens``.
         """
-        (gains, safe), table, profile = tokens, self.table(name, batch), self.drafters[name]
-        fill = self.fill[name]
+        table, nodes, fill = self.table(name, batch), self.drafters[name].nodes, self.fill[name]
         return [
-            Draft(name, n, fill * profile.nodes[n], gains[n], safe[n], table[n] + own, own)
+            Draft(name, n, fill * nodes[n], gains[n], table[n] + reading, reading, first)
             for n in (range(1, len(table)) if lengths is None else lengths)
-            for own in (reading * gains[n],)
+            for reading in (first * gains[n] / tokens,)
         ]
 
     def tokens(self, name: Hashable, length: int) -> float:
@@ -288,9 +297,7 @@ class CostModel:
         """
         passes, each = passes or {}, nodes / batch
         group, cell = group_of(batch), cell_of(each, even)
-        known = self.rest(batch, each, even)
-        alone = sum(passes.values())
-        expected = sum(self.drafting(n, batch, each, own, even) for n, own in passes.items())
+        known, expected = self.foresee(batch, each, even, passes)
         self.predicted += known + expected
         self.measured += seconds
         self._since_plain = self._since_plain + 1 if passes else 0
@@ -305,12 +312,10 @@ class CostModel:
         self._learnt += 1
         if self._learnt % _FRESH == 0:
             self._tables.clear()
-        if len(passes) != 1:
-            return
-        (name,) = passes
-        if alone:
-            own = self._passes.setdefault(name, Correction(_PASSES))
-            own.observe(group, cell, drafting / alone)
-        else:
-            before = self._handling.get(name, 0.0)
-            self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)
+        for name, alone in passes.items() if len(passes) == 1 else ():
+            if alone:
+                own = self._passes.setdefault(name, Correction(_PASSES))
+                own.observe(group, cell, drafting / alone)
+            else:
+                before = self._handling.get(name, 0.0)
+                self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)

@@ -18,19 +18,16 @@ of it is measured where it happens, by drafter and concurrency (in powers of two
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from math import inf, sqrt
+from math import sqrt
 
 from paceline.pace.cost import group_of
 
 SHARE = 0.01  # of the time that may go into drafts that turn out not to pay
 CREDIT = 16.0  # plain steps of one sequence that an account holds at most
-OWN_SHARE = 0.02  # of a request's time that it may lose to drafts, its own or its neighbours'
-_HORIZON = 256  # tokens of a request, at most, by which that share is counted
+OWN = 2.0  # plain steps after which a request has lost by drafting
 KEPT = 2.0  # plain steps that the purse holds at most
 GRANT = 1.0  # plain steps that it holds to begin with
-_HICCUP = 2.0  # times what was predicted; beyond, a step's time is not the draft's doing
 _INHERITED = 0.25  # of what the drafter has won at the nearest concurrency
-_WRITTEN_OFF = 64.0  # tokens of a sequence over which reading a prompt is
 
 
 class Ledger:
@@ -40,7 +37,6 @@ class Ledger:
         self.purse = 0.0
         self._grant = GRANT  # of plain steps, whose seconds the first step tells
         self._won: dict[tuple[Hashable, int], float] = {}
-        self._owed: dict[Hashable, float] = {}
         self._each: dict[int, float] = {}  # by sequence
 
     def pass_by(self, seconds: float, plain: float, batch: int = 1) -> None:
@@ -49,10 +45,6 @@ class Ledger:
         The purse's grant comes with the first sequence that is alone: several would each lose it.
         """
         earned = SHARE * seconds
-        for name, owed in self._owed.items():  # what was lent in vain comes back from here
-            paid = min(owed, earned)
-            self._owed[name] = owed - paid
-            earned -= paid
         if batch == 1:
             earned, self._grant = earned + self._grant * plain, 0.0
         self.purse = min(self.purse + earned, KEPT * plain)
@@ -60,53 +52,17 @@ class Ledger:
     def won(self, name: Hashable, batch: int, plain: float) -> float:
         """What drafts of a drafter may cost here by what they have won, in seconds."""
         group = group_of(batch)
-        known = self._won.get((name, group))
-        if known is not None:
-            return known
         near = [(abs(g - group), won) for (n, g), won in self._won.items() if n == name]
-        if not near:
-            return 0.0
-        return max(0.0, min(_INHERITED * min(near)[1], plain))
+        distance, won = min(near, default=(0, 0.0))
+        return min(_INHERITED * won, plain) if distance else won
 
     def allowance(self, name: Hashable, batch: int, plain: float) -> float:
-        """Seconds that a step may risk for drafts of this drafter.
+        """Seconds that a step may risk for drafts of this drafter."""
+        return self.won(name, batch, plain) + self.purse
 
-        Less than nothing, and not even what is sure to gain may be drafted, where drafts that
-        were sure to gain have lost that much: something is not as it seems.
-        """
-        won = self.won(name, batch, plain)
-        return won + max(self.purse, 0.0) if won + self.purse > -KEPT * plain else -inf
-
-    def may_lend(self, name: Hashable, plain: float) -> bool:
-        """Whether what was lent to a drafter before has come in again."""
-        return self._owed.get(name, 0.0) < plain
-
-    def lend(self, name: Hashable, seconds: float) -> None:
-        """A drafter has read a prompt: its next drafts pay for that, bit by bit."""
-        self._owed[name] = self._owed.get(name, 0.0) + seconds
-
-    def charge(self, name: Hashable, batch: int, seconds: float, plain: float) -> None:
-        """A drafter has cost so much; less than nothing if it has won."""
-        won = self.won(name, batch, plain) - seconds
-        if won < 0:  # what it has lost beyond what it had won was paid from the purse
-            self.purse += won
-            won = 0.0
-        self._won[name, group_of(batch)] = min(won, CREDIT / sqrt(batch) * plain)
-
-    def own(self, seq_id: int, remaining: int, plain: float) -> float:
-        """Seconds by which a step may be longer than what a sequence is sure to gain by it.
-
-        A request with so many ``remaining`` tokens may lose a share of the time that plain
-        decoding would take for them, and what drafts have won for it.
-        """
-        known = self._each.get(seq_id)
-        if known is None:
-            known = self._each[seq_id] = OWN_SHARE * min(remaining, _HORIZON) * plain
-        return known
-
-    def lost(self, seq_id: int) -> bool:
-        """Whether a sequence has lost its share."""
-        return self._each.get(seq_id, 0.0) < 0
+    def lost(self, seq_id: int, plain: float) -> bool:
+        """Whether drafts, its own or its neighbours', have slowed a sequence down."""
+        return self._each.get(seq_id, 0.0) < -OWN * plain
 
     def settle(
         self,
@@ -114,31 +70,26 @@ class Ledger:
         tokens: Mapping[int, int],
         seconds: float,
         plain: float,
-        foreseen: float,
-        probe: bool,
+        probe: bool = False,
     ) -> None:
         """A step is over that yielded so many ``tokens`` for each sequence.
 
-        ``drafts``: sequences drafted for, by drafter. ``plain`` and ``foreseen``: seconds of a
-        step without drafts, and of this one. A ``probe`` is paid for by the purse, by
-        what it costs the sequence that gains least.
+        ``drafts``: sequences drafted for, by drafter. ``plain``: seconds of a step without drafts.
+        A ``probe`` is paid for by the purse, by what it costs the sequence that gains least; what
+        all gain by it is won like anything else.
         """
-        batch = len(tokens)
-        seconds = min(seconds, _HICCUP * foreseen)
+        batch, total = len(tokens), sum(drafts.values())
         gained = sum(tokens.values()) / batch * plain - seconds
         if probe:
             self.purse += min(0.0, min(tokens.values()) * plain - seconds)
-            gained = 0.0
-        total = sum(drafts.values())
+            gained = max(gained, 0.0)
         for name, count in drafts.items():
-            due = self._owed.get(name, 0.0) * min(1.0, sum(tokens.values()) / batch / _WRITTEN_OFF)
-            if due:
-                self._owed[name] -= due
-            self.charge(name, batch, due - gained * count / total, plain)
+            won = self.won(name, batch, plain) + gained * count / total
+            self.purse += min(won, 0.0)  # what is lost beyond what was won
+            self._won[name, group_of(batch)] = min(max(won, 0.0), CREDIT / sqrt(batch) * plain)
         for seq_id, count in tokens.items():
-            if seq_id in self._each:
-                won = self._each[seq_id] + count * plain - seconds
-                self._each[seq_id] = min(won, CREDIT * plain)
+            own = self._each.get(seq_id, 0.0) + count * plain - seconds
+            self._each[seq_id] = min(own, CREDIT * plain)
 
     def forget(self, seq_id: int) -> None:
         """A sequence is done."""

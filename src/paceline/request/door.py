@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -142,16 +142,11 @@ def endings(
     return stops, stops | (end_tokens if params.skip_end_tokens else frozenset())
 
 
-def params_of_sample(
-    params: SamplingParams, index: int, draw_seed: Callable[[], int] | None
-) -> SamplingParams:
-    """Those of the sample ``index`` of a prompt: seeds differ. ``draw_seed`` gives one to each
-    sampled request that brings none."""
-    if params.seed is not None:
-        return replace(params, seed=(params.seed + index) % 2**63) if index else params
-    if draw_seed is not None and not params.greedy:
-        return replace(params, seed=draw_seed())
-    return params
+def params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
+    """Those of the sample ``index`` of a prompt: seeds differ."""
+    if params.seed is None or not index:
+        return params
+    return replace(params, seed=(params.seed + index) % 2**63)
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -158,6 +158,11 @@ class EagleTrainConfig(HeadConfig):
     ttt_steps: int = _head(
         4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
     )
+    ttt_stride: int = _head(
+        1,
+        "Unroll from every so manieth place only; each place learns its first drafted token.",
+        low=1,
+    )
     step_decay: float = _head(0.8, "Weight of each further step.", low=0)
     feature_weight: float = 1.0  # of version 1 alone, as the next one
     token_weight: float = 0.1

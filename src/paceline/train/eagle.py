@@ -113,13 +113,17 @@ class EagleTrainer(HeadTrainer):
         places = Places.of(seen.learn)
         with torch.no_grad():
             probs, row_of = self._probs(seen)
-        attend = UnrolledAttention(places)
+        stride = config.ttt_stride
+        then, kept = places.every(stride, self.step) if stride > 1 else (places, None)
+        attend = UnrolledAttention(places, then)
         learn, features = self._learnable(seen), seen.features.flatten(0, 1)
         embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
         positions = torch.arange(width, device=seen.ids.device).repeat(windows)
-        hidden = head(embeds, head.fuse(features), positions, attend)[places.flat]
+        hidden = head(embeds, head.fuse(features), positions, attend, places.flat)
         result: torch.Tensor = hidden.new_zeros((), dtype=torch.float32)
         for j, weight in enumerate(falling(config.step_decay, config.ttt_steps)):
+            if j == 1:
+                places, hidden = then, hidden if kept is None else hidden[kept]
             if j:
                 hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
             step = loss_ahead(places, j, learn, head.logits(hidden), probs, row_of)
@@ -155,7 +159,7 @@ class EagleTrainer(HeadTrainer):
         attend = UnrolledAttention(places)
         embeds = F.pad(seen.embeds[0, 1:], (0, 0, 0, 1))
         positions = torch.arange(rows, device=seen.ids.device)
-        hidden = head(embeds, head.fuse(seen.features[0]), positions, attend)[places.flat]
+        hidden = head(embeds, head.fuse(seen.features[0]), positions, attend, places.flat)
         found = []
         for j in range(length):
             if j:  # what a draft says beyond the text's end is never compared

@@ -27,6 +27,7 @@ from paceline.train.feature_cache import FeatureCache
 from paceline.train.heldout import WrittenText, context_of
 from paceline.train.observed import Observed as Observed
 from paceline.train.optim import MasterOptimizer
+from paceline.train.reading import NativeReader
 from paceline.train.token_streams import TokenStreams
 from paceline.train.trainer import DraftingTrainer, Optimizer
 from paceline.train.unrolled import mixed_probs
@@ -73,6 +74,7 @@ class HeadTrainer(DraftingTrainer):
             self._body_forward = torch.compile(self.target.base_model, dynamic=True)
         self.optimizer = self.new_optimizer()
         self._product: bool | None = None
+        self._reader = self.reader()
         self._seen: dict[int, Observed] = {}  # held-out texts, by their places
         self._cache = self._feature_cache()
 
@@ -150,6 +152,12 @@ class HeadTrainer(DraftingTrainer):
         short = min(config.seq_len, context)
         return short, max(short, min(config.max_positions, context))
 
+    def reader(self) -> NativeReader | None:
+        """What reads in place of the target's module: the kernels, if they run it."""
+        if self.device.type != "cpu" or self.compiled or not self._head_is_product():
+            return None
+        return NativeReader.of(self.target, self.config.target)
+
     def _feature_cache(self) -> FeatureCache | None:
         if not self.config.cache_features:
             return None
@@ -169,16 +177,21 @@ class HeadTrainer(DraftingTrainer):
 
         Windows padded at the end need no mask: no token sees what comes after it.
         """
-        product = self._head_is_product()
-        # Without the head: its product of even one row for each window copies the whole weight.
-        forward = self._target_forward if not product else self._body_forward
-        out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-        final = out.hidden_states[-1]
-        chosen = [out.hidden_states[layer] for layer in self.feature_layers]
-        features = final if len(chosen) == 1 and chosen[0] is final else torch.cat(chosen, -1)
+        logits = None
+        if self._reader is not None:
+            *chosen, final = self._reader.read(ids, (*self.feature_layers, self.num_layers))
+        else:
+            product = self._head_is_product()
+            # Without the head: its product of one row a window copies the whole weight.
+            forward = self._target_forward if not product else self._body_forward
+            out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
+            final, logits = out.hidden_states[-1], None if product else out.logits
+            chosen = [out.hidden_states[layer] for layer in self.feature_layers]
+        only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
+        features = final if only else torch.cat(chosen, -1)
         learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
         embeds = self.target.get_input_embeddings()(ids)
-        return Observed(ids, learn, embeds, features, final, None if product else out.logits)
+        return Observed(ids, learn, embeds, features, final, logits)
 
     @torch.no_grad()
     def _head_is_product(self) -> bool:

@@ -26,6 +26,7 @@ from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer, Observed
 from paceline.train.optim import MasterOptimizer
+from paceline.train.reading import NativeReader
 from paceline.train.saved_run import save_model
 from paceline.train.trainer import Optimizer
 from paceline.train.unrolled import Places, falling, loss_ahead
@@ -133,6 +134,9 @@ class MedusaTrainer(HeadTrainer):
         self.target.requires_grad_(True)
         target = MasterOptimizer(self.target, share * config.lr, share * config.adam_lr, decay)
         return JointOptimizer(heads, target, config.joint_after, max(1, config.warmup))
+
+    def reader(self) -> NativeReader | None:
+        return None if self.config.joint else super().reader()  # a target that learns, too
 
     # -- loss ----------------------------------------------------------------------------------
 

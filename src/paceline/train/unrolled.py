@@ -34,12 +34,24 @@ class Places:
     @classmethod
     def of(cls, learn: torch.Tensor) -> Places:
         """Of the tokens to be learnt, bool ``[B, W]``: every place whose t + 2 is one of them."""
-        windows, width = learn.shape
-        starts = F.pad(learn[:, 2:], (0, 2))
+        return cls.at(F.pad(learn[:, 2:], (0, 2)))
+
+    @classmethod
+    def at(cls, starts: torch.Tensor) -> Places:
+        """Where ``starts``, bool ``[B, W]``, says so."""
+        windows, width = starts.shape
         window, place = starts.nonzero(as_tuple=True)
         order = (starts.cumsum(1) - 1)[window, place]
         longest = int(starts.sum(1).max()) if starts.numel() else 0
         return cls(windows, width, longest, window * width + place, window * longest + order)
+
+    def every(self, stride: int, offset: int) -> tuple[Places, torch.Tensor]:
+        """Those whose position plus ``offset`` is a multiple of ``stride``, and which they are,
+        int64 ``[M]``."""
+        kept = ((self.position + offset) % stride == 0).nonzero()[:, 0]
+        starts = torch.zeros(self.windows * self.width, dtype=torch.bool, device=kept.device)
+        starts[self.flat[kept]] = True
+        return Places.at(starts.view(self.windows, self.width)), kept
 
     @property
     def position(self) -> torch.Tensor:
@@ -62,13 +74,18 @@ class UnrolledAttention:
 
     Row n of step j stands for the drafted token j of the draft that starts at place n. It attends
     to the keys of step 0 up to its place (the committed tokens) and to its own keys of the steps
-    1 to j, as it would with a cache.
+    1 to j, as it would with a cache. The first call has keys and values of all rows of the
+    windows, queries of ``places`` only; further ones may be of other, fewer places (``then``).
+
+    Scores are products and a softmax in the head's dtype: on a processor several times as fast as
+    the fused attention of torch.
     """
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
-        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._hidden: torch.Tensor | None = None
+    def __init__(self, places: Places, then: Places | None = None) -> None:
+        self._places, self._then = places, then or places
+        self._committed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unseen: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -79,57 +96,67 @@ class UnrolledAttention:
         layer: int,
         scaling: float,
     ) -> torch.Tensor:
-        """As ``Attend`` of the lean forward; first all rows of the windows, then the places."""
-        heads, rows, width = query.shape[1:]
-        kv_heads, windows = key.shape[1], self.places.windows
-        if not self.steps:
-            # [1, heads, T, d] to [windows, heads, length, d]
-            q, k, v = (
-                each[0].reshape(-1, windows, self.places.width, width).transpose(0, 1)
-                for each in (query, key, value)
+        """As ``Attend`` of the lean forward; first over the windows, then over the places."""
+        heads, _, width = query.shape[1:]
+        kv_heads, windows = key.shape[1], self._places.windows
+        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, width)
+        if self._committed is None:
+            k, v = (
+                each[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
+                for each in (key, value)
             )
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
-            )
-            self.steps.append((k, v))
-            return out.transpose(1, 2).reshape(1, rows, heads, width)
-        q, k, v = (self._table(each[0]) for each in (query, key, value))
-        self.steps.append((k, v))
-        longest = self.places.longest
-        q = (q * scaling).reshape(windows, kv_heads, heads // kv_heads, longest, width)
-        out = self._later(q).flatten(1, 2)  # [windows, heads, R, d]
-        return out.transpose(1, 2).reshape(-1, heads, width)[self.places.padded][None]
+            self._committed = k, v
+            out = self._over_committed(q)
+            places, self._places, self._unseen = self._places, self._then, None
+        else:
+            self._own.append((self._table(key[0]), self._table(value[0])))
+            places, out = self._places, self._over_all(q)
+        out = out.view(windows, heads, places.longest, width)
+        return out.transpose(1, 2).reshape(-1, heads, width)[places.padded][None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
         """``[heads, N, d]`` as ``[windows, heads, R, d]``, zeros where a window has fewer."""
-        places = self.places
+        places = self._places
         heads, _, width = rows.shape
         table = rows.new_zeros(places.windows * places.longest, heads, width)
         table = table.index_copy(0, places.padded, rows.transpose(0, 1))
-        return table.view(places.windows, places.longest, heads, width).transpose(1, 2)
+        table = table.view(places.windows, places.longest, heads, width)
+        return table.transpose(1, 2).contiguous()
 
-    def _mask(self) -> torch.Tensor:
+    def _hidden(self) -> torch.Tensor:
         """bool ``[windows, 1, 1, R, W]``: committed tokens that a place does not see."""
-        if self._hidden is None:
-            places = self.places
+        if self._unseen is None:
+            places = self._places
             last = places.flat.new_zeros(places.windows * places.longest)
             last = last.index_copy(0, places.padded, places.position)
             keys = torch.arange(places.width, device=last.device)
-            hidden = keys > last.view(places.windows, places.longest, 1)
-            self._hidden = hidden[:, None, None]
-        return self._hidden
+            self._unseen = keys > last.view(places.windows, 1, 1, places.longest, 1)
+        return self._unseen
 
-    def _later(self, q: torch.Tensor) -> torch.Tensor:
-        """Scaled ``[windows, kv_heads, group, R, d]`` over all steps so far."""
-        (k0, v0), *later = self.steps
-        width = k0.shape[2]
-        scores = (q @ k0[:, :, None].transpose(-1, -2)).float()
-        scores = scores.masked_fill(self._mask(), float("-inf"))
-        own = [(q * k[:, :, None]).float().sum(-1, keepdim=True) for k, _ in later]
-        weights = torch.cat((scores, *own), -1).softmax(-1).to(q.dtype)
-        out = weights[..., :width] @ v0[:, :, None]
-        for index, (_, v) in enumerate(later, width):
-            out = out + weights[..., index, None] * v[:, :, None]
+    def _scores(self, q: torch.Tensor) -> torch.Tensor:
+        """Of ``[windows, kv_heads, group * R, d]`` over the committed tokens, -inf where hidden."""
+        assert self._committed is not None
+        k, _ = self._committed
+        scores = q @ k.transpose(-1, -2)
+        split = (*scores.shape[:2], -1, self._places.longest, scores.shape[-1])
+        return scores.view(split).masked_fill_(self._hidden(), float("-inf")).view(scores.shape)
+
+    def _over_committed(self, q: torch.Tensor) -> torch.Tensor:
+        assert self._committed is not None
+        return self._scores(q).softmax(-1) @ self._committed[1]
+
+    def _over_all(self, q: torch.Tensor) -> torch.Tensor:
+        """Over the committed tokens and, of each row, its own steps so far."""
+        assert self._committed is not None
+        longest, width = self._places.longest, q.shape[-1]
+        grouped = q.view(*q.shape[:2], -1, longest, width)
+        own = [(grouped * k[:, :, None]).sum(-1).view(*q.shape[:3], 1) for k, _ in self._own]
+        weights = torch.cat((self._scores(q), *own), -1).softmax(-1)
+        count = self._places.width
+        out = (weights[..., :count] @ self._committed[1]).view(grouped.shape)
+        for index, (_, v) in enumerate(self._own, count):
+            share = weights[..., index].view(*grouped.shape[:-1], 1)
+            out = out + share * v[:, :, None]
         return out
 
 

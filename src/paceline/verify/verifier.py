@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Check, Verdict
 from paceline.core.draws import coupled_choice, draws_unseeded, is_coupled, pick
 from paceline.core.sampling import (
@@ -32,7 +33,7 @@ from paceline.core.sampling import (
     probs_of_scores,
 )
 from paceline.core.transfer import to_device
-from paceline.core.tree import Draw
+from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
@@ -98,6 +99,8 @@ class Verifier:
         logits = _rows_of(logits, checks)
         seqs = [check.seq for check in checks]
         wanted = [seq for seq in seqs if seq.params.logprobs is not None]
+        if not wanted and self._walks(logits, checks):
+            return self._verdicts(checks, Decisions(self._walked(logits, checks)), None)
         if not wanted and not needs_probs(seqs):
             return self._verdicts(checks, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(checks)
@@ -108,22 +111,65 @@ class Verifier:
             decisions = self._decide(scores, rows, checks)
         return self._verdicts(checks, decisions, scores if wanted else None)
 
+    # -- deciding, row by row, where looking waits for nothing ----------------------------------
+
+    def _walks(self, logits: torch.Tensor, checks: Sequence[Check]) -> bool:
+        """True if rows beside the accepted paths need no distribution."""
+        return (
+            not transfer.apart(logits.device)
+            and not self.lossy  # a rule of its own
+            and any(len(check.tree) for check in checks)
+            and not any(check.tree.wants_choices for check in checks)
+            and all(method_of(check, self.rule) == "match" for check in checks)
+        )
+
+    def _walked(self, logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
+        """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere.
+
+        A level of all trees at a time: of a tree's rows two or three are walked, and a
+        distribution over a large vocabulary costs more than looking which child was chosen.
+        """
+        rows, first, starts = Rows.of(checks), 0, []
+        for check in checks:
+            starts.append(first)
+            first += check.rows
+        choices = torch.zeros(first, dtype=torch.int64)
+        tokens = [check.tree.tokens.tolist() for check in checks]
+        plain = not needs_probs([check.seq for check in checks])
+        uniforms = self._uniforms(0 if plain else first, logits.device)
+        at = dict.fromkeys(range(len(checks)), 0)
+        while at:
+            index = [starts[n] + row for n, row in at.items()]
+            part, place = rows.select(index), to_device(index, logits.device)
+            if plain:
+                found = greedy_choice(logits[place])
+            else:
+                scores = adjusted(logits[place], part)
+                probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
+                found = _drawn(probs, probs, part, uniforms[place])
+            chosen = found.tolist()
+            below: dict[int, int] = {}
+            for (n, row), choice in zip(at.items(), chosen, strict=True):
+                choices[starts[n] + row] = choice
+                for child in children_of(checks[n].tree.parents)[row]:
+                    if tokens[n][child] == choice:
+                        below[n] = child + 1
+                        break
+            at = below
+        return choices
+
     # -- deciding, on the device --------------------------------------------------------------
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
         probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
-        coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
-        if len(coupled) == len(rows):
+        if all(is_coupled(seq.params) for seq in rows.seqs):
             return Decisions(coupled_choice(probs, rows))
         probs, sound = _stood_in(probs)
         outcome = self._outcome(probs, checks)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
-        # Greedy rows have one-hot distributions, and a draw from those is the argmax.
-        choices = pick(probs if outcome is None else outcome.stop, uniforms[: len(rows)])
-        if coupled:
-            index = to_device(coupled, scores.device)
-            choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
+        stop = probs if outcome is None else outcome.stop
+        choices = _drawn(probs, stop, rows, uniforms[: len(rows)])
         if sound is not None:
             choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
@@ -211,6 +257,21 @@ class Verifier:
         if method == "block":
             return last_accepted(parents, accepted)
         return first_accepted(parents, accepted)
+
+
+def _drawn(
+    probs: torch.Tensor, stop: torch.Tensor, rows: Rows, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """int64 [R]: a token of each row's stop distribution by its uniform; where there is a seed, of
+    the row's own by the seed's noise. Greedy rows are one-hot: a draw from those is the argmax."""
+    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+    if len(coupled) == len(rows):
+        return coupled_choice(probs, rows)
+    choices = pick(stop, uniforms)
+    if coupled:
+        index = to_device(coupled, probs.device)
+        choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
+    return choices
 
 
 def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

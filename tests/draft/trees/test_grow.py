@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ from paceline.core.tree import Draw, TokenTree
 from paceline.draft.trees.grow import (
     BestFirstTree,
     Growing,
-    Narrow,
     StaticTree,
     candidates,
     grow,
 )
+from paceline.draft.trees.narrow import Narrow
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 
@@ -244,11 +245,22 @@ def test_logits_of_some_tokens(kind: str) -> None:
     ids = torch.arange(1, VOCAB, 2)
     logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
     whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
-    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids), None)
+    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
     (wanted, wide), *_ = candidates([tree], [1], whole, None)
     assert torch.equal(tokens, wanted) and (weights is None) == (wide is None)
     if weights is not None and wide is not None:
         assert torch.allclose(weights, wide)
+
+
+def test_noise_goes_by_the_token_not_by_its_place_among_some() -> None:
+    """A seeded request's candidates are those that the noise of their ids chooses."""
+    tree = BestFirstTree(Slice(request(KINDS["seeded"]), 1, 3), 3, 3, 5, CPU)
+    ids = torch.arange(1, VOCAB, 2)
+    logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
+    whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
+    (tokens, _), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
+    (wanted, _), *_ = candidates([tree], [1], whole, None)
+    assert torch.equal(tokens, wanted)
 
 
 # --- the likeliest -------------------------------------------------------------------------------
@@ -282,7 +294,8 @@ def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verif
         seq, table = request(SamplingParams(temperature=1.0, seed=seed)), Table(seed)
         tree, _ = table.grow([BestFirstTree(Slice(seq, 1, 3), 3, 2, 6, CPU)])[0]
         logits = torch.stack([table.after(seq, path) for path in [(), *strings(tree)]])
-        (verdict,) = Verifier()(logits, [Check(seq, 0, tree)])
+        whole = replace(tree, wants_choices=True)
+        (verdict,) = Verifier()(logits, [Check(seq, 0, whole)])
         first = likeliest(table.after(seq, ())[None], Rows((seq,), (0,)), 1)[0]
         assert int(first) == verdict.choices[0] == verdict.tokens[0]
         for node, path in enumerate(strings(tree)):

@@ -21,6 +21,7 @@ from paceline.model.target import CausalModel
 from random_heads import write_eagle
 
 PROMPTS = [[5, 9, 30, 41, 7], [3, 1, 4], [17] * 9 + [8], [60, 2, 77, 12]]
+GREEDY = SamplingParams()
 SPECS = (
     "model:{draft}",
     "model:{draft},nodes=9,width=3",
@@ -62,7 +63,9 @@ class Watched:
             patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
 
 
-def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> list[list[int]]:
+def generate(
+    folders: dict[str, str], spec: str, length: int, rule: str = "auto", **params: Any
+) -> list[list[int]]:
     llm = LLM(
         folders["target"],
         spec.format(**folders),
@@ -70,6 +73,7 @@ def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> 
         backend="native",
         draft_length=length,
         max_batch_size=4,
+        rule=rule,
     )
     asked = [
         SamplingParams(**{"max_tokens": 12 + n, "ignore_eos": True, **params})
@@ -84,11 +88,30 @@ def generate(folders: dict[str, str], spec: str, length: int, **params: Any) -> 
 @pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_same_trees(folders: dict[str, str], spec: str, length: int) -> None:
+    check_the_same_trees(folders, spec, length)
+
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.0, "seed": 0, "top_k": 50, "top_p": 0.8},
+    {"temperature": 0.3, "seed": 2**63 - 1, "min_p": 0.2, "top_k": 64},
+)
+
+
+@pytest.mark.parametrize("params", SAMPLED)
+@pytest.mark.parametrize("spec", ["model:{draft}", "eagle3:{eagle3},nodes=12,width=4"])
+def test_the_same_trees_of_seeded_requests(
+    folders: dict[str, str], spec: str, params: dict[str, Any]
+) -> None:
+    check_the_same_trees(folders, spec, 4, **params)
+
+
+def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **params: Any) -> None:
     found = []
     for at_once in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             watched = Watched(patch, at_once)
-            texts = generate(folders, spec, length)
+            texts = generate(folders, spec, length, **params)
             assert bool(watched.calls) is at_once
             found.append((texts, watched.trees))
     (texts, trees), (levels_texts, levels_trees) = found
@@ -103,8 +126,10 @@ def test_the_same_trees(folders: dict[str, str], spec: str, length: int) -> None
     assert sum(same) >= 0.95 * max(len(trees), len(levels_trees))
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.7, "seed": 3}, {"logit_bias": {5: 1.0}}])
-def test_what_is_not_plainly_greedy_grows_level_by_level(
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.7, "rule": "block"}, {"logit_bias": {5: 1.0}}]
+)
+def test_what_is_drawn_or_not_plain_grows_level_by_level(
     folders: dict[str, str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch, True)
@@ -115,6 +140,22 @@ def test_what_is_not_plainly_greedy_grows_level_by_level(
     assert not watched.calls
 
 
+def test_what_is_sampled_without_a_seed_is_given_one_where_that_is_cheaper(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its trees grow in one call; a second request of the same prompt has another text."""
+    watched = Watched(monkeypatch, True)
+    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    texts = [
+        generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, temperature=1.0) for _ in range(2)
+    ]
+    assert watched.calls and watched.trees
+    assert texts[0] != texts[1]
+    watched.calls = 0
+    generate(folders, "model:{draft}", 3, temperature=1.0)  # chains are drawn
+    assert not watched.calls
+
+
 def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
     cache = PagedCache(model.cache_shapes, 2, 16, torch.float32, "cpu")
@@ -122,10 +163,10 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     cache.reserve(0, 16)
     growth = model.native.growth  # type: ignore[union-attr]
     logits = torch.zeros(1, model.vocab_size)
-    (tree,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0))], logits)
+    (tree,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
     assert len(tree.parents) == 6
     with pytest.raises(IndexError, match="no room"):
-        growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0))], logits)
+        growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0), GREEDY, 8)], logits)
 
 
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
@@ -149,7 +190,8 @@ def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]
         cache.reserve(seq_id, 32)
     logits = torch.zeros(2, model.vocab_size)
     logits[0] = torch.nan
-    wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id)) for seq_id in (0, 1)]
-    none, some = model.native.growth(cache, wanted, logits)  # type: ignore[union-attr]
-    assert none.parents == ()
-    assert len(some.parents) == 5
+    for params in (GREEDY, SamplingParams(temperature=0.5, seed=1)):
+        wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id), params, 8) for seq_id in (0, 1)]
+        none, some = model.native.growth(cache, wanted, logits)  # type: ignore[union-attr]
+        assert none.parents == ()
+        assert len(some.parents) == 5

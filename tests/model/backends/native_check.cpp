@@ -234,7 +234,7 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
   const float* ropes[] = {m.rope.data()};
   pl_growth g{};
   g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
-  g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB, g.sharpness = 1.75f;
+  g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB;
   g.outputs = m.size.eagle ? outputs.data() : nullptr;
   g.keys = keys.data(), g.values = values.data(), g.coded = m.size.coded, g.rope = ropes, g.most = most;
   g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
@@ -251,7 +251,12 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
 // Drafts that grow together are those that grow alone.
 void growth(Model& m) {
   std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
-  for (pl_tree& tree : trees) tree.base = m.size.coded ? 0 : tree.base;  // codes nobody wrote are no numbers
+  for (size_t n = 0; n < trees.size(); n++) {
+    pl_tree& tree = trees[n];
+    tree.base = m.size.coded ? 0 : tree.base;  // codes nobody wrote are no numbers
+    tree.sampled = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.sharpness = 1.75f;
+    tree.top_p = 1.0f, tree.position = 7, tree.seed = n;
+  }
   Bytes logits = numbers(m.size.dtype, trees.size() * VOCAB), outputs = numbers(m.size.dtype, trees.size() * m.size.hidden);
   size_t row = logits.size() / trees.size(), state = outputs.size() / trees.size();
   Cache cache(m.size);

@@ -90,7 +90,8 @@ def test_the_library_of_the_layout_reads_the_same_numbers(
         )
         for name, module in ours.items():
             weight = theirs.get_submodule(name).weight.detach()
-            assert torch.equal(weight, module.weight.bfloat16().float()), name  # it works in bf16
+            rounded = module.weight.bfloat16().float()  # 5.23 works in bf16, 5.17 in float32
+            assert any(torch.equal(weight, own) for own in (module.weight, rounded)), name
 
 
 def test_the_engine_writes_the_text_of_the_quantised_model(

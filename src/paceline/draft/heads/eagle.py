@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sampling import is_plain_greedy
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -42,8 +41,9 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, Logits, Narrow, level_feed
+from paceline.draft.trees.grow import Growing, level_feed
 from paceline.draft.trees.levels import LevelDrafter
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.paged.blocks import OutOfBlocksError
@@ -195,7 +195,6 @@ class EagleDrafter(LevelDrafter):
             state = self._states[seq.seq_id] = HeadState(seq.cached)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
-        state.narrow = self._fits and is_plain_greedy(seq)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
         drafts = item.decodes and item.draft_length > 0 and known
         # A prompt is followed chunk by chunk; a plain step is caught up on later.
@@ -233,10 +232,10 @@ class EagleDrafter(LevelDrafter):
         outputs, logits = self._step(self.cache.batch_of(feeds), self.cache, inputs, fused)
         if not len(outputs) or logits.shape[1] == self.head.config.vocab_size:
             return outputs, logits
-        known = [self._states[feed.seq_id] for feed in feeds if feed.seq_id in self._states]
-        if self._fits and all(state.narrow for state in known):
-            return outputs, Narrow(logits, self.head.draft_ids)
-        return outputs, self.head.expand(logits)
+        return outputs, self._narrow(logits) if self._fits else self.head.expand(logits)
+
+    def _narrow(self, logits: torch.Tensor) -> Narrow:
+        return Narrow(logits, self.head.draft_ids, self.head.config.vocab_size)
 
     def _logits(self, feeds: Sequence[Feed]) -> Logits:
         """One pass over made-up features, as start-up times it."""
@@ -244,9 +243,10 @@ class EagleDrafter(LevelDrafter):
         size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
         return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
 
-    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
+    @property
+    def growth(self) -> NativeGrowth | None:
         reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
-        return None if reduced and not isinstance(logits, Narrow) else self._step.growth
+        return None if reduced and not self._fits else self._step.growth
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
         config, like = self.head.config, self.cache.kv(0)[0]
@@ -256,7 +256,7 @@ class EagleDrafter(LevelDrafter):
             self._drafts[seq.seq_id] = _Draft(0, like.new_zeros(1, config.hidden_size))
         logits = like.new_zeros(len(seqs), config.draft_vocab_size)
         reduced = config.draft_vocab_size < config.vocab_size
-        return Narrow(logits, self.head.draft_ids) if reduced else logits
+        return self._narrow(logits) if reduced else logits
 
     def _outputs(self, ids: Sequence[int]) -> torch.Tensor:
         outputs = [self._drafts[seq_id].outputs for seq_id in ids]

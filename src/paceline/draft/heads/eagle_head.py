@@ -126,13 +126,21 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        only: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``."""
+        """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``, or of
+        the rows ``only [N]`` to ``[N, hidden]``; the others are read alone."""
         rows, width = x.shape[0], self.head_dim
-        q = _rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
         k = _rotate(self.k_proj(x).view(rows, self.kv_heads, width), cos, sin)
         v = self.v_proj(x).view(rows, self.kv_heads, width)
+        if only is not None:
+            x, cos, sin, rows = x[only], cos[only], sin[only], len(only)
+        q = _rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
         q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
         out = attend(q, k, v, layer=0, scaling=width**-0.5)
         return self.o_proj(out.reshape(rows, self.heads * width))  # type: ignore[no-any-return]
@@ -177,6 +185,7 @@ class _Layer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         attend: Attend,
+        only: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = hidden
         if embeds is not None:
@@ -184,7 +193,8 @@ class _Layer(nn.Module):
             if self.norm_before_residual:
                 hidden = normed
             x = torch.cat((self.input_layernorm(embeds), normed), -1)
-        hidden = hidden + self.self_attn(x, cos, sin, attend)
+        hidden = hidden if only is None else hidden[only]
+        hidden = hidden + self.self_attn(x, cos, sin, attend, only)
         update: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + update
 
@@ -264,19 +274,21 @@ class EagleHead(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
+        only: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step: ``[T, H]`` embeddings of the next tokens and ``[T, H]`` fused features or
-        earlier outputs, at ``positions [T]``, to hidden states ``[T, H]``.
+        earlier outputs, at ``positions [T]``, to hidden states ``[T, H]``; with ``only [N]``, the
+        rows that are asked for, to theirs ``[N, H]``.
 
         The output is what the next step takes in, before the final norm (EAGLE-3).
         """
         cos, sin = (part[0][:, None] for part in self.rotary(hidden, positions[None]))
         out: torch.Tensor
         if self.config.version == 3:
-            out = self.midlayer(embeds, hidden, cos, sin, attend)
+            out = self.midlayer(embeds, hidden, cos, sin, attend, only)
         else:
             fused = self.fc(torch.cat((embeds, hidden), -1))
-            out = self.layers[0](None, fused, cos, sin, attend)
+            out = self.layers[0](None, fused, cos, sin, attend, only)
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ class HeadState:
 
     start: int
     rows: list[int] = field(default_factory=list)
-    narrow: bool = False  # whether logits of the head's own tokens are enough now
     waiting: list[torch.Tensor] = field(default_factory=list)  # fused later, [n, k * hidden]
     count: int = 0
 

@@ -25,9 +25,10 @@ import torch
 from paceline.core import transfer
 from paceline.core.batch import Slice
 from paceline.core.draws import draft, draw_of, likeliest
-from paceline.core.sampling import Rows, is_plain_greedy, needs_paths
+from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.shape import Shape
 from paceline.model.paged.cache import Feed
 
@@ -69,8 +70,9 @@ class Growing(ABC):
                 rows = above if rows is None else above[rows]
         return torch.stack(path, 1)
 
-    def greedy_size(self) -> tuple[int, int, int] | None:
-        """Depth, width and nodes of a tree of plainly the likeliest; None: of anything else."""
+    def plain_size(self) -> tuple[int, int, int] | None:
+        """Depth, width and nodes of a tree of what is plainly the likeliest (with a seed: to win
+        the race), without drawing; None: of anything else."""
         return None
 
     @abstractmethod
@@ -111,21 +113,6 @@ def _depth(tree: Growing) -> int:
     return depths_of(tree.expanded_parents)[-1] if tree.expanded_parents else 0
 
 
-@dataclass(frozen=True)
-class Narrow:
-    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending; no other is likely.
-
-    Enough where the request's choice is the largest logit (``is_plain_greedy``). Of 49,152 tokens a
-    head knows 8,192: all that is done with a row costs a sixth.
-    """
-
-    logits: torch.Tensor
-    ids: torch.Tensor
-
-
-Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
-
-
 def grow(
     trees: Sequence[Growing],
     logits: Logits,
@@ -164,6 +151,8 @@ def candidates(
     """Each tree's candidates and their weights, drawn for all trees at once."""
     if isinstance(logits, Narrow):
         ids = logits.ids
+        if not all(is_plain_greedy(tree.item.seq) for tree in trees):
+            return candidates(trees, counts, logits.whole(), generator)
         found = candidates(trees, counts, logits.logits, generator)
         return [(ids[tokens], weights) for tokens, weights in found]
     kinds = {tree.samples for tree in trees}
@@ -273,9 +262,10 @@ class StaticTree(Growing):
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
 
-    def greedy_size(self) -> tuple[int, int, int] | None:
+    def plain_size(self) -> tuple[int, int, int] | None:
         shape, depth = self.shape, self.shape.depth
-        plain = is_chain(shape.parents) and not any(shape.ranks) and is_plain_greedy(self.item.seq)
+        chain = is_chain(shape.parents) and not any(shape.ranks)
+        plain = chain and self._draw is Draw.POINT and is_plain(self.item.seq)
         return (depth, 1, depth) if plain else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
@@ -326,9 +316,9 @@ class BestFirstTree(Growing):
         self._newest_scores = torch.empty(0, device=device)
         self._chosen: list[int] = []
 
-    def greedy_size(self) -> tuple[int, int, int] | None:
+    def plain_size(self) -> tuple[int, int, int] | None:
         size = self._depth, self.width, self._nodes
-        return size if is_plain_greedy(self.item.seq) else None
+        return size if is_plain(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None

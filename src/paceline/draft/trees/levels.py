@@ -14,7 +14,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, Logits, Narrow, candidates, grow, level_feed
+from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
+from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.native.growth import NativeGrowth, WantedTree
 from paceline.model.paged.cache import Feed, PagedCache
@@ -77,13 +78,13 @@ class LevelDrafter(ABC):
         self, trees: Sequence[Growing], bases: Sequence[int], logits: Logits
     ) -> list[Finished] | None:
         """The finished trees, if all of them can be grown in one call."""
-        growth = self._growth_from(logits)
-        sizes = [size for tree in trees if growth and (size := tree.greedy_size())]
+        growth = self.growth
+        sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
             return None
         wanted = [
-            WantedTree(*size, base, self.cache.blocks_of(tree.item.seq.seq_id))
-            for tree, base, size in zip(trees, bases, sizes, strict=True)
+            WantedTree(*size, base, self.cache.blocks_of(seq.seq_id), seq.params, len(seq.tokens))
+            for seq, base, size in zip((t.item.seq for t in trees), bases, sizes, strict=True)
         ]
         ids = logits.ids if isinstance(logits, Narrow) else None
         logits = logits.logits if isinstance(logits, Narrow) else logits
@@ -93,9 +94,16 @@ class LevelDrafter(ABC):
             for tree in growth(self.cache, wanted, logits, ids, outputs)
         ]
 
-    def _growth_from(self, logits: Logits) -> NativeGrowth | None:
-        """What grows whole trees, given these logits after the committed tokens; None: levels."""
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """What grows whole trees; None: they grow level by level."""
         return None
+
+    @property
+    def prefers_seeds(self) -> bool:
+        """Best-first trees grow in one call where nothing is drawn; drawn ones, level by level over
+        the target's whole vocabulary, take several times as long, and are verified likewise."""
+        return self._policy.nodes > 0 and self.growth is not None
 
     def _outputs(self, ids: Sequence[int]) -> torch.Tensor | None:
         """What is run reads beside tokens, ``[trees, H]``; None: nothing."""
@@ -131,7 +139,7 @@ class LevelDrafter(ABC):
         width = min(self._policy.max_expanded(2), most // 2, cache.block_size)
         with _stand_ins(cache, batch_size, most, max(width, 1)) as (seqs, context):
             trees = [self._policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
-            deepest = [size for tree in trees if (size := tree.greedy_size()) and size[0] > 1]
+            deepest = [size for tree in trees if (size := tree.plain_size()) and size[0] > 1]
             if deepest and deepest[0][1] <= width:  # of two levels: the newest nodes have room
                 logits = self._made_up(seqs)
                 if logits is not None and self._at_once(trees, [context] * len(seqs), logits):

@@ -14,17 +14,20 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.draft.trees.size import TYPICAL
 
 _CHAIN = Shape.branching((1,) * 64)
+_EVENLY = 8  # levels
 
 
 @dataclass(frozen=True)
 class Policy:
     """The trees of one drafter, at most as deep as the draft length.
 
-    By default a chain. ``shape``: this static tree. ``nodes``: best-first trees of that many
-    nodes, expanding ``width`` nodes a level. Requests that are sampled without a seed then get a
-    static tree of as many nodes, drawn from q: that is accepted more often than the likeliest
-    tokens, and than a chain (embedded pair, temperature 1, four levels: 3.03 tokens a step with 8
-    nodes, 2.69 with a chain).
+    By default a chain. ``shape``: this static tree. ``nodes``: best-first trees of up to that many
+    nodes, expanding ``width`` nodes a level. A shallow tree has fewer: ``width`` a level, or what
+    leads to ``nodes`` evenly in eight levels. So draft lengths have prices of their own, and a
+    batch for which all nodes are too dear still has shorter drafts to choose from. Requests that
+    are sampled without a seed then get a static tree of as many nodes, drawn from q: that is
+    accepted more often than the likeliest tokens, and than a chain (embedded pair, temperature 1,
+    four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
     """
 
     shape: Shape = _CHAIN
@@ -39,8 +42,8 @@ class Policy:
         """Most nodes of a tree."""
         if not self.nodes:
             return len(self.shape.cut(length))
-        candidates = self.width * (1 + self.width * (length - 1)) if length else 0
-        return max(len(sampled_shape(self.nodes, length)), min(self.nodes, candidates))
+        each = max(self.width, -(-self.nodes // _EVENLY))
+        return min(self.nodes, each * length)
 
     def max_expanded(self, length: int) -> int:
         """Most nodes that the drafter expands while a tree grows."""
@@ -54,8 +57,8 @@ class Policy:
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device)
         if draws_unseeded(item.seq.params):
-            return StaticTree(item, sampled_shape(self.nodes, length), device)
-        return BestFirstTree(item, length, self.width, self.nodes, device)
+            return StaticTree(item, sampled_shape(self.max_nodes(length), length), device)
+        return BestFirstTree(item, length, self.width, self.max_nodes(length), device)
 
 
 @lru_cache(maxsize=256)

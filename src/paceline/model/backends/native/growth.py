@@ -1,7 +1,8 @@
-"""Drafts of greedy requests, grown to their end in one call: csrc/grow.cpp.
+"""Drafts of greedy and of seeded requests, grown to their end in one call: csrc/grow.cpp.
 
 Between the levels of a small draft Python takes longer than the forward. What is grown here is what
-draft/trees/grow.py grows, up to ties and the last bits of scores.
+draft/trees/grow.py grows, up to ties and the last bits of scores; for sampled requests, without the
+tokens that are a millionth as likely as a row's likeliest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.draws import GREEDY_SHARPNESS
+from paceline.core.noise import splitmix64
+from paceline.core.params import SamplingParams
 from paceline.core.tree import chain_parents
 from paceline.model.backends.native.adapter import CachePointers
 from paceline.model.backends.native.library import CGrowth, CTree, check, library
@@ -23,13 +26,16 @@ from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.paged.pieces import KeyValueStore
 
+_ALL = 1 << 30  # more than any vocabulary has
+
 
 @dataclass(frozen=True)
 class WantedTree:
     """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
 
     The ``width`` likeliest candidates after each expanded node, of which as many of a level are
-    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain.
+    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain. ``position``: the absolute
+    index of its first token, on which a seeded request's noise depends.
     """
 
     depth: int
@@ -37,6 +43,24 @@ class WantedTree:
     nodes: int
     base: int
     table: Sequence[int]  # the sequence's blocks, with room for what is expanded
+    params: SamplingParams
+    position: int
+
+    def as_c(self, table: int) -> CTree:
+        """With the place where its blocks begin."""
+        params, greedy = self.params, self.params.greedy
+        # Beyond this a softmax is one-hot anyway.
+        sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
+        return CTree(
+            *(self.depth, self.width, self.nodes, self.base, table),
+            sampled=0 if greedy else 1 if params.seed is None else 2,
+            top_k=params.top_k if params.top_k > 0 else _ALL,
+            sharpness=sharpness,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            position=self.position,
+            seed=splitmix64(params.seed or 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,7 @@ class NativeGrowth:
         for i, tree in enumerate(wanted):
             if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * cache.block_size:
                 raise IndexError("a tree has no room in the cache")
-            trees[i] = CTree(tree.depth, tree.width, tree.nodes, tree.base, len(tables))
+            trees[i] = tree.as_c(len(tables))
             tables.extend(tree.table)
         most = max(tree.nodes for tree in wanted)
         found = torch.empty(3, len(wanted), most, dtype=torch.int32)
@@ -102,7 +126,6 @@ class NativeGrowth:
             logits=logits.data_ptr(),
             stride=logits.stride(0),
             columns=logits.shape[1],
-            sharpness=GREEDY_SHARPNESS,
             ids=None if ids is None else ids.data_ptr(),
             outputs=None if outputs is None else outputs.data_ptr(),
             keys=ctypes.addressof(keys),

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from functools import lru_cache
 from typing import Any
 
@@ -94,7 +104,13 @@ class CBatch(Structure):
 
 
 class CTree(Structure):
-    _fields_ = tuple((name, c_int32) for name in ("depth", "width", "nodes", "base", "table"))
+    _fields_ = (
+        *((name, c_int32) for name in ("depth", "width", "nodes", "base", "table")),
+        *((name, c_int32) for name in ("sampled", "top_k")),
+        *((name, c_float) for name in ("sharpness", "top_p", "min_p")),
+        ("position", c_int64),
+        ("seed", c_uint64),
+    )
 
 
 class CGrowth(Structure):
@@ -103,7 +119,6 @@ class CGrowth(Structure):
         *((name, c_void_p) for name in ("tree", "tables", "logits")),
         ("stride", c_int64),
         ("columns", c_int64),
-        ("sharpness", c_float),
         *((name, c_void_p) for name in ("ids", "outputs", "keys", "values")),
         ("coded", c_int64),
         ("rope", c_void_p),

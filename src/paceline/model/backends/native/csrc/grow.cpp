@@ -1,13 +1,32 @@
-// Drafts grown to their end in one call: for greedy requests what draft/trees/grow.py does, a
-// forward a level, without a word of Python between the levels.
+// Drafts grown to their end in one call: for greedy and seeded requests what draft/trees/grow.py
+// does, a forward a level, without a word of Python between the levels.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 #include "forward.h"
 
 namespace {
 
 constexpr float NEVER = -INFINITY;
+constexpr float LEAST = -14.0f;  // of a sampled row's log-probabilities: what is less likely hardly ever wins a race
+
+// core/noise.py, bit for bit up to the logarithm: splitmix64, and Exp(1) noise of a key and an id.
+uint64_t stirred(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+uint64_t splitmix(uint64_t x) { return stirred(x + 0x9E3779B97F4A7C15ull); }
+
+float noise(uint64_t key, int64_t id) {
+  uint64_t x = (splitmix(static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) ^ key) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ static_cast<uint64_t>(static_cast<int64_t>(x) >> 32)) * 0x94D049BB133111EBull;
+  float v = static_cast<float>(static_cast<int64_t>(x & (~0ull >> 1))) * 0x1p-63f;
+  return -std::log1p(-std::min(std::max(v, 0x1p-63f), 1.0f - 0x1p-24f));
+}
 
 // One tree: candidates, of which some are expanded, level by level.
 struct Tree {
@@ -49,28 +68,83 @@ struct Tree {
   }
 };
 
+float number(int64_t dtype, const char* row, long place) {
+  if (dtype == PL_FLOAT32) return reinterpret_cast<const float*>(row)[place];
+  uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[place]) << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// The `count` likeliest tokens of a sampled request's row and their log-probabilities, after
+// truncation; with a seed those of winning the race that the verifier will run.
+void sample(const pl_tree& want, const pl_growth& g, int64_t dtype, const char* row, int64_t position, long count,
+            int32_t* places, float* values) {
+  using Found = std::pair<float, int32_t>;
+  auto better = [](const Found& a, const Found& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
+  std::vector<Found> found;
+  float first = NEVER, kept = 0.0f, sum = 0.0f;
+  for (long c = 0; c < g.columns; c++) first = std::max(first, number(dtype, row, c));
+  float least = std::max(LEAST, std::log(want.min_p));
+  for (long c = 0; c < g.columns; c++) {
+    float x = want.sharpness * (number(dtype, row, c) - first);
+    if (x >= least) found.push_back({x, static_cast<int32_t>(c)});
+  }
+  if (want.top_p < 1.0f || want.top_k < static_cast<int64_t>(found.size())) {
+    std::sort(found.begin(), found.end(), better);
+    found.resize(std::min<size_t>(found.size(), static_cast<size_t>(want.top_k)));
+    for (const Found& f : found) kept += std::exp(f.first);
+    size_t n = 0;
+    while (n < found.size() && sum < want.top_p * kept) sum += std::exp(found[n++].first);
+    found.resize(n);
+  }
+  uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
+  if (want.sampled == 2)
+    for (Found& f : found) f.first -= std::log(noise(key, g.ids ? g.ids[f.second] : f.second));
+  long some = std::min<long>(count, static_cast<long>(found.size()));
+  std::partial_sort(found.begin(), found.begin() + some, found.end(), better);
+  sum = 0.0f;
+  for (const Found& f : found) sum += std::exp(f.first);
+  for (long c = 0; c < count; c++) places[c] = c < some ? found[c].second : 0, values[c] = c < some ? found[c].first - std::log(sum) : NEVER;
+}
+
 // The candidates below each tree's newest nodes, from the logits after them.
 void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, const std::vector<Tree*>& trees,
-                    const char* logits, long stride) {
-  long width = 1, rows = 0;
-  for (const Tree* t : trees) width = std::max<long>(width, t->want.width), rows += t->rows;
+                    const char* logits, long stride, long level) {
+  long width = 1;
+  std::vector<const pl_tree*> of;  // each row
+  for (const Tree* t : trees) {
+    width = std::max<long>(width, t->want.width);
+    of.insert(of.end(), static_cast<size_t>(t->rows), &t->want);
+  }
   width = std::min<long>(width, g.columns);
+  long rows = static_cast<long>(of.size()), bytes = stride * (m.dtype == PL_BFLOAT16 ? 2 : 4);
   std::vector<int32_t> places(static_cast<size_t>(rows * width));
-  std::vector<float> values(places.size()), sums(static_cast<size_t>(rows));
-  long bytes = stride * (m.dtype == PL_BFLOAT16 ? 2 : 4);
+  std::vector<float> values(places.size());
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(g.threads))
-  for (long r = 0; r < rows; r++)
-    sums[r] = k.likeliest(m.dtype, logits + r * bytes, g.columns, width, g.sharpness, &places[r * width], &values[r * width]);
+  for (long r = 0; r < rows; r++) {
+    const pl_tree& want = *of[r];
+    int32_t* place = &places[r * width];
+    float* value = &values[r * width];
+    const char* row = logits + r * bytes;
+    long count = std::min<long>(want.width, width);
+    if (want.sampled) {
+      sample(want, g, m.dtype, row, want.position + level - 1, count, place, value);
+      continue;
+    }
+    float mass = k.likeliest(m.dtype, row, g.columns, count, want.sharpness, place, value), first = value[0];
+    // A chain has no choice, so that what it scores does not matter.
+    for (long c = 0; c < count; c++) value[c] = count == 1 ? 0.0f : want.sharpness * (value[c] - first) - std::log(mass);
+  }
   for (Tree* t : trees) {
     long first = t->expanded() - t->rows;
     bool root = t->place.empty();
     for (long r = 0; r < t->rows; r++) {
-      float above = root ? 0.0f : t->score[t->place[first + r]], mass = std::log(sums[t->row + r]);
+      float above = root ? 0.0f : t->score[t->place[first + r]];
       const int32_t* at = &places[(t->row + r) * width];
       const float* value = &values[(t->row + r) * width];
       for (long c = 0; c < std::min<long>(t->want.width, width); c++) {
-        // A chain has no choice, so that what it scores does not matter.
-        float score = t->want.width == 1 ? 0.0f : above + g.sharpness * (value[c] - value[0]) - mass;
+        float score = above + value[c];
         t->token.push_back(g.ids ? static_cast<int32_t>(g.ids[at[c]]) : at[c]);
         t->below.push_back(root ? -1 : static_cast<int32_t>(first + r));
         t->score.push_back(score == score ? score : NEVER);
@@ -93,7 +167,7 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
   for (long level = 1;; level++) {
     std::vector<long> before;
     for (Tree* t : trees) before.push_back(static_cast<long>(t->token.size()));
-    add_candidates(k, m, g, trees, logits, level == 1 ? g.stride : m.vocab);
+    add_candidates(k, m, g, trees, logits, level == 1 ? g.stride : m.vocab, level);
     std::vector<int32_t> ids, positions, slots, wanted, parents;
     std::vector<pl_span> spans;
     std::vector<Tree*> further;

@@ -95,12 +95,18 @@ typedef struct {
   void* outputs;
 } pl_batch;
 
-// A tree below a committed token, grown greedily: after each expanded node its `width` likeliest
-// tokens, of which the `width` likeliest of a level are expanded; in the end the `nodes` likeliest
-// stay. A width of 1 is a chain.
+// A tree below a committed token: after each expanded node its `width` likeliest tokens, of which
+// the `width` likeliest of a level are expanded; in the end the `nodes` likeliest stay. A width of 1
+// is a chain.
 typedef struct {
   int32_t depth, width, nodes;
   int32_t base, table;  // rows of the cache in front of the nodes; where its block table begins
+  int32_t sampled;  // 0: greedy; 1: truncated as asked for; 2: and by the noise of seed and position
+  int32_t top_k;
+  float sharpness;  // what is scored is softmax(sharpness * logits)
+  float top_p, min_p;
+  int64_t position;  // of the tree's first tokens
+  uint64_t seed;  // hashed once
 } pl_tree;
 
 typedef struct {
@@ -109,7 +115,6 @@ typedef struct {
   const int32_t* tables;
   const void* logits;  // after the committed tokens, in dtype: [trees], `stride` numbers apart
   int64_t stride, columns;  // columns: the first ones, that are tokens
-  float sharpness;  // of what is scored: softmax(sharpness * logits)
   const int64_t* ids;  // [columns]: tokens, ascending; NULL: the columns' numbers
   const void* outputs;  // of an EAGLE head, [trees, hidden] in dtype; else NULL
   void *const *keys, *const *values;

@@ -1,0 +1,29 @@
+"""Logits over some of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending; no other of the
+    ``vocab`` is likely.
+
+    Enough where the request's choice is the largest logit (``is_plain_greedy``). Of 49,152 tokens a
+    head knows 8,192: all that is done with a row costs a sixth.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    vocab: int
+
+    def whole(self) -> torch.Tensor:
+        """``[R, vocab]``, minus infinity for the others."""
+        rows = self.logits.new_full((len(self.logits), self.vocab), -torch.inf)
+        return rows.index_copy_(1, self.ids, self.logits)
+
+
+Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens

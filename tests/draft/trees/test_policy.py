@@ -1,0 +1,41 @@
+"""How large trees of each draft length may become."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.batch import Slice
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
+from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.shape import Shape
+
+
+@pytest.mark.parametrize(
+    ("nodes", "width", "sizes"),
+    [(16, 4, [0, 4, 8, 12, 16, 16]), (6, 4, [0, 4, 6, 6, 6, 6]), (64, 4, [0, 8, 16, 24, 32, 40])],
+)
+def test_shallow_trees_have_fewer_nodes(nodes: int, width: int, sizes: list[int]) -> None:
+    """Else all draft lengths would cost a full batch the same, and only plain decoding less."""
+    policy = Policy(nodes=nodes, width=width)
+    assert [policy.max_nodes(length) for length in range(6)] == sizes
+    assert policy.max_nodes(64) == nodes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_have_no_more_nodes_than_were_announced(temperature: float) -> None:
+    """Drawn ones are static; of greedy ones the nodes that stay are chosen when they have grown."""
+    policy = Policy(nodes=16)
+    seq = SequenceState(0, [1, 2], 2, SamplingParams(temperature=temperature), cached=1)
+    for length in (1, 2, 3):
+        tree = policy.start(Slice(seq, 1, length), torch.device("cpu"))
+        size = tree.greedy_size()
+        nodes = size[2] if size else len(tree.shape)  # type: ignore[attr-defined]
+        assert 3 * length <= nodes <= policy.max_nodes(length)
+
+
+def test_chains_and_static_trees_are_cut() -> None:
+    assert [Policy().max_nodes(n) for n in (0, 1, 5)] == [0, 1, 5]
+    branching = Policy(Shape.branching((2, 2, 1)))
+    assert [branching.max_nodes(n) for n in range(5)] == [0, 2, 6, 10, 10]
