@@ -44,7 +44,7 @@ _COMMON = (
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
-_AMX = ("-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DPACELINE_AMX")  # older compilers do not know these
+_AMX = ("-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DPACELINE_AMX")  # not all compilers
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
     ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
