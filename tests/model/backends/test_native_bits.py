@@ -126,6 +126,35 @@ def test_any_number_of_rows(decoding: Decoding, context: int) -> None:
             check(decoding, piece, paged.run(piece).logits)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "cache"),
+    [
+        ("llama", "bfloat16", "auto"),
+        ("gemma2", "bfloat16", "auto"),
+        ("qwen2", "float32", "auto"),
+        ("llama", "bfloat16", "int8"),
+    ],
+)
+def test_infinities_stay_with_those_who_see_them(
+    kernels: str, shape: str, dtype: str, cache: str
+) -> None:
+    """Rows in front of a token whose values are no numbers share 32 keys with it, and siblings a
+    tree: neither is multiplied with what it does not see."""
+    model = native_model(shape, DTYPES[dtype], cache)
+    with torch.no_grad():
+        model.hf.get_input_embeddings().weight[7] = torch.inf
+    tokens = [token if token != 7 else 8 for token in text(random.Random(4), 70)]
+    tokens[50] = 7
+    paged = Paged(model, random.Random(0), 16, 1, 120)
+    logits = paged.run({0: Piece(tokens, 0)}).logits
+    check(Decoding(model), {0: Piece(tokens[:50], 0)}, logits[:50])
+    assert logits[:50].isfinite().all() and not logits[50:].isfinite().any()
+    tree = Piece(tokens[:50], 49, (-1, -1, 0, 1), (7, 5, 9, 9))
+    logits = paged.run({0: tree}).logits
+    check(Decoding(model), {0: Piece([*tokens[:50], 5, 9], 49)}, logits[[0, 2, 4]])
+    assert logits.isfinite().all(1).tolist() == [True, False, True, False, True]
+
+
 def test_any_number_of_threads(decoding: Decoding, threads: None) -> None:
     tokens = text(random.Random(7), 290)
     found = []
