@@ -178,7 +178,11 @@ struct Tile {
   void score() {
     long known = high < shared ? high : shared;
     for (long at = low; at < known; at += PANEL) {
-      if (first == 0) products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
+      if (first == 0) {
+        entries.fetch(entries.values, at, known);
+        entries.fetch(entries.keys, at + PANEL, known);
+        products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
+      }
       products.score(at, first * group, (last - first) * group, scores + at);
     }
     for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
