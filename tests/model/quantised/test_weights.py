@@ -27,9 +27,9 @@ def weight_of(bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
 def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> float:
     """The formulas of weights.py, with Python's whole numbers and one rounding to float32 each."""
     total = torch.tensor(0.0)
-    most = 127 if weight.bits == 4 else 127 * 256
+    most = 127 * 256 if weight.wide else 127
     for start in range(0, x.shape[1], weight.span):
-        part = x[row] if weight.bits == 8 else x[row, start : start + 32]
+        part = x[row] if weight.wide else x[row, start // 32 * 32 : start // 32 * 32 + 32]
         scale = part.abs().max() / most
         codes = (x[row, start : start + weight.span] * (1 / scale)).round().clamp(-most, most)
         group = start // weight.group
@@ -38,8 +38,8 @@ def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> flo
         term = torch.tensor(float(exact)) * weight.scales[out, group]
         if weight.offsets is not None:
             term = term + torch.tensor(float(sum(whole))) * weight.offsets[out, group]
-        total = total + (term * scale if weight.bits == 4 else term)
-    return float(total if weight.bits == 4 else total * scale)
+        total = total + (term if weight.wide else term * scale)
+    return float(total * scale if weight.wide else total)
 
 
 @pytest.mark.parametrize("zero", ["none", "whole", "free"])
@@ -81,7 +81,7 @@ def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
     """Not even where one of them is a thousand times the others, as models' are."""
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
     x[:, 5] = 1000
-    codes, scales = quantise_rows(x, 8)
+    codes, scales = quantise_rows(x, wide=True)
     assert codes.abs().max() == 127 * 256
     assert float((codes * scales - x)[:, 6:].norm() / x[:, 6:].norm()) < 0.01
     weight = weight_of(8, 128)
@@ -90,8 +90,8 @@ def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
 
 
 def test_a_row_of_zeros_is_zero() -> None:
-    for bits in (4, 8):
-        codes, scales = quantise_rows(torch.zeros(2, 64), bits)
+    for wide in (False, True):
+        codes, scales = quantise_rows(torch.zeros(2, 64), wide)
         assert not codes.any()
         assert not scales.any()
     assert not quantised_product(torch.zeros(2, 128), weight_of(4, 32)).any()

@@ -4,19 +4,27 @@
 
     weight[n, k]  =  codes[n, k] * scales[n, g] + offsets[n, g]           g = k // group
 
-    x[t, k]      ~=  x_codes[t, k] * x_scales[t, k // ROW_GROUP]    4 bits: codes in -127 .. 127
-    x[t, k]      ~=  x_codes[t, k] * x_scales[t]                    8 bits: in -32512 .. 32512
+    x[t, k]      ~=  x_codes[t, k] * x_scales[t, h]
 
-    y[t, n]  =  sum over h, in order, of  s * scales[n, g] + x_sums * offsets[n, g]
+    y[t, n]  =  sum over h, in order, of  (s * scales[n, g] + x_sums * offsets[n, g]) * x_scales
     s[t, n, h]     =  sum over the k of span h of  codes[n, k] * x_codes[t, k]
     x_sums[t, h]   =  sum over the k of span h of  x_codes[t, k]
 
-with 4 bits each term, with 8 the sum times ``x_scales``. Spans are 32 inputs; with 8 bits 64 where
-groups divide into these, or 16 where they are so small. ``s`` and ``x_sums`` are sums of whole
-numbers and exact in any order, and rounded to float32 once; spans are added in order, in float32.
-So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride along: what the same-bits
-guarantee asks of a product. ``QuantisedLinear`` computes it in plain torch; it is the readable
-truth that kernels are held against.
+===============  =======================  =============================================
+                 weights in 8 bits whose
+                 groups divide into 64    others
+===============  =======================  =============================================
+``x_codes``      -32512 .. 32512          -127 .. 127
+``x_scales``     one for the row, by      one for each 32 inputs
+                 which the whole sum is
+                 multiplied at last
+a span           64 inputs                32, or 16 where groups are so small
+===============  =======================  =============================================
+
+``s`` and ``x_sums`` are sums of whole numbers and exact in any order, and rounded to float32 once;
+spans are added in order, in float32. So a row of ``y`` depends on its row of ``x`` alone, whatever
+rows ride along: what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in
+plain torch; it is the readable truth that kernels are held against.
 """
 
 from __future__ import annotations
@@ -30,10 +38,8 @@ from torch import nn
 
 from paceline.errors import ModelLoadError
 
-ROW_GROUP = (
-    32  # activations that share a scale beside four-bit weights, which have such groups, too
-)
-_MOST_CODES = {8: 127 * 256, 4: 127}  # of activations, by the bits of the weights
+ROW_GROUP = 32  # activations of 8 bits that share a scale; also the group of four-bit weights
+_WIDE_SPAN = 64
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
 
@@ -64,10 +70,14 @@ class QuantisedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     @property
+    def wide(self) -> bool:
+        """Whether activations have 16 bits beside it."""
+        return self.bits == 8 and self.group % _WIDE_SPAN == 0
+
+    @property
     def span(self) -> int:
         """Inputs that are summed in whole numbers."""
-        most = ROW_GROUP if self.bits == 4 else 2 * ROW_GROUP
-        return math.gcd(self.group, most)
+        return _WIDE_SPAN if self.wide else math.gcd(self.group, ROW_GROUP)
 
     @property
     def nbytes(self) -> int:
@@ -137,15 +147,15 @@ class QuantisedWeight:
         return self
 
 
-def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[T, in]`` (whole numbers, float32) and scales of activations for weights of ``bits``:
-    ``[T, in / 32]`` for four, ``[T, 1]`` for eight.
+def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[T, in]`` (whole numbers, float32) and scales ``[T, in / 32]`` of activations;
+    ``wide``: of 16 bits, and ``[T, 1]``.
 
     Symmetric: a scale is the largest magnitude over the largest code. What a group of zeros is
     scaled by is 0, and its codes are 0.
     """
-    most = _MOST_CODES[bits]
-    parts = x.float().reshape(len(x), -1, ROW_GROUP if bits == 4 else x.shape[1])
+    most = 127 * 256 if wide else 127
+    parts = x.float().reshape(len(x), -1, x.shape[1] if wide else ROW_GROUP)
     scales = parts.abs().amax(-1) / most
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     codes = (parts * inverse[..., None]).round().clamp(-most, most)
@@ -194,10 +204,10 @@ class QuantisedLinear(nn.Module):
 
 def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
     """``[T, out]`` float32 from ``x [T, in]``, by the formulas at the top."""
-    codes, x_scales = quantise_rows(x, weight.bits)
+    codes, x_scales = quantise_rows(x, weight.wide)
     size, spans = weight.span, weight.shape[1] // weight.span
     # Whole numbers: a product of these is exact in any order below 2^24 in float32, 2^53 in double.
-    number = torch.float32 if weight.bits == 4 else torch.float64
+    number = torch.float64 if weight.wide else torch.float32
     split = codes.to(number).reshape(len(x), spans, size)
     x_sums = split.sum(-1).float()
     result = torch.empty(len(x), weight.shape[0], device=x.device)
@@ -213,8 +223,8 @@ def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
             term = sums[span] * part.scales[:, group]
             if part.offsets is not None:
                 term += x_sums[:, span, None] * part.offsets[:, group]
-            total += term * x_scales[:, span, None] if weight.bits == 4 else term
-        result[:, rows] = total if weight.bits == 4 else total * x_scales
+            total += term if weight.wide else term * x_scales[:, span * size // ROW_GROUP, None]
+        result[:, rows] = total * x_scales if weight.wide else total
     return result
 
 

@@ -1,22 +1,22 @@
 // Products with weights of eight and four bits: what model/quantised/weights.py defines.
 //
-// Activations are whole numbers (QuantisedRows): of 8 bits with a scale for each group of 32 of a row for
-// weights of four bits, of 16 bits with a scale for each row for those of eight. A packed matrix is a row
-// of panels of 32 outputs. A panel begins with its scales (and offsets), one line of 32 for each group of
-// the weights, and goes on with its codes in groups of 32 inputs; a line of 64 bytes has four inputs each
-// of 16 outputs:
+// Activations are whole numbers (QuantisedRows): of 8 bits with a scale for each group of 32 of a row, or,
+// beside weights of 8 bits whose groups divide into 64, wide: of 16 bits with one scale for the row. A packed
+// matrix is a row of panels of 32 outputs. A panel begins with its scales (and offsets), one line of 32 for
+// each group of the weights, and goes on with its codes in groups of 32 inputs; a line of 64 bytes has four
+// inputs each of 16 outputs:
 //
 //   8 bits   line 0: inputs 0-3 of outputs 0-15 | of outputs 16-31 | line 1: inputs 4-7 ...       16 lines
 //   4 bits   line 0: inputs 0-3 (low four bits) and 16-19 (high) of outputs 0-15 | of 16-31 | ...  8 lines
 //
-// Inputs are summed in spans that share a scale: 32, and with weights of eight bits 64 where their groups
-// allow it, or 16 where these are so small.
+// Inputs are summed in spans that share a scale: 64 with wide activations, else 32, or 16 where groups are so
+// small.
 //
 // A span's sum is exact; spans are added in order. Nothing depends on the number of rows.
 //
-// Tile instructions take the two bytes of an activation apart: with weights of eight bits a span is a tile,
-// whose sums leave through memory before they are scaled. For spans of 32 that costs what the products
-// save: with four bits, at 7 to 48 rows, they took as long as this or longer.
+// Tile instructions take the two bytes of a wide activation apart: a span is a tile, whose sums leave through
+// memory before they are scaled. For spans of 32 that costs what the products save: with four bits, at 7 to
+// 48 rows, they took as long as this or longer.
 #include "ints.h"
 #include "products.h"
 #if defined(PACELINE_AMX)
@@ -46,7 +46,7 @@ struct Heads {
 
 // Inputs that share a scale, and of these those that are summed in whole numbers.
 inline long group_of(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
-inline long span_of(const pl_weight& w) { return w.bits == 4 || w.repeat % 2 ? GROUP : w.repeat ? 2 * GROUP : GROUP / 2; }
+inline long span_of(const pl_weight& w) { return is_wide(w) ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
 
 // Panels come from memory, and the processor's own foresight ends at every page. So each span that is
 // done has an even share of the next panel fetched: in every one of a panel's tiles, as memory would
@@ -114,10 +114,10 @@ inline int32_t lay_wide(const int16_t* from, long span, Order order, int8_t* to,
   return sum;
 }
 
-inline int32_t lay_narrow(const int8_t* from, int8_t* to) {
+inline int32_t lay_narrow(const int8_t* from, long span, int8_t* to) {
   int32_t sum = 0;
-  for (long k = 0; k < GROUP; k++) sum += from[k];
-  memcpy(to, from, GROUP);
+  for (long k = 0; k < span; k++) sum += from[k];
+  memcpy(to, from, static_cast<size_t>(span));
   return sum;
 }
 
@@ -136,9 +136,9 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
         long row = first + begin + r, place = s * count + r, at = row * x.inputs + s * span;
         const int16_t* wide = static_cast<const int16_t*>(x.codes) + at;
         int8_t* block = to.codes + s * count * span * (x.wide ? 2 : 1);
-        int32_t sum = !x.wide ? lay_narrow(static_cast<const int8_t*>(x.codes) + at, block + r * span)
+        int32_t sum = !x.wide ? lay_narrow(static_cast<const int8_t*>(x.codes) + at, span, block + r * span)
                       : lay_wide(wide, span, order, block + r * span * (order == PAIRS ? 2 : 1), count * span);
-        if (s < scaled) to.scales[place] = x.scales[row * scaled + s];
+        if (s < scaled) to.scales[place] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[place] = static_cast<float>(sum);
         to.starts[place] = -added_to(w) * sum;
       }
@@ -146,29 +146,30 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
   return all;
 }
 
-// Add one span's sums of R rows, scaled. Of weights of eight bits rows are scaled at the end.
-template <int BITS, int R>
+// Add one span's sums of R rows, scaled. Wide rows have their own scale at the end.
+template <bool WIDE, int R>
 inline void add_span(const Heads& head, bool offsets, const I (&s)[R][2], const float* sums, const float* scales,
                      V (&total)[R][2]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) {
       V sum = floats(s[r][i]);
-      V term = BITS == 8 ? fma(sum, head.scale[i], total[r][i]) : sum * head.scale[i];
+      V term = WIDE ? fma(sum, head.scale[i], total[r][i]) : sum * head.scale[i];
       if (offsets) term = fma(set1(sums[r]), head.offset[i], term);
-      total[r][i] = BITS == 8 ? term : fma(term, set1(scales[r]), total[r][i]);
+      total[r][i] = WIDE ? term : fma(term, set1(scales[r]), total[r][i]);
     }
 }
 
-template <int BITS, int R>
+template <bool WIDE, int R>
 inline void store_rows(const V (&total)[R][2], const float* scales, float* c) {
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < 2; i++) store(c + r * PANEL + 16 * i, BITS == 8 ? total[r][i] * set1(scales[r]) : total[r][i]);
+    for (int i = 0; i < 2; i++) store(c + r * PANEL + 16 * i, WIDE ? total[r][i] * set1(scales[r]) : total[r][i]);
 }
 
 // Of R rows and the 32 outputs of a panel: c [rows, PANEL].
 template <int BITS, int SPAN, int R>
 inline void register_tile(const pl_weight& w, const uint8_t* panel, const Interleaved& x, float* c, Ahead ahead) {
+  constexpr bool WIDE = SPAN == 2 * GROUP;
   V total[R][2];
   for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zero();
   const uint8_t *lines = panel + panel_head(w), *next = panel;
@@ -190,7 +191,9 @@ inline void register_tile(const pl_weight& w, const uint8_t* panel, const Interl
     };
     for (int j = 0; j < SPAN * BITS / 32; j++, lines += 128) {
       B a = line(lines), b = line(lines + 64);
-      if (BITS == 8) {
+      if (BITS == 8 && !WIDE) {
+        add(dot, a, b, 4 * j, SPAN);
+      } else if (WIDE) {
         add(dot_wide, evens(a), evens(b), 8 * j, 2 * SPAN);
         add(dot_wide, odds(a), odds(b), 8 * j + 4, 2 * SPAN);
       } else {
@@ -198,10 +201,10 @@ inline void register_tile(const pl_weight& w, const uint8_t* panel, const Interl
         add(dot, high(a), high(b), 16 + 4 * j, SPAN);
       }
     }
-    codes += R * SPAN * (BITS == 8 ? 2 : 1);
-    add_span<BITS, R>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
+    codes += R * SPAN * (WIDE ? 2 : 1);
+    add_span<WIDE, R>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
   }
-  store_rows<BITS, R>(total, x.scales, c);
+  store_rows<WIDE, R>(total, x.scales, c);
 }
 
 template <int R>
@@ -231,9 +234,9 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
 #if defined(PACELINE_AMX)
 constexpr long SPANS = 4;  // whose sums are in memory at once
 
-// Of up to 16 rows, with weights of eight bits: tiles 0 and 1 sum upper bytes, 2 and 3 lower ones.
-template <int SPAN>
+// Of up to 16 wide rows: tiles 0 and 1 sum upper bytes, 2 and 3 lower ones.
 inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved& x, long rows, float* c, Ahead ahead) {
+  constexpr long SPAN = 2 * GROUP;
   alignas(64) int32_t sums[SPANS][2 * TILE * PANEL];
   const uint8_t *lines = panel + panel_head(w);
   const int8_t* codes = x.codes;
@@ -277,12 +280,12 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
               const int32_t* upper = sums[n] + (first + r) * PANEL + 16 * i;
               s[r][i] = of_bytes(upper, upper + TILE * PANEL, x.starts[place + r]);
             }
-          add_span<8, R>(head, w.offsets, s, x.sums + place, nullptr, total);
+          add_span<true, R>(head, w.offsets, s, x.sums + place, nullptr, total);
         }
         if (from + some < x.spans)
-          store_rows<4, R>(total, nullptr, at);
+          store_rows<false, R>(total, nullptr, at);
         else
-          store_rows<8, R>(total, x.scales + first, at);
+          store_rows<true, R>(total, x.scales + first, at);
       });
   }
 }
@@ -291,9 +294,8 @@ inline void amx_panel(const pl_weight& w, const uint8_t* panel, const Interleave
                       Shaped& shaped, float* c) {
   for (long t = 0; t < tiling.tiles; t++) {
     long from = tiling.from(t), rows = tiling.from(t + 1) - from;
-    shaped.to(rows, rows, span_of(w));
-    auto tile = span_of(w) == GROUP ? amx_tile<GROUP> : amx_tile<2 * GROUP>;
-    tile(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, t, tiling.tiles));
+    shaped.to(rows, rows);
+    amx_tile(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, t, tiling.tiles));
   }
 }
 constexpr bool AMX = true;
@@ -308,7 +310,7 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
   const pl_weight& w = *p.weight;
   long outputs = p.ending == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
-  bool tiled = AMX && w.bits == 8 && span >= GROUP && p.rows > 1;
+  bool tiled = AMX && is_wide(w) && p.rows > 1;
   Shaped shaped;
   for (long first = 0; first < p.rows; first += CHUNK) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
@@ -327,7 +329,7 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
   }
 }
 
-// Codes and scale of one row of activations for weights of eight bits.
+// Wide codes and the scale of one row of activations.
 void quantise_wide(const float* x, const QuantisedRows& rows, long row) {
   V most = zero();
   for (long i = 0; i < rows.inputs; i += 16) most = larger(most, larger(load(x + i), zero() - load(x + i)));
@@ -339,7 +341,7 @@ void quantise_wide(const float* x, const QuantisedRows& rows, long row) {
   rows.scales[row] = scale;
 }
 
-// The same for weights of four bits: of each group. `inputs` is a multiple of GROUP.
+// Codes of one row, and the scale of each group, or wide ones. `inputs` is a multiple of GROUP.
 void quantise_row(const float* x, const QuantisedRows& rows, long row) {
   if (rows.wide) return quantise_wide(x, rows, row);
   int8_t* codes = static_cast<int8_t*>(rows.codes) + row * rows.inputs;
