@@ -116,12 +116,12 @@ SANITIZE := -std=c++17 -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefin
 CXX ?= g++
 
 CHECKED := $(addprefix build/native/,portable.o avx2.o avx512.o amx.o dpbf16.o \
-	quantised_portable.o quantised_avx2.o quantised_vnni.o)
+	quantised_portable.o quantised_avx2.o quantised_vnni.o quantised_amx.o)
 
 build/native/avx2.o build/native/quantised_avx2.o: INSTRUCTIONS := -mavx2 -mfma -mf16c -DPACELINE_AVX2
-build/native/avx512.o build/native/amx.o build/native/dpbf16.o build/native/quantised_vnni.o: INSTRUCTIONS := -mavx512f -mavx512bw \
+build/native/avx512.o build/native/amx.o build/native/dpbf16.o build/native/quantised_vnni.o build/native/quantised_amx.o: INSTRUCTIONS := -mavx512f -mavx512bw \
 	-mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -DPACELINE_AVX512
-build/native/amx.o: INSTRUCTIONS += -mamx-tile -mamx-bf16 -mavx512bf16 -DPACELINE_AMX
+build/native/amx.o build/native/quantised_amx.o: INSTRUCTIONS += -mamx-tile -mamx-bf16 -mamx-int8 -mavx512bf16 -DPACELINE_AMX
 build/native/dpbf16.o: INSTRUCTIONS += -mavx512bf16 -DPACELINE_DPBF16
 
 build/native/quantised_%.o: $(wildcard $(KERNELS)/*)

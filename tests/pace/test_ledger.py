@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.pace.ledger import CREDIT, GRANT, KEPT, OWN, SHARE, Ledger
+from paceline.pace.ledger import CREDIT, GRANT, KEPT, LONE, OWN, SHARE, Ledger
 
 PLAIN = 2.0  # seconds of a plain step
 
@@ -24,6 +24,16 @@ def test_little_may_be_risked_before_anything_was_earned() -> None:
     for _ in range(10_000):
         ledger.pass_by(PLAIN, PLAIN)
     assert ledger.purse == KEPT * PLAIN, "a long time of plain decoding is no licence"
+
+
+def test_several_begin_with_less_than_one_alone() -> None:
+    ledger = Ledger()
+    ledger.pass_by(PLAIN, PLAIN, batch=8)
+    assert ledger.purse == pytest.approx((GRANT - LONE + SHARE) * PLAIN)
+    ledger.pass_by(PLAIN, PLAIN, batch=1)
+    assert ledger.purse == pytest.approx((GRANT + 2 * SHARE) * PLAIN), "the rest, once"
+    ledger.pass_by(PLAIN, PLAIN, batch=1)
+    assert ledger.purse == pytest.approx((GRANT + 3 * SHARE) * PLAIN)
 
 
 def test_what_drafts_win_they_may_risk_and_no_more() -> None:

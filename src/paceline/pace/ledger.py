@@ -27,6 +27,7 @@ CREDIT = 16.0  # plain steps of one sequence that an account holds at most
 OWN = 2.0  # plain steps after which a request has lost by drafting
 KEPT = 2.0  # plain steps that the purse holds at most
 GRANT = 1.0  # plain steps that it holds to begin with
+LONE = 0.75  # of them, for a sequence that is alone: several would each lose them
 _INHERITED = 0.25  # of what the drafter has won at the nearest concurrency
 
 
@@ -42,12 +43,11 @@ class Ledger:
     def pass_by(self, seconds: float, plain: float, batch: int = 1) -> None:
         """A step, of any kind, took so long; a plain one takes ``plain``.
 
-        The purse's grant comes with the first sequence that is alone: several would each lose it.
+        Part of the grant comes with the first step, the rest with the first sequence alone.
         """
-        earned = SHARE * seconds
-        if batch == 1:
-            earned, self._grant = earned + self._grant * plain, 0.0
-        self.purse = min(self.purse + earned, KEPT * plain)
+        granted = max(0.0, self._grant - (LONE if batch > 1 else 0.0))
+        self._grant -= granted
+        self.purse = min(self.purse + SHARE * seconds + granted * plain, KEPT * plain)
 
     def won(self, name: Hashable, batch: int, plain: float) -> float:
         """What drafts of a drafter may cost here by what they have won, in seconds."""

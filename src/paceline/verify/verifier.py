@@ -136,7 +136,7 @@ class Verifier:
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [check.tree.tokens.tolist() for check in checks]
         plain = not needs_probs([check.seq for check in checks])
-        uniforms = self._uniforms(0 if plain else first, logits.device)
+        uniforms = choices if plain else self._uniforms(first, logits.device)
         at = dict.fromkeys(range(len(checks)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]

@@ -30,7 +30,7 @@ def test_trees_have_no_more_nodes_than_were_announced(temperature: float) -> Non
     seq = SequenceState(0, [1, 2], 2, SamplingParams(temperature=temperature), cached=1)
     for length in (1, 2, 3):
         tree = policy.start(Slice(seq, 1, length), torch.device("cpu"))
-        size = tree.greedy_size()
+        size = tree.plain_size()
         nodes = size[2] if size else len(tree.shape)  # type: ignore[attr-defined]
         assert 3 * length <= nodes <= policy.max_nodes(length)
 

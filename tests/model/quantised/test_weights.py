@@ -27,24 +27,28 @@ def weight_of(bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
 def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> float:
     """The formulas of weights.py, with Python's whole numbers and one rounding to float32 each."""
     total = torch.tensor(0.0)
-    for start in range(0, x.shape[1], 32):
-        part = x[row, start : start + 32].float()
-        scale = part.abs().max() / 127
-        codes = (part * (1 / scale)).round().clamp(-127, 127)
+    most = 127 if weight.bits == 4 else 127 * 256
+    for start in range(0, x.shape[1], weight.span):
+        part = x[row] if weight.bits == 8 else x[row, start : start + 32]
+        scale = part.abs().max() / most
+        codes = (x[row, start : start + weight.span] * (1 / scale)).round().clamp(-most, most)
         group = start // weight.group
         whole = [int(code) for code in codes]
-        exact = sum(int(weight.codes[out, start + k]) * whole[k] for k in range(32))
+        exact = sum(int(weight.codes[out, start + k]) * whole[k] for k in range(weight.span))
         term = torch.tensor(float(exact)) * weight.scales[out, group]
         if weight.offsets is not None:
             term = term + torch.tensor(float(sum(whole))) * weight.offsets[out, group]
-        total = total + term * scale
-    return float(total)
+        total = total + (term * scale if weight.bits == 4 else term)
+    return float(total if weight.bits == 4 else total * scale)
 
 
 @pytest.mark.parametrize("zero", ["none", "whole", "free"])
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32), (4, 64)])
-def test_a_product_is_what_the_formulas_say(bits: int, group: int, zero: Zero) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "span"), [(8, 128, 64), (8, 32, 32), (8, 16, 16), (4, 32, 32), (4, 64, 32)]
+)
+def test_a_product_is_what_the_formulas_say(bits: int, group: int, span: int, zero: Zero) -> None:
     weight = weight_of(bits, group, zero)
+    assert weight.span == span
     assert (weight.offsets is None) == (zero == "none")
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7))
     found = quantised_product(x, weight)
@@ -73,10 +77,23 @@ def test_a_quantised_layer_is_near_the_plain_one(bits: int, group: int, limit: f
     assert float((found - wanted).norm() / wanted.norm()) < limit
 
 
+def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
+    """Not even where one of them is a thousand times the others, as models' are."""
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
+    x[:, 5] = 1000
+    codes, scales = quantise_rows(x, 8)
+    assert codes.abs().max() == 127 * 256
+    assert float((codes * scales - x)[:, 6:].norm() / x[:, 6:].norm()) < 0.01
+    weight = weight_of(8, 128)
+    wanted = x @ weight.dense().t()
+    assert float((quantised_product(x, weight) - wanted).norm() / wanted.norm()) < 1e-4
+
+
 def test_a_row_of_zeros_is_zero() -> None:
-    codes, scales = quantise_rows(torch.zeros(2, 64))
-    assert not codes.any()
-    assert not scales.any()
+    for bits in (4, 8):
+        codes, scales = quantise_rows(torch.zeros(2, 64), bits)
+        assert not codes.any()
+        assert not scales.any()
     assert not quantised_product(torch.zeros(2, 128), weight_of(4, 32)).any()
 
 

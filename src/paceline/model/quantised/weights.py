@@ -4,17 +4,19 @@
 
     weight[n, k]  =  codes[n, k] * scales[n, g] + offsets[n, g]           g = k // group
 
-    x[t, k]      ~=  x_codes[t, k] * x_scales[t, h],   h = k // ROW_GROUP, x_codes in -127 .. 127
+    x[t, k]      ~=  x_codes[t, k] * x_scales[t, k // ROW_GROUP]    4 bits: codes in -127 .. 127
+    x[t, k]      ~=  x_codes[t, k] * x_scales[t]                    8 bits: in -32512 .. 32512
 
-    y[t, n]  =  sum over h, in order, of  (s * scales[n, g] + x_sums * offsets[n, g]) * x_scales
-    s[t, n, h]     =  sum over the k of group h of  codes[n, k] * x_codes[t, k]
-    x_sums[t, h]   =  sum over the k of group h of  x_codes[t, k]
+    y[t, n]  =  sum over h, in order, of  s * scales[n, g] + x_sums * offsets[n, g]
+    s[t, n, h]     =  sum over the k of span h of  codes[n, k] * x_codes[t, k]
+    x_sums[t, h]   =  sum over the k of span h of  x_codes[t, k]
 
-``s`` and ``x_sums`` are sums of whole numbers and exact in any order; the groups are added in
-order, in float32. (Weights of eight bits in groups of 16 have two terms of ``s * scales`` in each,
-the first 16 inputs' first.) So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride
-along: what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in plain
-torch; it is the readable truth that kernels are held against.
+with 4 bits each term, with 8 the sum times ``x_scales``. Spans are 32 inputs; with 8 bits 64 where
+groups divide into these, or 16 where they are so small. ``s`` and ``x_sums`` are sums of whole
+numbers and exact in any order, and rounded to float32 once; spans are added in order, in float32.
+So a row of ``y`` depends on its row of ``x`` alone, whatever rows ride along: what the same-bits
+guarantee asks of a product. ``QuantisedLinear`` computes it in plain torch; it is the readable
+truth that kernels are held against.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from torch import nn
 
 from paceline.errors import ModelLoadError
 
-ROW_GROUP = 32  # activations that share a scale; also the group of four-bit weights
+ROW_GROUP = (
+    32  # activations that share a scale beside four-bit weights, which have such groups, too
+)
+_MOST_CODES = {8: 127 * 256, 4: 127}  # of activations, by the bits of the weights
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
 
@@ -57,6 +62,12 @@ class QuantisedWeight:
     @property
     def group(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def span(self) -> int:
+        """Inputs that are summed in whole numbers."""
+        most = ROW_GROUP if self.bits == 4 else 2 * ROW_GROUP
+        return math.gcd(self.group, most)
 
     @property
     def nbytes(self) -> int:
@@ -126,16 +137,18 @@ class QuantisedWeight:
         return self
 
 
-def quantise_rows(x: torch.Tensor, group: int = ROW_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[T, in]`` (whole numbers, float32) and scales ``[T, in / group]`` of activations.
+def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[T, in]`` (whole numbers, float32) and scales of activations for weights of ``bits``:
+    ``[T, in / 32]`` for four, ``[T, 1]`` for eight.
 
-    Symmetric: a scale is the group's largest magnitude over 127. What a group of zeros is scaled by
-    is 0, and its codes are 0.
+    Symmetric: a scale is the largest magnitude over the largest code. What a group of zeros is
+    scaled by is 0, and its codes are 0.
     """
-    parts = x.float().reshape(len(x), -1, group)
-    scales = parts.abs().amax(-1) / 127
+    most = _MOST_CODES[bits]
+    parts = x.float().reshape(len(x), -1, ROW_GROUP if bits == 4 else x.shape[1])
+    scales = parts.abs().amax(-1) / most
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    codes = (parts * inverse[..., None]).round().clamp(-127, 127)
+    codes = (parts * inverse[..., None]).round().clamp(-most, most)
     return codes.flatten(1), scales
 
 
@@ -181,29 +194,27 @@ class QuantisedLinear(nn.Module):
 
 def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
     """``[T, out]`` float32 from ``x [T, in]``, by the formulas at the top."""
-    codes, x_scales = quantise_rows(x)
-    groups = x_scales.shape[1]
-    parts = max(1, ROW_GROUP // weight.group)  # of a group of activations, whose scales differ
-    size, repeat = ROW_GROUP // parts, max(1, weight.group // ROW_GROUP)
-    split = codes.reshape(len(x), groups * parts, size)
-    x_sums = split.sum(-1)
+    codes, x_scales = quantise_rows(x, weight.bits)
+    size, spans = weight.span, weight.shape[1] // weight.span
+    # Whole numbers: a product of these is exact in any order below 2^24 in float32, 2^53 in double.
+    number = torch.float32 if weight.bits == 4 else torch.float64
+    split = codes.to(number).reshape(len(x), spans, size)
+    x_sums = split.sum(-1).float()
     result = torch.empty(len(x), weight.shape[0], device=x.device)
-    step = max(1, _MOST_SUMS // (max(1, len(x)) * groups * parts))
+    step = max(1, _MOST_SUMS // (max(1, len(x)) * spans))
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         part = weight.rows(rows)
-        # Whole numbers below 2^24: a float32 product of 32 of them is exact in any order.
-        matrix = part.codes.float().reshape(-1, groups * parts, size)
-        sums = torch.einsum("tgk,ngk->gtn", split, matrix)
+        matrix = part.codes.to(number).reshape(-1, spans, size)
+        sums = torch.einsum("tgk,ngk->gtn", split, matrix).float()
         total = torch.zeros(len(x), len(matrix), device=x.device)
-        for group in range(groups):
-            term = torch.zeros_like(total)
-            for place in range(group * parts, (group + 1) * parts):
-                term += sums[place] * part.scales[:, place // repeat]
-                if part.offsets is not None:
-                    term += x_sums[:, place, None] * part.offsets[:, place // repeat]
-            total += term * x_scales[:, group, None]
-        result[:, rows] = total
+        for span in range(spans):
+            group = span * size // part.group
+            term = sums[span] * part.scales[:, group]
+            if part.offsets is not None:
+                term += x_sums[:, span, None] * part.offsets[:, group]
+            total += term * x_scales[:, span, None] if weight.bits == 4 else term
+        result[:, rows] = total if weight.bits == 4 else total * x_scales
     return result
 
 

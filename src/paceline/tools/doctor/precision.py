@@ -16,15 +16,17 @@ from paceline.model.backends.native.library import instructions
 from paceline.model.gguf import GgufFile
 from paceline.model.precision import keeps, library_of
 from paceline.model.quantised.blocks import can_keep
+from paceline.model.quantised.convert import EIGHT_BIT_GROUP
 from paceline.model.quantised.weights import BITS, ROW_GROUP
 from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.machine import DeviceSettings, size
 from paceline.tools.doctor.models import Model
 
-# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in half
-# precision for the kernels. Without these a code has a byte to itself, and its scale four.
-_KERNELS = {"int8": 1.0, "int4": 0.5 + 2 * 2 / ROW_GROUP}
-_READABLE = {"int8": 1.0, "int4": 1.0 + 2 * 4 / ROW_GROUP}
+# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a
+# scale for 64, in half precision for the kernels. Without these a code has a byte to itself, and
+# its scale four.
+_KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
+_READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 
 
 @dataclass(frozen=True)

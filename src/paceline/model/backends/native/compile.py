@@ -44,16 +44,19 @@ _COMMON = (
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
-_AMX = ("-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DPACELINE_AMX")  # not all compilers
+_VNNI = (*_AVX512, "-mavx512vnni", "-mf16c")
+# Not every compiler knows these.
+_AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mavx512bf16", "-DPACELINE_AMX")
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
     ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
     ("dpbf16", "kernels.cpp", (*_AVX512, "-mavx512bf16", "-DPACELINE_DPBF16")),
     ("avx2", "kernels.cpp", _AVX2),
-    ("quantised_vnni", "quantised.cpp", (*_AVX512, "-mavx512vnni", "-mf16c")),
+    ("quantised_amx", "quantised.cpp", (*_VNNI, *_AMX)),
+    ("quantised_vnni", "quantised.cpp", _VNNI),
     ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
-_OPTIONAL = {"amx", "dpbf16"}
+_OPTIONAL = {"amx", "quantised_amx", "dpbf16"}
 
 
 class NativeUnavailableError(PacelineError):

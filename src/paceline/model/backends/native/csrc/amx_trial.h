@@ -1,5 +1,5 @@
 #pragma once
 #include "kernels.h"
 
-// Whether `tiled` gives the bits of `plain` on this system, tried in a process of its own.
-bool amx_works(const Kernels& tiled, const Kernels& plain);
+// Whether `tiled` ones give the bits of `plain` ones on this system, tried in a process of their own.
+bool amx_works(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes);

@@ -22,8 +22,9 @@ bool usable(const Kernels* k) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (k == &kernels_amx) {
-    static const bool works = &kernels_amx && usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16") &&
-                              amx_works(kernels_amx, kernels_avx512);
+    static const bool works = &kernels_amx && &quantised_amx && usable(&kernels_avx512) &&
+                              __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                              amx_works(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni);
     return works;
   }
   if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
@@ -45,6 +46,7 @@ const Kernels* best() {
 const Quantised& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
+  if (k == &kernels_amx) return quantised_amx;
   if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
   if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
 #endif
@@ -230,7 +232,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
     QuantisedRows coded{};
     if (w->bits) {
       codes.shape(rows, w->inputs);
-      coded = codes.of(w->inputs);
+      coded = codes.of(*w);
       for (int64_t r = 0; r < rows; r++) quantised.row(in.at(r), coded, r);
     }
     Product p{w, dtype, in.at(0), rows, in.ld, LOGITS, y, w->outputs, 0, cap, &quantised, coded};

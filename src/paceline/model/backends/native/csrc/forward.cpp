@@ -218,7 +218,7 @@ void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending endi
 // What quantised weights are multiplied with; nothing for others. Each thread codes its share.
 QuantisedRows Forward::coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads) {
   if (!w.bits) return {};
-  QuantisedRows codes = codes_.of(w.inputs);
+  QuantisedRows codes = codes_.of(w);
   Share share(rows, thread, threads);
   for (long r = share.from; r < share.to; r++) quantised_->row(x.at(r), codes, r);
   team_.meet();

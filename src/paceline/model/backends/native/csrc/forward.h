@@ -42,14 +42,13 @@ class Codes {
   void shape(long rows, long inputs) {
     codes_.resize(static_cast<size_t>(rows * inputs));
     scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
-    sums_.resize(static_cast<size_t>(rows * inputs / GROUP));
   }
-  // As rows of so many inputs, at most those of shape().
-  QuantisedRows of(long inputs) { return {codes_.data(), scales_.data(), sums_.data(), inputs, inputs / GROUP}; }
+  // As rows for these weights, of at most the inputs of shape().
+  QuantisedRows of(const pl_weight& w) { return {codes_.data(), scales_.data(), w.inputs, w.bits == 8}; }
 
  private:
-  std::vector<int8_t> codes_;
-  std::vector<float> scales_, sums_;
+  std::vector<int16_t> codes_;
+  std::vector<float> scales_;
 };
 
 // The part of `rows` that a thread does.

@@ -4,7 +4,9 @@
 //
 //   line          64 bytes            low, high    their lower and upper four bits
 //   dot(s, w, x)  lane i of s plus the sum of four products w[4 i + j] (0 .. 255) * x[j] (-127 .. 127)
-//   floats        exact below 2^24
+//   evens, odds   the first and third, second and fourth of each four bytes, as numbers of 16 bits
+//   dot_wide(s, w, x)  lane i of s plus w[2 i] * x[0] + w[2 i + 1] * x[1], all of 16 bits
+//   floats        rounded to the nearest, exact below 2^24
 //   from_half     16 IEEE half numbers
 #pragma once
 #include "vec.h"

@@ -31,6 +31,20 @@ static inline I dot(I s, B w, int32_t x) {
     for (int j = 0; j < 4; j++) s.v[i] += w.v[4 * i + j] * four[j];
   return s;
 }
+static inline B evens(B b) {
+  for (int i = 1; i < 64; i += 2) b.v[i] = 0;
+  return b;
+}
+static inline B odds(B b) {
+  for (int i = 0; i < 64; i += 2) b.v[i] = b.v[i + 1], b.v[i + 1] = 0;
+  return b;
+}
+static inline I dot_wide(I s, B w, int32_t x) {  // the upper halves of w are zeros
+  int16_t two[2];
+  memcpy(two, &x, 4);
+  for (int i = 0; i < 16; i++) s.v[i] += w.v[4 * i] * two[0] + w.v[4 * i + 2] * two[1];
+  return s;
+}
 static inline V floats(I s) {
   return each([&](int i) { return static_cast<float>(s.v[i]); });
 }
@@ -47,6 +61,11 @@ static inline void store_bytes(int8_t* p, V a, V b) {  // 32 whole numbers
   store(t, a);
   store(t + 16, b);
   for (int i = 0; i < 32; i++) p[i] = static_cast<int8_t>(t[i]);
+}
+static inline void store_words(int16_t* p, V a) {
+  float t[16];
+  store(t, a);
+  for (int i = 0; i < 16; i++) p[i] = static_cast<int16_t>(t[i]);
 }
 
 constexpr int QUANTISED_ROWS = 2;

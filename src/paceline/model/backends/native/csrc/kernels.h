@@ -24,11 +24,13 @@ enum Ending {
   LOGITS, // y = c, capped, in the dtype; rows of exactly `outputs` numbers
 };
 
-// Rows of activations in whole numbers, with scale and sum of each group.
+// Rows of activations in whole numbers: of 8 bits with a scale for each group, or, for weights of 8
+// bits, `wide`: of 16 bits with one scale for the row.
 struct QuantisedRows {
-  int8_t* codes;         // [rows, inputs]
-  float *scales, *sums;  // [rows, groups]
-  long inputs, groups;
+  void* codes;    // [rows, inputs]
+  float* scales;  // [rows, groups] or [rows]
+  long inputs;
+  bool wide;
 };
 
 // The kernels of quantised.cpp for one instruction set.
@@ -37,6 +39,7 @@ struct Quantised {
   void (*product)(const struct Product&, long part, long parts, float* scratch);
 };
 extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
+extern const Quantised quantised_amx __attribute__((weak));
 
 // A packed panel begins with lines of scales and offsets, see quantised.cpp.
 inline long head_line(const pl_weight& w) {
@@ -123,7 +126,7 @@ constexpr long CHUNK = 48;  // rows of a product per pass over the weights
 constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
 inline long product_scratch(long rows, long inputs) {
   rows = rows < TILED_ROWS ? rows : TILED_ROWS;
-  return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) / 2;
+  return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) * 3 / 4;  // quantised.cpp's is the most
 }
 
 // Floats of all heads' results of a row.

@@ -21,7 +21,7 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
     int thread = omp_get_thread_num(), of = omp_get_num_threads();
     long from = all * thread / of, to = all * (thread + 1) / of;
     auto multiply = [&](const pl_weight& w, long first, long number, Ending ending, void* y, long ldy) {
-      QuantisedRows coded = w.bits ? codes.of(width) : QuantisedRows{};
+      QuantisedRows coded = w.bits ? codes.of(w) : QuantisedRows{};
       for (long r = first; w.bits && r < first + number; r++)
         if (r >= from && r < to) quantised.row(next.at(r), coded, r - first);
       if (w.bits) team.meet();

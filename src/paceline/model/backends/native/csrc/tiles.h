@@ -16,12 +16,12 @@ struct alignas(64) TileShapes {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Tiles 0 to 3: C; 4 and 5: A; 6 and 7: B.
-  TileShapes(long upper, long lower) {
-    for (int t = 0; t < 8; t++) bytes[t] = 64;
+  // Tiles 0 to 3: C; 4 and 5: A, rows of `span` bytes; 6 and 7: B.
+  TileShapes(long upper, long lower, long span) {
+    for (int t = 0; t < 8; t++) bytes[t] = static_cast<uint16_t>(t == 4 || t == 5 ? span : 64);
     rows[0] = rows[1] = rows[4] = static_cast<uint8_t>(upper);
     rows[2] = rows[3] = rows[5] = static_cast<uint8_t>(lower > 0 ? lower : 1);
-    rows[6] = rows[7] = TILE;
+    rows[6] = rows[7] = static_cast<uint8_t>(span / 4);
   }
 };
 
@@ -32,19 +32,20 @@ inline void settle() { asm volatile("" ::: "memory"); }
 class Shaped {
  public:
   ~Shaped() {
-    if (rows_ >= 0) _tile_release();
+    if (upper_) _tile_release();
   }
-  void to(long rows) {
+  void to(long rows) { to(rows < TILE ? rows : TILE, rows - TILE, 64); }
+  void to(long upper, long lower, long span) {  // which stays the same
     settle();
-    if (rows == rows_) return;
-    TileShapes shapes(rows < TILE ? rows : TILE, rows - TILE);
+    if (upper == upper_ && lower == lower_) return;
+    TileShapes shapes(upper, lower, span);
     settle();
     _tile_loadconfig(&shapes);
-    rows_ = rows;
+    upper_ = upper, lower_ = lower;
   }
 
  private:
-  long rows_ = -1;
+  long upper_ = 0, lower_ = 0;
 };
 
 // c [rows, ldc] += a [rows, lda] times a bf16 panel of so many inputs, for up to 32 rows; `far`: the
