@@ -60,8 +60,9 @@ def test_what_tune_tries_in_its_place(example: str) -> None:
 @pytest.mark.parametrize("example", FIRST)
 def test_doctor_has_no_complaint(example: str) -> None:
     findings = examine(TARGET, example.format(**WEIGHTS))
-    about = [item for item in findings if item.about not in ("target", "machine")]
-    assert about and {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
+    mine = [item for item in findings if item.about != "machine"]  # processors differ
+    assert {item.about for item in mine} - {"target"}
+    assert {item.severity for item in mine} <= {Severity.NOTE, Severity.OK}
 
 
 def pairs_of(llm: LLM) -> Counter[tuple[int, ...]]:
