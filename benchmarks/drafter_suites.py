@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import real
 from paceline.draft.spec import Loading
-from prompts import encode, read_texts, spread
+from paceline.tools.bench.prompts import evenly
+from prompts import encode, read_texts
 
 LARGEST_DRAFT = 16  # levels that a draft may reach beyond the last token
 
@@ -59,7 +60,7 @@ def load_suites(args: argparse.Namespace, loading: Loading, amount: Amount) -> l
         if len(fitting) < len(every):
             left = len(every) - len(fitting)
             print(f"{name}: {left} of {len(every)} prompts are too long: left out", file=sys.stderr)
-        chosen = spread(fitting, count * len(args.temperatures))
+        chosen = evenly(fitting, count * len(args.temperatures) or None)
         if not chosen:
             raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
         parts = len(args.temperatures) if len(chosen) >= len(args.temperatures) else 1

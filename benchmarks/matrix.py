@@ -30,6 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -300,22 +301,36 @@ def _record(run: Run) -> dict[str, Any]:
     return found | {"speed": run.speed}
 
 
+@dataclass
+class Ending:
+    """The exit status of a measuring program."""
+
+    status: int = 0
+
+
+@contextmanager
+def until_interrupted() -> Iterator[Ending]:
+    """Ctrl-C ends the block, whose figures until then count; an error of ours ends the program."""
+    ending = Ending()
+    try:
+        yield ending
+    except KeyboardInterrupt:
+        print("interrupted: the figures below are of what was measured", file=sys.stderr)
+        ending.status = 130
+    except (inflate.InflateError, PacelineError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def main(arguments: list[str]) -> None:
     """Measure as the command line says."""
     args = parse(arguments)
-    status = 0
     bench: Bench | None = None
-    try:
+    with until_interrupted() as ending:
         bench = Bench(args)
         for cell in bench.work():
             bench.say(cell_line(cell.key, bench.rounds[cell.key], args.fixed))
-    except KeyboardInterrupt:
-        print("interrupted: the figures below are of what was measured", file=sys.stderr)
-        status = 130
-    except (inflate.InflateError, PacelineError) as error:
-        raise SystemExit(f"error: {error}") from None
     if bench is None:
-        raise SystemExit(status)
+        raise SystemExit(ending.status)
     record = bench.record()
     report = as_report(record)
     print_report(report, Console(width=max(120, Console().width)))
@@ -323,4 +338,4 @@ def main(arguments: list[str]) -> None:
         report.write(args.report)
     missed = [key for key, own in record["cells"].items() if not own["met"]]
     print(json.dumps({"worst": record["worst"], "missed": missed}))
-    raise SystemExit(status)
+    raise SystemExit(ending.status)

@@ -44,7 +44,6 @@ import inflate
 import matrix
 import real
 from never_slower_report import as_record, as_report
-from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.tools.report.terminal import print_report
 from prompts import default_folder, mixed
@@ -266,19 +265,12 @@ def main() -> None:
     if {"--matrix", "--fixed"} & set(sys.argv[1:]):
         matrix.main(sys.argv[1:])
     args = parse(sys.argv[1:])
-    status = 0
     bench: Bench | None = None
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(args, Path(folder))
-            _run(bench)
-    except KeyboardInterrupt:
-        print("interrupted: the figures below are of what was measured", file=sys.stderr)
-        status = 130
-    except (inflate.InflateError, PacelineError) as error:
-        raise SystemExit(f"error: {error}") from None
+    with matrix.until_interrupted() as ending, tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        _run(bench)
     if bench is None:
-        raise SystemExit(status)
+        raise SystemExit(ending.status)
     record = as_record(bench.runs) | {"machine": machine("cpu"), "quick": args.quick}
     report = as_report(bench.runs, record)
     print_report(report, Console(width=max(110, Console().width)))
@@ -287,7 +279,7 @@ def main() -> None:
     if args.json:
         Path(args.json).write_text(json.dumps(record) + "\n", encoding="utf-8")
     print(json.dumps(record["worst"]))
-    raise SystemExit(status)
+    raise SystemExit(ending.status)
 
 
 def _run(bench: Bench) -> None:

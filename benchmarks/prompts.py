@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.tools.bench.prompts import load_prompts
+from paceline.tools.bench.prompts import evenly, load_prompts
 from paceline.tools.bench.runner import in_turn
 
 if TYPE_CHECKING:
@@ -111,13 +111,6 @@ def encode(tokenizer: Any, form: str, text: str) -> list[int]:
     return list(tokenizer(text).input_ids)
 
 
-def spread(items: list[Any], count: int) -> list[Any]:
-    """`count` items evenly spread over the list (0: all), so that no category is left out."""
-    if not count or count >= len(items):
-        return items
-    return [items[i * len(items) // count] for i in range(count)]
-
-
 def load_suites(
     folder: str | Path, names: list[str], tokenizer: Any, per_suite: int, limit: int
 ) -> dict[str, list[Prompt]]:
@@ -126,7 +119,7 @@ def load_suites(
     for name in names:
         encoded = [encode(tokenizer, form, text) for form, text in read_texts(folder, name)]
         fitting = [ids for ids in encoded if len(ids) <= limit]
-        suites[name] = [Prompt(name, ids) for ids in spread(fitting, per_suite)]
+        suites[name] = [Prompt(name, ids) for ids in evenly(fitting, per_suite or None)]
     return suites
 
 

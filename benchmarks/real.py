@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import inflate
-from prompts import Prompt, encode, read_texts, spread
+from paceline.tools.bench.prompts import evenly
+from prompts import Prompt, encode, read_texts
 
 if TYPE_CHECKING:
     from paceline.draft.spec import Loading
@@ -99,7 +100,8 @@ def load_suites(
     """{set: ``per_set`` prompts, evenly spread (0: all)}."""
     every = load_sets(folder, sets, lambda text: encode(tokenizer, "chat", text), limit)
     return {
-        name: [Prompt(name, ids) for ids in spread(found, per_set)] for name, found in every.items()
+        name: [Prompt(name, ids) for ids in evenly(found, per_set or None)]
+        for name, found in every.items()
     }
 
 

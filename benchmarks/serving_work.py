@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import real
 from paceline import LLM, SamplingParams
-from paceline.tools.bench.prompts import load_prompts
-from prompts import spread
+from paceline.tools.bench.prompts import evenly, load_prompts
 
 SERVED = "bench"  # the model's name over HTTP
 
@@ -72,7 +71,7 @@ def work_of(args: argparse.Namespace) -> Work:
             )
         )
         for found in real.texts(args.prompts_dir, names).values()
-        for text in spread(found, per_kind)
+        for text in evenly(found, per_kind or None)
     ]
     eagle3 = None if args.draft else real.find("eagle3", None)
     draft = args.draft or (f"eagle3:{eagle3}" if eagle3 else "ngram")

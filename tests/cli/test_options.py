@@ -13,8 +13,13 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
 from paceline.cli.main import app
-from paceline.cli.options import ModelOptions, expand
-from paceline.cli.sampling import SamplingOptions, parse_grammar, parse_logit_bias
+from paceline.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    expand,
+    parse_grammar,
+    parse_logit_bias,
+)
 from paceline.config import parse_bytes
 from paceline.settings import Key
 

@@ -15,12 +15,11 @@ from torch import nn
 from damages import damages
 from paceline import ConfigError
 from paceline.model.tensorfile import verify
-from paceline.train.documents import Windows
-from paceline.train.feature_cache import FeatureCache
-from paceline.train.heldout import written_texts
+from paceline.train.acceptance import written_texts
+from paceline.train.documents import Observed, Windows
 from paceline.train.lm import LMTrainer
-from paceline.train.observed import Observed
-from paceline.train.saved_run import previous, read_state, write_state
+from paceline.train.reading import FeatureCache
+from paceline.train.trainer import previous, read_state, write_state
 from training_runs import smallest_run, write_words
 
 # -- the state of a training run -------------------------------------------------------------------

@@ -31,15 +31,13 @@ from paceline.errors import WriteError
 from paceline.model.identity import ModelIdentity
 from paceline.tools.profiling import trace
 from paceline.tools.report.document import Figure, Report, Text
+from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
-from paceline.train.data import Source, Stream
-from paceline.train.documents import Windows
-from paceline.train.feature_cache import FeatureCache
-from paceline.train.heldout import written_texts
+from paceline.train.data import Source, Stream, TokenStreams
+from paceline.train.documents import Observed, Windows
 from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
-from paceline.train.observed import Observed
-from paceline.train.token_streams import TokenStreams
+from paceline.train.reading import FeatureCache
 from paceline.tuned import TunedProfile
 from training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
 

@@ -309,10 +309,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # Into a folder that ``folder_aside`` puts in its place, or never over anything.
 FREE = {
     ("train/lm.py", "write_text"),
-    ("train/saved_run.py", "save_pretrained"),
+    ("train/trainer.py", "save_pretrained"),
     ("train/lm.py", "save_pretrained"),
     ("model/tensorfile.py", "open"),
-    ("pull/card.py", "write_text"),
     ("pull/convert.py", "write_text"),
     ("pull/convert.py", "save_pretrained"),
     ("pull/convert.py", "save_file"),

@@ -22,7 +22,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.parallel import group, team
-from paceline.parallel.orders import CacheOrder, batch_order
+from paceline.parallel.group import CacheOrder, batch_order
 from paceline.tools.doctor import examine
 from random_heads import write_eagle
 from served_process import ServedProcess

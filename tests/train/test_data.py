@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
 from paceline.stages import listening
-from paceline.train.data import Mixture, Source, Stream, encode, read_records, render
+from paceline.train.chat import own_text
+from paceline.train.data import Mixture, Source, Stream, encode_stream, read_records
 from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
 
@@ -82,21 +83,21 @@ def test_licences_are_left_out(corpus: Path) -> None:
 
 def test_excluded_records_are_not_encoded(corpus: Path) -> None:
     tokenizer = TOKENIZER
-    text = tokenizer.decode(encode(corpus, tokenizer, ("CC-BY-SA",)))
+    text = tokenizer.decode(encode_stream(corpus, tokenizer, ("CC-BY-SA",), "all").ids)
     assert text == "<|endoftext|>one<|endoftext|>three<|endoftext|>four"
 
 
 def test_a_file_with_nothing_left_is_an_error(corpus: Path) -> None:
     tokenizer = TOKENIZER
     with pytest.raises(DataError, match="no usable records"):
-        encode(corpus, tokenizer, ("",))
+        encode_stream(corpus, tokenizer, ("",), "all")
 
 
 @pytest.mark.parametrize("line", ["{", "[1, 2]", '{"body": "x"}', "3", "null", '{"text": 3}'])
 def test_bad_lines_are_named_and_left_out(tmp_path: Path, line: str) -> None:
     path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), line, json.dumps(RECORDS[2])])
     with heard() as told:
-        stream = encode(path, TOKENIZER)
+        stream = encode_stream(path, TOKENIZER, (), "all").ids
     assert TOKENIZER.decode(stream) == "<|endoftext|>one<|endoftext|>three"
     (said,) = told.lines
     assert "bad.jsonl: 1 line left out, 2 used (line 2: " in said
@@ -104,7 +105,7 @@ def test_bad_lines_are_named_and_left_out(tmp_path: Path, line: str) -> None:
 
 def test_python_users_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), "{"])
-    encode(path, TOKENIZER)
+    encode_stream(path, TOKENIZER, (), "all")
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "1 line left out, 1 used" in record.message
 
@@ -112,7 +113,7 @@ def test_python_users_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCapt
 def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ["{"] * 9 + [json.dumps(RECORDS[0])])
     with heard() as told:
-        encode(path, TOKENIZER)
+        encode_stream(path, TOKENIZER, (), "all")
     (said,) = told.lines
     assert "9 lines left out, 1 used (line 1: it is not JSON; line 2: " in said
     assert said.endswith("line 3: it is not JSON; and 6 more)")
@@ -121,7 +122,7 @@ def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
 def test_a_file_of_bad_lines_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ["{", "3"])
     with pytest.raises(DataError, match=r"no usable records.*line 1: it is not JSON; line 2: "):
-        encode(path, TOKENIZER)
+        encode_stream(path, TOKENIZER, (), "all")
 
 
 def test_a_file_that_is_no_gzip(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="line 1: it is not UTF-8 text"):
-        encode(path, TOKENIZER)
+        encode_stream(path, TOKENIZER, (), "all")
 
 
 def test_source_specs(corpus: Path) -> None:
@@ -155,11 +156,16 @@ def test_source_specs(corpus: Path) -> None:
 
 
 def test_plain_documents_are_left_alone() -> None:
-    assert render("A story.\n\nUser: is a word here.") == "A story.\n\nUser: is a word here."
+    assert (
+        own_text({"text": "A story.\n\nUser: is a word here."})
+        == "A story.\n\nUser: is a word here."
+    )
 
 
 def test_conversations_are_rendered_in_turns() -> None:
-    assert render("User: hi\n\nAssistant: yo") == "<|user|>hi<|end|><|assistant|>yo<|end|>"
+    assert (
+        own_text({"text": "User: hi\n\nAssistant: yo"}) == "<|user|>hi<|end|><|assistant|>yo<|end|>"
+    )
 
 
 def numbers(start: int, stop: int) -> Stream:
@@ -218,7 +224,7 @@ def test_conversations_are_written_in_the_models_own_format(tmp_path: Path) -> N
     file = tmp_path / "chat.jsonl"
     texts = ["User: hello\n\nAssistant: world", "hello", "Assistant: hello"]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    stream = tokenizer.decode(encode(file, tokenizer).tolist())
+    stream = tokenizer.decode(encode_stream(file, tokenizer, (), "all").ids.tolist())
     assert stream == "<s>[U]hello[A]world<s>hello<s>Assistant: hello"
 
 

@@ -14,8 +14,8 @@ import training_runs
 from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
+from paceline.train.documents import Observed
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
-from paceline.train.observed import Observed
 from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places, UnrolledAttention
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.train.data import render
+from paceline.train.chat import own_text
 from paceline.train.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
 from tiny_models import SENTENCES
 
@@ -48,7 +48,7 @@ def test_chat_template_is_what_training_sees(tokenizer: Any) -> None:
         {"role": "assistant", "content": ":)"},
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == END_OF_TEXT + render(document)
+    assert text == END_OF_TEXT + own_text({"text": document})
     asked = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     assert text.startswith(asked)
     assert asked.endswith("<|assistant|>")

@@ -19,7 +19,7 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
 from paceline.cli.progress import showing, spending
-from paceline.cli.suite import SuiteOptions, run_suite, starter_of
+from paceline.cli.suite import SuiteOptions, finish, run_suite, settings_of, starter_of
 from paceline.defaults import default_drafts
 from paceline.errors import ConfigError, PromptError
 from paceline.settings import changed, under
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.budget import Budget
     from paceline.cli.measuring import Interruption
-    from paceline.tools.bench.bought import BenchSpending
     from paceline.tools.bench.figures import Row
     from paceline.tools.bench.methods import Method
     from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.bench.result import BenchResult
+    from paceline.tools.bench.result import BenchResult, BenchSpending
     from paceline.tools.bench.runner import HeatRecord, Sweep
-    from paceline.tools.perplexity import TextPerplexity
 
 _measuring = under("Measuring")
 _PER_CATEGORY = 3
@@ -86,6 +84,10 @@ class BenchOptions:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}; use a number from 0 to 2**63 - 1")
 
+    def seed_for(self, rule: str) -> int | None:
+        """The rule "coupled" needs one."""
+        return 0 if self.seed is None and rule == "coupled" else self.seed
+
     def concurrencies(self) -> list[int]:
         parts = [part.strip() for part in self.concurrency.split(",")]
         if not all(part.isdecimal() and int(part) >= 1 for part in parts):
@@ -113,8 +115,6 @@ class _Plan:
     methods: list[Method]
     sweep: Sweep
     prompts: list[BenchPrompt]
-    rule: str
-    price: float | None
     settings: dict[str, Any]
 
 
@@ -159,20 +159,19 @@ def bench(
         interrupted, result = _measured(engine, options, plan, budget, saved, engines, text)
     if result is None:
         interrupted.finish()
-        raise _nothing(budget)
-    _show(result, output, options.allow_idle)
-    interrupted.finish()
-    if result.complaints(options.allow_idle):
-        raise typer.Exit(1)
+        print(
+            f"error: {budget.seconds:g} s were not enough to measure anything: all methods must be "
+            "loaded and answer a prompt; give more --seconds, or fewer methods",
+            file=sys.stderr,
+        )
+        raise typer.Exit(NOT_ENOUGH)
+    from paceline.tools.bench.pages import report_of
 
-
-def _nothing(budget: Budget) -> typer.Exit:
-    print(
-        f"error: {budget.seconds:g} s were not enough to measure anything: all methods must be "
-        "loaded and answer a prompt; give more --seconds, or fewer methods",
-        file=sys.stderr,
-    )
-    return typer.Exit(NOT_ENOUGH)
+    report = report_of(result)
+    if result.bought is not None:
+        report.add("What the time bought", *result.bought.blocks())
+    output.emit(result.record(), report)
+    finish(result, options.allow_idle, interrupted)
 
 
 def _measured(
@@ -185,20 +184,17 @@ def _measured(
     text: PerplexityOptions,
 ) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.tools.bench.predictions import predictions
-    from paceline.tools.bench.prompts import fit
+    from paceline.tools.bench.figures import rows
+    from paceline.tools.bench.predict import predictions
+    from paceline.tools.bench.result import BenchResult
     from paceline.tools.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     saved.check_model(llm.target, timed=True)
-    fitting, left_out = fit(plan.prompts, llm, options.max_tokens)
-    if not fitting:
-        raise PromptError(
-            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
-            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
-        )
-    starter = starter_of(llm, engine, plan.rule, engines)
+    fitting, left_out = _fitting(plan.prompts, llm, options.max_tokens)
+    methods = plan.methods
+    starter = starter_of(llm, engine, plan.settings["rule"], engines)
     starter.longest = options.max_tokens + max(len(ids) for _, ids in fitting)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
@@ -208,46 +204,57 @@ def _measured(
 
     def predict(clients: int, contestants: Any) -> None:
         temperature = plan.sweep.temperatures[0]
-        found.extend(predictions(record, plan.methods, contestants, clients, temperature))
+        found.extend(predictions(record, methods, contestants, clients, temperature))
 
-    with starter, partial_results() as interrupted:
-        runs = plan.sweep.runs(prompts, plan.methods)
-        with spending("measuring", budget, runs) as tell:
-
-            def advance(steps: int, what: str) -> None:
-                tell(what)
-
-            plan.sweep.run(prompts, plan.methods, starter.open, record, advance, predict, budget)
+    with (
+        starter,
+        partial_results() as interrupted,
+        spending("measuring", budget, plan.sweep.runs(prompts, methods)) as tell,
+    ):
+        plan.sweep.run(
+            prompts, methods, starter.open, record, lambda _, what: tell(what), predict, budget
+        )
     record.spent = before + budget.spent
     saved.keep(record)
     if not record.heats:
         return interrupted, None
     with stage("comparing the texts"):
-        result = _result(plan, llm, record, engine.lossy)
+        plains = {m.name for m in methods if not m.speculates and m.peer is None}
+        about = methods, plan.settings, llm.target, record, record
+        result = BenchResult.of(*about, rows=rows(record, plains))
+    asked = text.perplexity is not None and not interrupted
+    read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
     return interrupted, replace(
         result,
         predictions=found,
         left_out=[prompt.name for prompt in left_out],
+        price=options.price,
         interrupted=bool(interrupted),
         unequal=starter.peers.differences(),
-        perplexities=_perplexities(text, llm, engine, interrupted),
+        perplexities=read,
         bought=_bought(record, result.rows, plan.sweep, wanted, budget, before),
     )
 
 
-def _perplexities(
-    text: PerplexityOptions, llm: LLM, engine: ModelOptions, interrupted: Interruption
-) -> list[TextPerplexity]:
-    """Of the target, if a text was named."""
-    if text.perplexity is None or interrupted:
-        return []
-    return [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)]
+def _fitting(
+    prompts: Sequence[BenchPrompt], llm: LLM, tokens: int
+) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
+    """As of ``fit``. Raises PromptError if none does."""
+    from paceline.tools.bench.prompts import fit
+
+    fitting, left_out = fit(prompts, llm, tokens)
+    if not fitting:
+        raise PromptError(
+            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
+            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
+        )
+    return fitting, left_out
 
 
 def _bought(
     record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
 ) -> BenchSpending:
-    from paceline.tools.bench.bought import BenchSpending, sureness_of
+    from paceline.tools.bench.result import BenchSpending, sureness_of
 
     measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
     cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
@@ -282,32 +289,23 @@ def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) ->
     from paceline.tools.bench.runner import Settings, Sweep
 
     methods, rule = _methods(engine, options)
-    seed = options.seed
-    if seed is None and rule == "coupled":
-        seed = 0  # this rule needs one
     sweep = Sweep(
         options.concurrencies(),
         options.temperatures(),
         options.rounds,
-        Settings(options.max_tokens, not options.stop_at_eos, seed),
+        Settings(options.max_tokens, not options.stop_at_eos, options.seed_for(rule)),
     )
     prompts = wanted.load(_PER_CATEGORY)
-    settings = {
-        "model": engine.model,
-        "source": wanted.prompts or "the shipped set",
-        "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
-        "prompts": len(prompts),
-        "max_tokens": options.max_tokens,
-        "rounds": options.rounds,
-        "concurrency": list(sweep.concurrencies),
-        "temperature": list(sweep.temperatures),
-        "ignore_eos": not options.stop_at_eos,
-        "seed": seed,
-        "rule": rule,
-        "lossy": engine.lossy,
-        "price": options.price,
-    }
-    return _Plan(methods, sweep, prompts, rule, options.price, settings)
+    settings = settings_of(
+        engine,
+        wanted.prompts or "the shipped set",
+        sweep,
+        rule,
+        categories=list(dict.fromkeys(prompt.category for prompt in prompts)),
+        prompts=len(prompts),
+        price=options.price,
+    )
+    return _Plan(methods, sweep, prompts, settings)
 
 
 def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
@@ -327,34 +325,3 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     if model == DEFAULT_MODEL and draft == DEFAULT_DRAFT:
         return ["plain", "draft", *default_drafts(model)[1:]]
     return ["plain", *(["draft"] if draft is not None else []), "ngram"]
-
-
-def _result(plan: _Plan, llm: LLM, record: HeatRecord, lossy: bool) -> BenchResult:
-    """Figures of what was measured."""
-    from paceline.tools.bench.figures import idle, rows
-    from paceline.tools.bench.result import BenchResult, machine_of
-    from paceline.tools.bench.texts import compare, judge_of
-
-    ours = [m.name for m in plan.methods if m.variant is None and not lossy]
-    plains = {m.name for m in plan.methods if not m.speculates and m.peer is None}
-    return BenchResult(
-        model=plan.settings["model"],
-        machine=machine_of(llm.target),
-        settings=plan.settings,
-        methods=plan.methods,
-        rows=rows(record, plains),
-        texts=compare(record, judge_of(llm.target), ours),
-        idle=idle(record, {method.name for method in plan.methods if method.speculates}),
-        price=plan.price,
-    )
-
-
-def _show(result: BenchResult, output: ReportOptions, allow_idle: bool) -> None:
-    from paceline.tools.bench.pages import report_of
-
-    report = report_of(result)
-    if result.bought is not None:
-        report.add("What the time bought", *result.bought.blocks())
-    output.emit(result.record(), report)
-    for line in result.complaints(allow_idle):
-        print(f"error: {line}", file=sys.stderr)

@@ -23,6 +23,7 @@ from paceline.cli.scenes import Scene, scenes_for
 from paceline.defaults import REAL, VARIABLE, default_draft
 from paceline.errors import PacelineError
 from paceline.stages import stage
+from paceline.tools.report.columns import Column, record_of
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
@@ -68,20 +69,28 @@ class Measurement:
     def mean_accepted_length(self) -> float:
         return self.tokens / self.target_steps if self.target_steps else 0.0
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "tokens": self.tokens,
-            "plain_tokens_per_second": self.plain_rate,
-            "speculative_tokens_per_second": self.speculative_rate,
-            "speedup": self.speedup,
-            "acceptance_rate": self.acceptance_rate,
-            "mean_accepted_length": self.mean_accepted_length,
-            "identical": self.difference is None,
-            "difference": None
-            if self.difference is None
-            else {**asdict(self.difference), "is_tie": self.difference.is_tie},
-        }
+
+def _identical(found: Measurement) -> str:
+    if found.difference is None:
+        return "yes"
+    return "but a tie" if found.difference.is_tie else "NO"
+
+
+def _difference(found: Difference | None) -> dict[str, Any] | None:
+    return None if found is None else {**asdict(found), "is_tie": found.is_tie}
+
+
+_FIGURES = (
+    Column("name", "prompt", "name"),
+    Column("tokens", "tokens", "tokens", str),
+    Column("plain_tokens_per_second", "plain\ntok/s", "plain_rate", "{:.0f}".format),
+    Column("speculative_tokens_per_second", "spec.\ntok/s", "speculative_rate", "{:.0f}".format),
+    Column("speedup", "speedup", "speedup", "{:.2f}x".format),
+    Column("acceptance_rate", "accept.\nrate", "acceptance_rate", "{:.0%}".format),
+    Column("mean_accepted_length", "accepted\nlength", "mean_accepted_length", "{:.2f}".format),
+    Column("identical", "identical", "", _identical, lambda found: found.difference is None),
+    Column("difference", "", "difference", stored=_difference),
+)
 
 
 def explain(llm: LLM, ids: list[int], plain: Completion, fast: Completion) -> Difference | None:
@@ -198,32 +207,17 @@ def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column("prompt")
-    for heading in (
-        "tokens",
-        "plain\ntok/s",
-        "spec.\ntok/s",
-        "speedup",
-        "accept.\nrate",
-        "accepted\nlength",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("identical")
+    columns = [column for column in _FIGURES if column.heading]
+    for column in columns:
+        words = column in (columns[0], columns[-1])
+        table.add_column(column.heading, justify="left" if words else "right")
     for group in _groups(results):
         for item in [*group, total(group)]:
             if item.name == "total":
                 table.add_section()
             again = " again" if group[0] is results[0].again else ""
-            table.add_row(
-                item.name + again,
-                str(item.tokens),
-                f"{item.plain_rate:.0f}",
-                f"{item.speculative_rate:.0f}",
-                f"{item.speedup:.2f}x",
-                f"{item.acceptance_rate:.0%}",
-                f"{item.mean_accepted_length:.2f}",
-                _identical(item.difference),
-            )
+            name, *cells = (str(column.cell(item)) for column in columns)
+            table.add_row(name + again, *cells)
         table.add_section()
     return table
 
@@ -233,12 +227,6 @@ def _groups(results: Sequence[SceneResult]) -> list[list[Measurement]]:
     first = [result.measurement for result in results]
     again = [result.again for result in results if result.again is not None]
     return [first, again] if again else [first]
-
-
-def _identical(difference: Difference | None) -> str:
-    if difference is None:
-        return "yes"
-    return "but a tie" if difference.is_tie else "NO"
 
 
 def _explain_difference(
@@ -266,9 +254,8 @@ def _explain_difference(
 
 def _record(results: Sequence[SceneResult]) -> dict[str, Any]:
     def of(group: list[Measurement]) -> dict[str, Any]:
-        record = total(group).record()
-        del record["name"]
-        return {**record, "prompts": [item.record() for item in group]}
+        record = record_of(total(group), _FIGURES[1:])
+        return {**record, "prompts": [record_of(item, _FIGURES) for item in group]}
 
     first, *again = _groups(results)
     return of(first) | ({"repeated": of(again[0])} if again else {})

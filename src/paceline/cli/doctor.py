@@ -39,23 +39,6 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
         return run_trial(plain, spec, SECONDS, progress)
 
 
-def _ahead(other: str, engine: ModelOptions) -> list[Finding]:
-    """What another engine will do."""
-    from paceline.tools.doctor.ahead import look_ahead
-
-    return look_ahead(
-        other,
-        engine.model,
-        engine.resolved_draft,
-        engine.foreign,
-        draft_length=engine.draft_length,
-        rule=engine.rule,
-        max_batch_size=engine.max_batch_size,
-        lossy=engine.lossy,
-        profile=engine.profile,
-    )
-
-
 @expand
 def doctor(
     engine: ModelOptions,
@@ -84,26 +67,20 @@ def doctor(
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
         from paceline.tools.doctor import Severity, examine, summary
+        from paceline.tools.doctor.examination import SETTINGS
         from paceline.tools.doctor.findings import by_severity
-        from paceline.tools.doctor.verdict import judge
+        from paceline.tools.doctor.trial import judge
 
-        findings: list[Finding] = examine(
-            engine.model,
-            draft,
-            dtype=engine.dtype,
-            device=engine.device,
-            max_batch_size=engine.max_batch_size or 8,
-            kv_cache_memory=engine.kv_cache_memory,
-            quantize=engine.quantize,
-            draft_quantize=engine.draft_quantize,
-            backend=engine.backend,
-            offload=engine.offload,
-            weights_memory=engine.weights_memory,
-            tensor_parallel=engine.tensor_parallel,
-            kv_cache_dtype=engine.kv_cache_dtype,
-        )
+        asked = {name: value for name, value in vars(engine).items() if name in SETTINGS}
+        asked["max_batch_size"] = engine.max_batch_size or 8
+        findings: list[Finding] = examine(engine.model, draft, **asked)
         if for_engine is not None:
-            findings = by_severity([*findings, *_ahead(for_engine, engine)])
+            from paceline.tools.doctor.ahead import look_ahead
+
+            ahead = look_ahead(
+                for_engine, engine.model, draft, engine.foreign, **engine.speculation()
+            )
+            findings = by_severity([*findings, *ahead])
     trial = None
     with partial_results() as interrupted:
         if run and not any(item.severity is Severity.ERROR for item in findings):

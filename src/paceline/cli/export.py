@@ -41,11 +41,7 @@ def export(
             to,
             engine.model,
             engine.resolved_draft,
-            draft_length=engine.draft_length,
-            rule=engine.rule,
-            max_batch_size=engine.max_batch_size,
-            lossy=engine.lossy,
-            profile=engine.profile,
+            **engine.speculation(),
             out=out,
         )
     if as_json:

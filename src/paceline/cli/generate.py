@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.options import ModelOptions, OutputOptions, expand
+from paceline.cli.options import ModelOptions, OutputOptions, SamplingOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.cli.progress import showing
-from paceline.cli.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams

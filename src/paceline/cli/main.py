@@ -90,18 +90,12 @@ def root(
         os.environ["PACELINE_DEBUG"] = "1"
 
 
-app.command("pull")(pull.pull)
-app.command("generate")(generate.generate)
-app.command("chat")(generate.chat)
-app.command("serve")(serve.serve)
-app.command("demo")(demo.demo)
-app.command("bench")(bench.bench)
-app.command("certify")(certify.certify)
-app.command("profile")(profile.profile)
-app.command("tune")(tune.tune)
-app.command("doctor")(doctor.doctor)
-app.command("quantize")(quantize.quantize)
-app.command("export")(export.export)
+for command in (
+    *(pull.pull, generate.generate, generate.chat, serve.serve, demo.demo),
+    *(bench.bench, certify.certify, profile.profile, tune.tune, doctor.doctor),
+    *(quantize.quantize, export.export),
+):
+    app.command(command.__name__)(command)
 app.add_typer(train.app, name="train")
 
 

@@ -134,14 +134,10 @@ def stream_to(
             continue
         done.append(event.completion)
         if not single:
-            title = _headline(prompt_text(event.completion, llm.tokenizer))
+            first = prompt_text(event.completion, llm.tokenizer).strip().split("\n", 1)[0]
+            title = first if len(first) <= 60 else f"{first[:57]}..."
             console.rule(Text(title, style="dim"), align="left")
             console.print(texts.pop(key), soft_wrap=True, highlight=False)
     if single:
         console.print()
     return done
-
-
-def _headline(prompt: str) -> str:
-    first_line = prompt.strip().split("\n", 1)[0]
-    return first_line if len(first_line) <= 60 else f"{first_line[:57]}..."

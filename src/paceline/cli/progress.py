@@ -242,18 +242,9 @@ def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str],
         yield advance
 
 
-class AdvanceBar:
-    """``advance(1, "chat: ngram")``: so many steps are done, and what comes next."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-
-    def __call__(self, steps: int = 1, description: str | None = None) -> None:
-        self._stage.advance(steps, description)
-
-
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[AdvanceBar]:
-    """One stage, shown on stderr (stdout carries the result)."""
+def progress_bar(description: str, total: int) -> Iterator[Callable[[float, str], None]]:
+    """One stage, shown on stderr (stdout carries the result); ``advance(1, "chat: ngram")``: so
+    many steps are done, and what comes next."""
     with showing(), begin_stage(description, total) as begun:
-        yield AdvanceBar(begun)
+        yield begun.advance

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from paceline.cli.options import quiet_libraries
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
+from paceline.tools.report.columns import Column, record_of, table_of
+from paceline.tools.report.terminal import rich_table
 
 
 def pull(
@@ -77,40 +77,33 @@ def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
     print(f"Try: paceline chat --model {entry.full_name}")
 
 
-def _record(entry: Pullable) -> dict[str, object]:
-    folder = pulled(entry)
-    return {
-        "name": entry.name,
-        "what": entry.what,
-        "source": entry.source,
-        "place": entry.place,
-        "licence": entry.licence,
-        "download_bytes": entry.download,
-        "disk_bytes": entry.on_disk,
-        "sha256": entry.weights_sha256,
-        "folder": None if folder is None else str(folder),
-    }
+def _size(entry: Pullable) -> str:
+    return f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
+
+
+_LISTED = (
+    Column("name", "name", "name"),
+    Column("what", "model", "what"),
+    Column("source", "", "source"),
+    Column("place", "", "place"),
+    Column("", "source", "", lambda entry: f"{entry.source}: {entry.place}"),
+    Column("licence", "licence", "licence"),
+    Column("download_bytes", "", "download"),
+    Column("disk_bytes", "", "on_disk"),
+    Column("sha256", "", "weights_sha256"),
+    Column("", "size", "", _size),
+    Column("folder", "", "", stored=pulled),
+    Column("", "here", "", lambda entry: "no" if pulled(entry) is None else "yes"),
+)
 
 
 def _print_list(as_json: bool) -> None:
+    entries = PULLABLE.values()
     if as_json:
-        print_json({"models": [_record(entry) for entry in PULLABLE.values()]})
+        print_json({"models": [record_of(entry, _LISTED) for entry in entries]})
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("name", "model", "source", "licence", "size", "here"):
-        table.add_column(heading, overflow="fold")
-    for entry in PULLABLE.values():
-        size = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
-        table.add_row(
-            entry.name,
-            entry.what,
-            f"{entry.source}: {entry.place}",
-            entry.licence,
-            size,
-            "no" if pulled(entry) is None else "yes",
-        )
     console = Console()
-    console.print(table)
-    for entry in PULLABLE.values():
+    console.print(rich_table(table_of(entries, _LISTED)))
+    for entry in entries:
         sha256 = entry.weights_sha256 or "checked against the hub's own"
         console.print(f"{entry.name}: SHA-256 of the weights {sha256}", soft_wrap=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
+from paceline.tools.report.document import Table
+from paceline.tools.report.terminal import rich_table
 
 if TYPE_CHECKING:
     from paceline.tools.quantize import QuantizeReport
@@ -68,28 +68,18 @@ def quantize(
     if as_json:
         print_json(report.record())
     else:
-        Console().print(_table(report))
+        Console().print(rich_table(_table(report)))
 
 
 def _table(report: QuantizeReport) -> Table:
-    found = report.found
-    table = Table(
-        title=f"{report.model} in {report.scheme.precision}, rounding {report.kind}: {report.out}",
-        caption=f"Perplexity of {report.before.tokens:,} tokens ({report.text}), as the engine "
-        "computes it.",
-        box=box.SIMPLE_HEAD,
+    found, before, after = report.found, report.before, report.after
+    bytes_before = f"{found.before / 2 / 1e6:.1f} MB (bf16)"
+    return Table(
+        ["", "before", "after"],
+        [
+            [f"{found.layers} linear layers", bytes_before, f"{found.after / 1e6:.1f} MB"],
+            ["perplexity", f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"],
+        ],
+        f"{report.model} in {report.scheme.precision}, rounding {report.kind}: {report.out}",
+        f"Perplexity of {before.tokens:,} tokens ({report.text}), as the engine computes it.",
     )
-    table.add_column("")
-    for heading in ("before", "after"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        f"{found.layers} linear layers",
-        f"{found.before / 2 / 1e6:.1f} MB (bf16)",
-        f"{found.after / 1e6:.1f} MB",
-    )
-    table.add_row(
-        "perplexity",
-        f"{report.before.value:.3f}",
-        f"{report.after.value:.3f} ({report.loss:+.2%})",
-    )
-    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.cli.bench import BenchOptions
+    from paceline.cli.measuring import Interruption
     from paceline.llm import LLM
     from paceline.tools.bench.contestants import Starter
     from paceline.tools.bench.methods import Method
-    from paceline.tools.bench.runner import HeatRecord, Sweep
-    from paceline.tools.bench.suite_tables import SuiteResult
-    from paceline.tools.bench.suites import Question, Suite
+    from paceline.tools.bench.result import BenchResult
+    from paceline.tools.bench.runner import Sweep
 
 _prompts = under("Prompts")
 _MAX_TOKENS = 1024  # Spec-Bench's own
@@ -86,17 +87,18 @@ def run_suite(
 ) -> None:
     """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
     from paceline.budget import Budget
-    from paceline.tools.bench.conversations import answer_all, fitting
+    from paceline.tools.bench import conversations as talks
+    from paceline.tools.bench.result import BenchResult
     from paceline.tools.bench.runner import HeatRecord
-    from paceline.tools.bench.suites import load_questions, suite_of
+    from paceline.tools.bench.suite_tables import SuiteResult, suite_report, task_figures
 
     assert chosen.suite is not None, "the caller looked"
-    suite, source = suite_of(chosen.suite), chosen.source(wanted.prompts)
+    suite, source = talks.suite_of(chosen.suite), chosen.source(wanted.prompts)
     _refuse_others(context, options, suite.name)
     how = _manner(context, options, rule)
-    questions = load_questions(suite, source, wanted.category, wanted.per_category)
+    questions = talks.load_questions(suite, source, wanted.category, wanted.per_category)
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
-    kept, left_out = fitting(questions, llm)
+    kept, left_out = talks.fitting(questions, llm)
     if not kept:
         raise PromptError(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
@@ -114,18 +116,32 @@ def run_suite(
             advance(0, f"loading {method.name}")
             contestants.append(starter.open(method, 1))
         budget = Budget(_seconds(context))
-        complete = answer_all(llm, contestants, kept, how, record, advance, budget)
+        complete = talks.answer_all(llm, contestants, kept, how, record, advance, budget)
     if not record.heats:
         interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
-    settings = _settings(engine, source, options, how, kept, rule)
-    result = _result(suite, llm, methods, settings, record, complete)
-    names = [question.name for question in left_out]
-    unequal = starter.peers.differences()
-    base = replace(result.base, left_out=names, interrupted=bool(interrupted), unequal=unequal)
-    _show(replace(result, base=base), output, options.allow_idle)
+    tasks = list(dict.fromkeys(question.task for question in kept))
+    told = {"tasks": tasks, "questions": len(kept), "batch": 1, "bonus_token_counted": True}
+    settings = settings_of(engine, source, how, rule, **told)
+    base = replace(
+        BenchResult.of(methods, settings, llm.target, record, talks.asked_alike(record), rows=()),
+        left_out=[question.name for question in left_out],
+        interrupted=bool(interrupted),
+        unequal=starter.peers.differences(),
+    )
+    cut = sum(own.cut for heat in record.heats for own in talks.dialogues(heat).values())
+    result = SuiteResult(suite, base, task_figures(suite, record), cut, complete)
+    output.emit(result.record(), suite_report(result))
+    finish(base, options.allow_idle, interrupted)
+
+
+def finish(result: BenchResult, allow_idle: bool, interrupted: Interruption) -> None:
+    """Say what makes the run a failure, and end as one; or as interrupted."""
+    complaints = result.complaints(allow_idle)
+    for line in complaints:
+        print(f"error: {line}", file=sys.stderr)
     interrupted.finish()
-    if base.complaints(options.allow_idle):
+    if complaints:
         raise typer.Exit(1)
 
 
@@ -133,12 +149,9 @@ def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Sweep:
     """As published where the command line leaves it open: 1024 tokens, one round."""
     from paceline.tools.bench.runner import Settings, Sweep
 
-    seed = options.seed
-    if seed is None and rule == "coupled":
-        seed = 0  # this rule needs one
     tokens = options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS
     rounds = options.rounds if _given(context, "rounds") else 1
-    settings = Settings(tokens, ignore_eos=False, seed=seed)
+    settings = Settings(tokens, ignore_eos=False, seed=options.seed_for(rule))
     return Sweep([1], options.temperatures(), rounds, settings)
 
 
@@ -163,66 +176,20 @@ def starter_of(llm: LLM, engine: ModelOptions, rule: str, engines: PeerOptions) 
     )
 
 
-def _settings(
-    engine: ModelOptions,
-    source: str,
-    options: BenchOptions,
-    how: Sweep,
-    questions: Sequence[Question],
-    rule: str,
+def settings_of(
+    engine: ModelOptions, source: str, sweep: Sweep, rule: str, **more: Any
 ) -> dict[str, Any]:
+    """What was measured, and how, for the record; ``more`` is of one kind of benchmark."""
     return {
         "model": engine.model,
         "source": source,
-        "tasks": list(dict.fromkeys(question.task for question in questions)),
-        "questions": len(questions),
-        "max_tokens": how.settings.max_tokens,
-        "rounds": how.rounds,
-        "batch": 1,
-        "concurrency": [1],
-        "temperature": list(how.temperatures),
-        "ignore_eos": how.settings.ignore_eos,
-        "bonus_token_counted": True,
-        "seed": how.settings.seed,
+        **more,
+        "max_tokens": sweep.settings.max_tokens,
+        "rounds": sweep.rounds,
+        "concurrency": list(sweep.concurrencies),
+        "temperature": list(sweep.temperatures),
+        "ignore_eos": sweep.settings.ignore_eos,
+        "seed": sweep.settings.seed,
         "rule": rule,
         "lossy": engine.lossy,
     }
-
-
-def _result(
-    suite: Suite,
-    llm: LLM,
-    methods: Sequence[Method],
-    settings: dict[str, Any],
-    record: HeatRecord,
-    complete: bool,
-) -> SuiteResult:
-    from paceline.tools.bench.conversations import asked_alike, dialogues
-    from paceline.tools.bench.figures import idle
-    from paceline.tools.bench.result import BenchResult, machine_of
-    from paceline.tools.bench.suite_figures import task_figures
-    from paceline.tools.bench.suite_tables import SuiteResult
-    from paceline.tools.bench.texts import compare, judge_of
-
-    ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
-    base = BenchResult(
-        model=settings["model"],
-        machine=machine_of(llm.target),
-        settings=settings,
-        methods=methods,
-        rows=(),
-        texts=compare(asked_alike(record), judge_of(llm.target), ours),
-        idle=idle(record, {method.name for method in methods if method.speculates}),
-    )
-    cut = sum(own.cut for heat in record.heats for own in dialogues(heat).values())
-    return SuiteResult(suite, base, task_figures(suite, record), cut, complete)
-
-
-def _show(result: SuiteResult, output: ReportOptions, allow_idle: bool) -> None:
-    import sys
-
-    from paceline.tools.bench.suite_tables import suite_report
-
-    output.emit(result.record(), suite_report(result))
-    for line in result.base.complaints(allow_idle):
-        print(f"error: {line}", file=sys.stderr)

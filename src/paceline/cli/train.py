@@ -2,35 +2,214 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from paceline.cli.options import expand, quiet_libraries, set_threads
+from paceline.cli.options import expand, load_llm, quiet_libraries, set_threads
 from paceline.cli.output import print_json
 from paceline.cli.progress import showing
-from paceline.cli.train_sample import sample
-from paceline.cli.training import mean_length, train_to_end
-from paceline.settings import changed, setting
-from paceline.stages import stage
+from paceline.files import LongRecord
+from paceline.settings import LoadSettings, changed, setting
+from paceline.stages import say, stage
 from paceline.train.configs import (
+    AnswerConfig,
     DraftConfig,
     Eagle1TrainConfig,
     EagleTrainConfig,
     LMConfig,
     MedusaTrainConfig,
+    PromptSelection,
     TrainConfig,
 )
 
 if TYPE_CHECKING:
-    from paceline.train.trainer import Trainer
+    from paceline import LLM, SamplingParams
+    from paceline.request.request import Request
+    from paceline.train.acceptance import AcceptanceCounts
+    from paceline.train.answers import WrittenAnswer
+    from paceline.train.trainer import Progress, Trainer
+
+
+class _Decoder:
+    """The engine, fed with prompts while it decodes."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm, self._params = llm, params
+        self._open: list[Request] = []
+
+    def add(self, number: int, token_ids: list[int]) -> None:
+        requests = self._llm.prepare(token_ids, self._params, number, streams=False)
+        self._llm.enqueue(requests)
+        self._open.extend(requests)
+
+    def step(self) -> list[WrittenAnswer]:
+        from paceline.train.answers import WrittenAnswer
+
+        self._llm.step()
+        found = []
+        for request in self._open:
+            if request.completion is not None:
+                done = request.completion
+                found.append(
+                    WrittenAnswer(request.number, list(done.token_ids), done.finish_reason)
+                )
+        if found:
+            self._llm.release([r for r in self._open if r.completion is not None])
+            self._open = [r for r in self._open if r.completion is None]
+        return found
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What writes what, from what."""
+
+    model: str = setting(MISSING, "The model that writes.")
+    data: tuple[str, ...] = setting(
+        MISSING,
+        "Conversations, whose last question is answered (messages, conversations, turns), or text, "
+        "whose beginning is continued; repeatable.",
+        panel="Prompts",
+        metavar="FILE[=WEIGHT]",
+    )
+    out: Path = setting(MISSING, "JSONL file to write.")
+    batch: int = setting(32, "Sequences at once.", low=1, panel="Engine")
+
+
+@expand
+def sample(
+    run: SampleOptions, prompts: PromptSelection, answers: AnswerConfig, engine: LoadSettings
+) -> None:
+    """Let a model answer prompts or continue texts, as data to train its drafts on.
+
+    Run the same command again to go on where it stopped: until all is written, the records lie in
+    OUT.partial.
+    """
+    console, out = Console(stderr=True), run.out
+    quiet_libraries()
+    if out.is_file():
+        told = f"{out} is there already; delete it to write it anew"
+        console.print(told, highlight=False, soft_wrap=True)
+        return
+    from paceline import SamplingParams
+    from paceline.train.answers import AnswerWriter, jobs_of
+    from paceline.train.records import Source
+
+    sources = [Source.parse(spec) for spec in run.data]
+    params = SamplingParams(**asdict(answers))
+    key = json.dumps({"model": run.model, "data": run.data, **asdict(prompts), **asdict(answers)})
+    with showing(console), LongRecord(out, "the records", key) as lines:
+        if lines.lines:
+            say(f"going on after {lines.lines:,} records in {lines.partial}")
+        seed = prompts.seed + lines.lines
+        llm = load_llm(engine, run.model, None, max_batch_size=run.batch, seed=seed)
+        longest = min(prompts.max_prompt, llm.max_model_len - 1)
+        jobs = jobs_of(sources, llm.tokenizer, replace(prompts, max_prompt=longest))
+        decoder = _Decoder(llm, params)
+        writer = AnswerWriter(decoder, llm.tokenizer, longest, answers.temperature, lines.add)
+        writer.write(jobs, run.batch, lines.kept())
+        failed = f" ({writer.failed} answers failed)" if writer.failed else ""
+        say(f"{lines.lines:,} records in {out}{failed}")
+
+
+class Interrupts:
+    """Ctrl-C between steps, where weights and optimizer agree; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.pending:
+            raise KeyboardInterrupt("interrupted; the last saved checkpoint stands")
+        self.pending = True
+        print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Interrupts]:
+    """Note Ctrl-C instead of raising; the block asks ``pending`` when it can stop."""
+    interrupts = Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def shown_steps(trainer: Trainer) -> Iterator[Callable[[Progress], None]]:
+    """A function that shows a step's report as a stage; measurements get lines that stay."""
+    first, last = trainer.step, trainer.config.steps
+    what = f"training from step {first}" if first else "training"
+    mean = ""
+    with stage(what, total=max(0, last - first), unit="steps") as doing:
+
+        def show(progress: Progress) -> None:
+            nonlocal mean
+            if progress.acceptance:
+                mean = f", {_mean(progress.acceptance.values())} tokens per target step"
+            note = f"loss {progress.loss:.3f}, {progress.tokens_per_second:,.0f} tokens/s{mean}"
+            doing.advance(1, note)
+            if progress.acceptance or progress.validation:
+                say(f"step {progress.step}: {_measured(progress)}")
+
+        yield show
+
+
+def _mean(parts: Iterable[AcceptanceCounts]) -> str:
+    from paceline.train.acceptance import total
+
+    return f"{total(parts).mean_accepted_length:.2f}"
+
+
+def _measured(progress: Progress) -> str:
+    """What was measured at a step, in one line."""
+    found = progress.acceptance
+    if found:
+        parts = ", ".join(f"{name} {_mean([part])}" for name, part in found.items())
+        return f"{_mean(found.values())} tokens per target step ({parts})"
+    return "validation " + "  ".join(f"{n} {loss:.3f}" for n, loss in progress.validation.items())
+
+
+def mean_length(entry: dict[str, Any]) -> float | None:
+    """Mean accepted length of one measurement in a history."""
+    from paceline.train.acceptance import total
+    from paceline.train.card import counts_of
+
+    parts = counts_of(entry).values()
+    return total(parts).mean_accepted_length if parts else None
+
+
+def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: float) -> Path:
+    """Train to the last step, or to Ctrl-C; returns the folder of the result."""
+    if trainer.note:
+        say(f"note: {trainer.note}")
+    if trainer.step:
+        say(f"resuming at step {trainer.step} of {trainer.config.steps}")
+    with deferred_interrupts() as interrupts, shown_steps(trainer) as show:
+
+        def on_progress(progress: Progress) -> None:
+            show(progress)
+            if interrupts.pending:
+                trainer.save_checkpoint()
+                raise KeyboardInterrupt(
+                    f"interrupted at step {trainer.step}; checkpoint saved in {out}: "
+                    "run the same command again to resume"
+                )
+
+        return trainer.run(on_progress, eval_every, save_seconds)
+
 
 _RESUMED = "Run the same command again to resume from OUT/checkpoint.pt."
 app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)

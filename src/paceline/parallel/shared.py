@@ -18,15 +18,15 @@ from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
 from paceline.model.target import CausalModel
-from paceline.parallel.group import whole_parameters
-from paceline.parallel.load import check_shareable, load_part
-from paceline.parallel.orders import (
+from paceline.parallel.group import (
     CacheOrder,
     GatherOrder,
     MemoryOrder,
     MoveOrder,
     batch_order,
+    whole_parameters,
 )
+from paceline.parallel.load import check_shareable, load_part
 from paceline.parallel.team import RankTeam
 
 

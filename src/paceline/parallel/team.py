@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
-from paceline.parallel.group import RankGroup, surroundings
-from paceline.parallel.orders import StopOrder
+from paceline.parallel.group import RankGroup, StopOrder, surroundings
 
 # The folder that it is started in must not lend it modules.
 _START = (

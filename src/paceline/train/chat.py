@@ -10,13 +10,12 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
+
+from transformers import PreTrainedTokenizerFast
 
 from paceline.train.records import RefusedError
 from paceline.train.tokenizer import END_OF_TURN, ROLE_TOKENS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 ChatMessages = list[dict[str, Any]]
 

@@ -8,26 +8,26 @@ the first ``prompt`` were given.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from paceline.core.params import is_unicode
 from paceline.errors import ConfigError, DataError
+from paceline.files import telling, write_aside
 from paceline.stages import Stage, stage, warn
-from paceline.train.chat import ChatWriter, conversation_of, has_our_roles, in_our_format
-from paceline.train.chat import turns_of as turns_of
+from paceline.train.chat import ChatWriter, conversation_of, has_our_roles
 from paceline.train.records import FORMS, Refusals, RefusedError, numbered_records
 from paceline.train.records import Source as Source
 from paceline.train.records import read_records as read_records
 from paceline.train.tokenizer import END_OF_TEXT
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 LOSS_ON = ("assistant", "all")
 _CHUNK = 256  # records that are tokenised at once
@@ -67,15 +67,6 @@ class _Document:
     prompt: int = 0
 
 
-def render(text: str) -> str:
-    """A document as our own models see it, without the leading separator.
-
-    Conversations become ``<|user|>question<|end|><|assistant|>answer<|end|>``.
-    """
-    turns = turns_of(text)
-    return in_our_format(turns)[0] if turns else text
-
-
 def separator_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The id that stands before every document: the end-of-text token of our tokenizers, else
     the model's first token; None if it has neither that nor an end token."""
@@ -84,13 +75,6 @@ def separator_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
         if candidate is not None:
             return int(candidate)
     return None
-
-
-def encode(
-    path: Path, tokenizer: PreTrainedTokenizerFast, exclude_licenses: Sequence[str] = ()
-) -> np.ndarray:
-    """All documents of a file as one stream of ids [n], each preceded by the separator."""
-    return encode_stream(path, tokenizer, exclude_licenses, "all").ids
 
 
 def encode_stream(
@@ -308,3 +292,49 @@ class Mixture:
         choice = rng.choice(len(self.streams), size=batch_size, p=self.weights)
         lengths = [len(stream.ids) - seq_len - 1 for stream in self.streams]
         return [(int(index), int(rng.integers(0, lengths[index]))) for index in choice]
+
+
+@dataclass
+class TokenStreams:
+    """Streams of a run's files, as ``encode_stream`` makes them: made once, kept below ``folder``
+    for when it is resumed."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerFast
+    exclude_licenses: Sequence[str]
+    loss_on: str
+    _found: set[Path] = field(default_factory=set)  # files that were read, whole
+
+    def file(self, source: Source) -> Path:
+        """Where the stream of a file is kept; files of one name may lie in different folders."""
+        place = zlib.crc32(str(source.path.resolve()).encode())
+        return self.folder / f"{source.path.name}.{place:08x}.npz"
+
+    def read(self, source: Source) -> Stream:
+        """The kept stream, made anew if there is none or it is damaged. Raises DataError."""
+        file = self.file(source)
+        try:
+            with np.load(file) as saved:
+                stream = Stream(str(saved["name"]), saved["ids"], saved["learn"], saved["starts"])
+            if stream.fits(len(self.tokenizer)):
+                self._found.add(file)
+                return stream
+        except (OSError, EOFError, ValueError, KeyError, RuntimeError, BadZipFile):
+            pass
+        return encode_stream(source.path, self.tokenizer, self.exclude_licenses, self.loss_on)
+
+    def keep(self, source: Source, stream: Stream) -> None:
+        """Save a stream for a resumed run, unless it was read from there. Raises WriteError."""
+        what, file = "the token stream", self.file(source)
+        if file in self._found:
+            return
+        with telling(what, file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        with write_aside(file, what, durable=False) as sink:
+            np.savez(
+                sink,
+                name=np.array(stream.name),
+                ids=stream.ids,
+                learn=stream.learn,
+                starts=stream.starts,
+            )

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
 from paceline.model.vocabulary import differences
-from paceline.train.acceptance import AcceptanceCounts, walk
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Stream
-from paceline.train.heldout import WrittenText, context_of
 from paceline.train.lm import LMTrainer
 from paceline.train.trainer import DraftingTrainer, run_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 LOSSES = {
     "kl": "the KL divergence",

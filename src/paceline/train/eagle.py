@@ -19,8 +19,8 @@ from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feat
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
+from paceline.train.documents import Observed
 from paceline.train.heads import HeadTrainer
-from paceline.train.observed import Observed
 from paceline.train.unrolled import Places, UnrolledAttention, falling, loss_ahead
 
 

@@ -11,29 +11,25 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.stages import stage
-from paceline.train.acceptance import AcceptanceCounts, match_matrix, walk
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, match_matrix, walk
 from paceline.train.configs import HeadConfig
+from paceline.train.data import TokenStreams
 from paceline.train.documents import Documents, Windows
-from paceline.train.feature_cache import FeatureCache
-from paceline.train.heldout import WrittenText, context_of
-from paceline.train.observed import Observed as Observed
+from paceline.train.documents import Observed as Observed
 from paceline.train.optim import MasterOptimizer
-from paceline.train.reading import NativeReader
-from paceline.train.token_streams import TokenStreams
+from paceline.train.reading import FeatureCache, NativeReader
 from paceline.train.trainer import DraftingTrainer, Optimizer
 from paceline.train.unrolled import mixed_probs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class HeadTrainer(DraftingTrainer):

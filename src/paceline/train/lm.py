@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
@@ -18,16 +19,11 @@ from paceline.model.loading import load_module, load_tokenizer
 from paceline.stages import stage
 from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
-from paceline.train.data import Mixture, Source, Stream, read_records
+from paceline.train.data import Mixture, Source, Stream, TokenStreams, read_records
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
-from paceline.train.saved_run import save_model
-from paceline.train.token_streams import TokenStreams
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
-from paceline.train.trainer import Progress, Trainer, run_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from paceline.train.trainer import Progress, Trainer, run_name, save_model
 
 
 def _longest_window(stream: Stream) -> int:

@@ -27,8 +27,7 @@ from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer, Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.reading import NativeReader
-from paceline.train.saved_run import save_model
-from paceline.train.trainer import Optimizer
+from paceline.train.trainer import Optimizer, save_model
 from paceline.train.unrolled import Places, falling, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from paceline.core.params import is_unicode
 from paceline.errors import DataError
 from paceline.stages import stage
 from paceline.train.chat import ChatWriter, conversation_of, has_our_roles, questions_of
 from paceline.train.records import RefusedError, Source, read_records
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"

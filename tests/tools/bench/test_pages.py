@@ -11,8 +11,7 @@ from made_outcomes import job, outcome
 from paceline.tools.bench.figures import rows
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.pages import report_of
-from paceline.tools.bench.predict import Item, Prediction
-from paceline.tools.bench.predictions import Predicted
+from paceline.tools.bench.predict import Item, Predicted, Prediction
 from paceline.tools.bench.result import BenchResult
 from paceline.tools.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
 from paceline.tools.bench.texts import Comparison

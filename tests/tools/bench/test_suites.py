@@ -14,17 +14,21 @@ from made_outcomes import ask, outcome
 from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.tools.bench.conversations import (
+    MULTI_TURN,
+    SUITES,
+    Question,
     SuiteDialogue,
     answer_all,
     asked_alike,
     converse,
     fitting,
+    load_questions,
+    suite_of,
 )
 from paceline.tools.bench.figures import merged
 from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
-from paceline.tools.bench.suite_figures import OVERALL, accepted_tokens, task_figures
-from paceline.tools.bench.suites import MULTI_TURN, SUITES, Question, load_questions, suite_of
+from paceline.tools.bench.suite_tables import OVERALL, accepted_tokens, task_figures
 
 
 def lines(path: Path, *records: dict[str, Any]) -> Path:

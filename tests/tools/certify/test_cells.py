@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.tools.certify.cells import Cells, String, make_cells
-from paceline.tools.certify.each import shares
+from paceline.tools.certify.sampled import shares
 
 VOCAB = 6
 

@@ -16,10 +16,9 @@ from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.tools.doctor import Finding, Severity, examine, kinds
+from paceline.tools.doctor import Finding, Severity, examine, findings
 from paceline.tools.doctor.files import read_files
-from paceline.tools.doctor.findings import by_severity, finding
-from paceline.tools.doctor.kinds import KINDS
+from paceline.tools.doctor.findings import KINDS, by_severity, finding
 from paceline.tools.doctor.machine import DeviceSettings
 from paceline.tools.doctor.models import describe
 from paceline.tools.doctor.precision import Rounding, weight_bytes
@@ -286,14 +285,14 @@ def test_findings_as_records() -> None:
 
 def test_the_page_has_every_finding() -> None:
     page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert Path(kinds.__file__).with_suffix(".md").read_text(encoding="utf-8") in page
+    assert Path(findings.__file__).with_name("kinds.md").read_text(encoding="utf-8") in page
     assert set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE)) == {
         code for code, kind in KINDS.items() if kind.severities != (Severity.OK,)
     }
 
 
 def test_every_kind_is_found_by_a_check() -> None:
-    package = Path(kinds.__file__).parents[2]  # what a drafter is checked for stands beside it
+    package = Path(findings.__file__).parents[2]  # what a drafter is checked for stands beside it
     sources = [file.read_text(encoding="utf-8") for file in package.rglob("*.py")]
     assert set(KINDS) <= set(re.findall(r'"([a-z0-9-]+)"', "".join(sources)))
 

@@ -11,9 +11,8 @@ import pytest
 from paceline.engine.clock import PHASES
 from paceline.engine.driver import StepSums
 from paceline.tools.doctor import summary
-from paceline.tools.doctor.kinds import Severity
-from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, run_trial
-from paceline.tools.doctor.verdict import judge
+from paceline.tools.doctor.findings import Severity
+from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, judge, run_trial
 from tiny_models import TinyPair
 
 

@@ -11,5 +11,5 @@ from __future__ import annotations
 
 from paceline.integrations.transformers.decode import SpeculativeOutput as SpeculativeOutput
 from paceline.integrations.transformers.decode import generate as generate
+from paceline.integrations.transformers.decode import generate_whole as generate_whole
 from paceline.integrations.transformers.shared import forget as forget
-from paceline.integrations.transformers.whole import generate_whole as generate_whole

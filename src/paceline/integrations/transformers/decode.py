@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from paceline.build import EngineOptions
 from paceline.core.sequence import SequenceState
@@ -222,3 +223,28 @@ def _padded(input_ids: torch.Tensor, seqs: list[SequenceState], pad: int | None)
     most = max(seq.generated for seq in seqs)
     answers = [[_token(seq, column, pad) for column in range(most)] for seq in seqs]
     return torch.cat((input_ids, input_ids.new_tensor(answers)), 1)
+
+
+def generate_whole(
+    model: Any, inputs: Any = None, tokenizer: Any = None, streamer: Any = None, **kwargs: Any
+) -> Any:
+    """``model.generate(inputs, ...)`` with our decoding; arguments, result and errors as of
+    ``generate``, and ``stop_strings`` with ``tokenizer``.
+
+    For ``custom_generate/generate.py`` in a folder or on the hub: a function named by a folder gets
+    every argument of ``model.generate``; one that is given as an object gets neither the tokenizer
+    nor, in transformers 5.17 to 5.23, the streamer.
+    """
+    stops = kwargs.pop("stop_strings", None)
+    if stops is not None:
+        if tokenizer is None:
+            raise ConfigError("stop_strings need the tokenizer; give tokenizer=...")
+        own = kwargs.pop("stopping_criteria", None) or ()
+        added = StopStringCriteria(tokenizer, stops)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*own, added])
+    if tokenizer is not None:
+        kwargs.setdefault("target_tokenizer", tokenizer)
+    # Not model.generate, which is this function where a model's own folder has one.
+    return GenerationMixin.generate(
+        model, inputs, custom_generate=generate, streamer=streamer, **kwargs
+    )

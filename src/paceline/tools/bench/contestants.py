@@ -5,25 +5,27 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.errors import ConfigError
+from paceline.llm import LLM
 from paceline.model.held import held_matrices
 from paceline.model.loading import load_module
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun
-from paceline.tools.bench.peers.kinds import OwnSide, PeerTools
-from paceline.tools.bench.peers.opening import Peers
+from paceline.tools.bench.peers.kinds import LLAMACPP, OPENVINO, OwnSide, PeerDifferences, PeerTools
+from paceline.tools.bench.peers.llamacpp import open_llamacpp
+from paceline.tools.bench.peers.openvino import OpenVino, open_openvino
+from paceline.tools.bench.peers.served import ServedPeer
+from paceline.tools.bench.peers.url import open_url
 
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
-
-class Paceline:
+class Paceline(Contestant):
     """Our engine, driven by ``clients`` that each send their next request when one is answered.
 
     It takes the engine's steps itself, token ids in and out, so that it can tell steps that read
@@ -72,7 +74,7 @@ def _answer(seq: SequenceState) -> TimedAnswer:
     return TimedAnswer(tuple(seq.tokens[seq.prompt_length :]), arrivals)
 
 
-class Transformers:
+class Transformers(Contestant):
     """transformers' ``generate``, one request at a time.
 
     ``extra`` are the arguments of a speculative method. A delivery to its streamer counts as one
@@ -85,17 +87,11 @@ class Transformers:
         self.name = name
         self._module, self._end, self._extra = module, sorted(end), extra or {}
 
-    def refresh(self) -> None:
-        pass
-
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """``seconds`` is from the first request to the end of the last."""
         start = time.perf_counter()
         answers = [self._answer(ask) for ask in asks]
-        seconds = time.perf_counter() - start
-        steps = sum(len(answer.arrivals) for answer in answers)
-        tokens = sum(len(answer.tokens) for answer in answers)
-        return TimedRun(answers, seconds, steps, accepted=tokens - steps)
+        return TimedRun.told(answers, time.perf_counter() - start)
 
     @torch.inference_mode()
     def _answer(self, ask: Ask) -> TimedAnswer:
@@ -213,3 +209,42 @@ class Starter:
             target = self._llm.target
             self._modules[name] = load_module(name, target.dtype, target.device, "sdpa").eval()
         return self._modules[name]
+
+
+class Peers:
+    """The other engines of a run. Those of one number of clients live at the same time, as every
+    one takes memory and, while it waits, next to no processor."""
+
+    def __init__(self, tools: PeerTools) -> None:
+        self._tools = tools
+        self._open = ExitStack()
+        self._clients = 0
+        self._differences: dict[str, PeerDifferences] = {}
+
+    def open(self, method: Method, clients: int, own: OwnSide) -> Contestant:
+        """Raises PeerFailedError."""
+        if clients != self._clients:
+            self.close()
+            self._clients = clients
+        peer = self._started(method, clients, own)
+        self._open.callback(peer.close)
+        # What was seen of it at other numbers of clients still counts.
+        peer.differences = self._differences.setdefault(method.name, peer.differences)
+        return peer
+
+    def _started(self, method: Method, clients: int, own: OwnSide) -> ServedPeer | OpenVino:
+        assert method.peer is not None
+        name, where, tools = method.name, method.peer, self._tools
+        if method.variant == LLAMACPP:
+            return open_llamacpp(name, where, clients, own, tools.llama_server)
+        if method.variant == OPENVINO:
+            return open_openvino(name, where, clients, own, tools.openvino_python)
+        return open_url(name, where, clients, own)
+
+    def differences(self) -> dict[str, dict[str, str]]:
+        """By method: what could not be made equal, in words."""
+        return {name: found.record() for name, found in self._differences.items()}
+
+    def close(self) -> None:
+        """End those that were started here."""
+        self._open.close()

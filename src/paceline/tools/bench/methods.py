@@ -73,7 +73,10 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     body, own = _split(text.strip())
     head, _, variant = body.partition(":")
     if head in NEEDS:
-        return _peer(text.strip(), head)
+        where = text.strip().partition(":")[2]
+        if not where:
+            raise ConfigError(f"method {text.strip()!r} needs what it runs: {head}:{NEEDS[head]}")
+        return Method(text.strip(), None, None, head, where)
     if head == THEIRS:
         return _theirs(text, variant, draft, own)
     if body in (PLAIN, "none"):
@@ -132,13 +135,6 @@ def _theirs(text: str, variant: str, draft: str | None, length: Length | None) -
     if not isinstance(spec, DraftModel):
         raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
     return Method(text.strip(), spec.path, length, variant)
-
-
-def _peer(text: str, kind: str) -> Method:
-    where = text.partition(":")[2]
-    if not where:
-        raise ConfigError(f"method {text!r} needs what it runs: {kind}:{NEEDS[kind]}")
-    return Method(text, None, None, kind, where)
 
 
 def _split(text: str) -> tuple[str, Length | None]:

@@ -56,6 +56,13 @@ class TimedRun:
     decoding_steps: int = 0
     decoding_slots: int = 0
 
+    @classmethod
+    def told(cls, answers: Sequence[TimedAnswer], seconds: float) -> TimedRun:
+        """Of a contestant that tells nothing but its deliveries: each is one target step."""
+        steps = sum(len(answer.arrivals) for answer in answers)
+        tokens = sum(answer.count for answer in answers)
+        return cls(answers, seconds, steps, accepted=tokens - steps)
+
     @property
     def tokens(self) -> int:
         return sum(answer.count for answer in self.answers)
@@ -69,12 +76,11 @@ class TimedRun:
 class Contestant(Protocol):
     """Something that answers requests; what is to be compared."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def refresh(self) -> None:
         """Forget what earlier requests taught it: a round begins, with the same prompts."""
-        ...
+        return
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Answer all, from reading the prompts on; timed."""

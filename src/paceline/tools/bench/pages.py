@@ -11,8 +11,8 @@ from typing import Any
 from paceline.engine.clock import PHASES
 from paceline.tools.bench import cells
 from paceline.tools.bench.figures import OVERALL, Row
-from paceline.tools.bench.peers.page import unequal_table
-from paceline.tools.bench.predictions import Predicted
+from paceline.tools.bench.peers.kinds import unequal_table
+from paceline.tools.bench.predict import Predicted
 from paceline.tools.bench.result import BenchResult, labels
 from paceline.tools.bench.runner import EVERYTHING
 from paceline.tools.report import plots

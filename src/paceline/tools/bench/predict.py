@@ -15,18 +15,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
 from paceline.engine.driver import column_sums
+from paceline.engine.engine import Engine
 from paceline.pace.acceptance import expected_tokens
 from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.pace.measure import measure, measure_target
-from paceline.tools.bench.outcome import TimedRun
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+from paceline.tools.bench.contestants import Paceline
+from paceline.tools.bench.figures import complete, merged
+from paceline.tools.bench.methods import PLAIN, Method
+from paceline.tools.bench.outcome import Contestant, TimedRun
+from paceline.tools.bench.runner import Heat, HeatRecord
 
 _DRAFTER, _ROUNDS = "drafter", 10  # its name in the cost model, rounds of measuring
 
@@ -166,7 +168,10 @@ def predict(
         return None
     plain, spec = _Steady.of(plain_rounds), _Steady.of(rounds)
     batch, base = round(spec.in_flight), alone.verify(round(plain.in_flight), 0)
-    scale, passes = plain.phases["target"] / base, drafts.passes * _one_pass(alone, batch)
+    scale, passes = (
+        plain.phases["target"] / base,
+        drafts.passes * alone.passes(_DRAFTER, [1] * batch),
+    )
     step = {
         "draft": scale * passes,
         "target": scale * alone.verify(batch, drafts.nodes),
@@ -212,21 +217,14 @@ class _Ladder:
     def _now(self) -> float:
         return self._tokens * self._plain / sum(self._step.values())
 
-    def add(self, name: str, **seconds: float) -> None:
-        """A phase takes so much more."""
-        for phase, more in seconds.items():
-            self._step[phase] += more
-        self._move(name, self._now(), sum(seconds.values()))
-
     def raise_to(self, name: str, phase: str, seconds: float) -> None:
         """A phase takes what was measured."""
-        self.add(name, **{phase: seconds - self._step[phase]})
+        more = seconds - self._step[phase]
+        self._step[phase] = seconds
+        self.settle(name, self._now(), more)
 
-    def settle(self, name: str, speedup: float) -> None:
-        """What no step explains."""
-        self._move(name, speedup)
-
-    def _move(self, name: str, speedup: float, seconds: float | None = None) -> None:
+    def settle(self, name: str, speedup: float, seconds: float | None = None) -> None:
+        """Without ``seconds``, what no step explains."""
         self.items.append(Item(name, speedup - self.speedup, seconds))
         self.speedup = speedup
 
@@ -272,10 +270,6 @@ def measure_alone(
     return CostModel(target, {_DRAFTER: Profile((0, nodes), (0, 1), seconds)})
 
 
-def _one_pass(alone: CostModel, batch: int) -> float:
-    return alone.passes(_DRAFTER, [1] * batch)
-
-
 # -- counting ------------------------------------------------------------------------------------
 
 
@@ -291,3 +285,60 @@ def _in_flight(rounds: Sequence[TimedRun]) -> float:
     """Sequences in a step that only decodes; 1 if there was none."""
     steps = sum(outcome.decoding_steps for outcome in rounds)
     return sum(outcome.decoding_slots for outcome in rounds) / steps if steps else 1.0
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was expected of a method at a concurrency, and what came of it."""
+
+    method: str
+    concurrency: int
+    prediction: Prediction
+
+
+def predictions(
+    record: HeatRecord,
+    methods: Sequence[Method],
+    contestants: Sequence[Contestant],
+    concurrency: int,
+    temperature: float,
+) -> list[Predicted]:
+    """For our speculative methods, from the heats at one concurrency and temperature.
+
+    ``contestants`` must still be those that ran: what their forwards take alone is measured now.
+    A method whose every step also read prompts has none.
+    """
+    heats = [
+        heat
+        for heat in record.heats
+        if (heat.job.concurrency, heat.job.temperature) == (concurrency, temperature)
+    ]
+    if not heats:
+        return []
+    turns = complete(heats)
+    plain = [merged([heat.outcomes[PLAIN] for heat in turn]) for turn in turns]
+    context = _context(turns[0])
+    asked = {method.name: method for method in methods if method.speculates}
+    found = []
+    for contestant in contestants:
+        method = asked.get(contestant.name)
+        if method is None or not isinstance(contestant, Paceline):
+            continue
+        rounds = [merged([heat.outcomes[contestant.name] for heat in turn]) for turn in turns]
+        ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
+        prediction = compare(
+            contestant.llm.engine,
+            plain,
+            rounds,
+            context=context,
+            measured=statistics.median(ratios),
+        )
+        if prediction is not None:
+            found.append(Predicted(contestant.name, concurrency, prediction))
+    return found
+
+
+def _context(heats: Sequence[Heat]) -> int:
+    """Mean tokens of a request while it decodes: its prompt and half of its answer."""
+    asks = [ask for heat in heats for ask in heat.job.asks]
+    return round(statistics.mean(len(ask.prompt) + ask.params.max_tokens / 2 for ask in asks))

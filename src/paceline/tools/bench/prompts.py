@@ -6,17 +6,111 @@ file may mix them. docs/prompts.md lists them.
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from paceline.errors import ConfigError, DataError
-from paceline.tools.bench.formats import read_records
+from paceline.llm import LLM
 
-if TYPE_CHECKING:
-    from paceline.llm import LLM
+Element = TypeVar("Element")
+
+# -- files ---------------------------------------------------------------------------------------
+
+_TEXT = (".txt", ".md", ".text")
+_SEPARATOR = "---"
+
+
+def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a file, each with where it stands ("prompts.jsonl, line 3").
+
+    Plain text (.txt, .md, .text) gives one record ``{"text": ...}``, or one for each part between
+    lines that hold ``---`` and nothing else. Everything else is JSON: an object a line, a list of
+    objects, or one object. Raises DataError, in one line.
+    """
+    text = _text_of(file)
+    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    if suffix.lower() in _TEXT:
+        yield from _parts(file, text)
+    else:
+        yield from _objects(file, text)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        content = file.read_bytes()
+        if file.suffix == ".gz":
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"no prompt file {file}; give the path of one") from None
+    except IsADirectoryError:
+        raise DataError(f"{file} is a folder; give one file of prompts") from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} is not a whole gzip file ({error}); pack it again") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _parts(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    part: list[str] = []
+    number = 0
+    for line in [*text.splitlines(), _SEPARATOR]:
+        if line.strip() != _SEPARATOR:
+            part.append(line)
+            continue
+        joined = "\n".join(part).strip("\n")
+        if joined.strip():
+            number += 1
+            yield f"{file}, part {number}", {"text": joined}
+        part = []
+
+
+def _objects(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        yield from _lines(file, text)
+        return
+    if isinstance(whole, list):
+        for number, record in enumerate(whole, 1):
+            place = f"{file}, item {number}"
+            yield place, _object(record, place)
+    else:
+        yield f"{file}, line 1", _object(whole, f"{file}, line 1")
+
+
+def _lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Not splitlines: JSON strings may hold U+2028 and its like as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            reason = getattr(error, "msg", error)
+            raise DataError(
+                f"{place}: not JSON ({reason}); write one object a line, "
+                "or name a file of plain text .txt"
+            ) from None
+        yield place, _object(record, place)
+
+
+def _object(record: object, place: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: no JSON object; each record is one, with a prompt")
+    return record
+
 
 _SHIPPED = Path(__file__).with_name("shipped")
 _FIELDS = ("turns", "messages", "question", "prompt", "text")
@@ -88,9 +182,14 @@ def load_prompts(
         if categories and name not in categories:
             continue
         own = [prompt for prompt in prompts if prompt.category == name]
-        count = len(own) if per_category is None else min(per_category, len(own))
-        chosen.extend(own[i * len(own) // count] for i in range(count))
+        chosen.extend(evenly(own, per_category))
     return chosen
+
+
+def evenly(items: Sequence[Element], count: int | None) -> list[Element]:
+    """``count`` of them, evenly spread; all where there are no more, or None is asked for."""
+    count = len(items) if count is None else min(count, len(items))
+    return [items[n * len(items) // count] for n in range(count)]
 
 
 def fit(

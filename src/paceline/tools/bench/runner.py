@@ -132,27 +132,15 @@ def warm_up(todo: Sequence[BenchJob], contestants: Sequence[Contestant]) -> None
             contestant.run(asks)
 
 
-def _silent(steps: int, description: str) -> None:
-    pass
-
-
-def _answer(contestant: Contestant, job: BenchJob) -> TimedRun:
-    return contestant.run(job.asks)
-
-
-def _nothing_more(concurrency: int, contestants: Sequence[Contestant]) -> None:
-    pass
-
-
 def take_turns(
     todo: Sequence[BenchJob],
     contestants: Sequence[Contestant],
     rounds: int,
     record: HeatRecord,
-    advance: OnHeat = _silent,
+    advance: OnHeat = lambda steps, what: None,
     budget: Budget | None = None,
     warmed: bool = False,
-    answer: Callable[[Contestant, BenchJob], TimedRun] = _answer,
+    answer: Callable[[Contestant, BenchJob], TimedRun] = lambda one, job: one.run(job.asks),
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
@@ -243,8 +231,8 @@ class Sweep:
         methods: Sequence[Method],
         start: Callable[[Method, int], Contestant],
         record: HeatRecord,
-        advance: OnHeat = _silent,
-        finished: Callable[[int, Sequence[Contestant]], None] = _nothing_more,
+        advance: OnHeat = lambda steps, what: None,
+        finished: Callable[[int, Sequence[Contestant]], None] = lambda clients, all_: None,
         budget: Budget | None = None,
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes a contestant; those of one

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.difference import Difference, explain
+from paceline.model.target import CausalModel
 from paceline.tools.bench.methods import PLAIN
 from paceline.tools.bench.outcome import Ask
 from paceline.tools.bench.runner import Heat, HeatRecord
-
-if TYPE_CHECKING:
-    from paceline.model.target import CausalModel
 
 IDENTICAL, TIE, DIFFERENT = "identical", "near tie", "different"
 

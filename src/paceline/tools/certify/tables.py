@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paceline.tools.certify.certificate import POWER, Certificate
-from paceline.tools.certify.columns import (
+from paceline.tools.certify.certificate import (
     DISTRIBUTION_COLUMNS,
     EXACT_COLUMNS,
     PARTING_COLUMNS,
+    POWER,
     TEXT_COLUMNS,
+    Certificate,
 )
 from paceline.tools.certify.evidence import TaskDivergence, TextCheck
 from paceline.tools.certify.sampled import Frequencies

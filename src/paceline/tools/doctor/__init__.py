@@ -2,4 +2,4 @@
 
 from paceline.tools.doctor.examination import examine as examine
 from paceline.tools.doctor.findings import Finding as Finding
-from paceline.tools.doctor.kinds import Severity as Severity
+from paceline.tools.doctor.findings import Severity as Severity

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.tools.doctor.findings import Finding, finding
-from paceline.tools.doctor.kinds import NOTE
+from transformers import PreTrainedTokenizerFast
+
+from paceline.tools.doctor.findings import NOTE, Finding, finding
 from paceline.tools.doctor.models import Model
-from paceline.tools.doctor.rows import untrained
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.tools.doctor.weights import untrained
 
 _QUESTION, _ANSWER = "What is seven?", "It is a number."
 # What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,8 @@ from paceline.model.quantised.weights import BITS
 from paceline.parallel.load import check_shareable
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
-from paceline.tools.doctor.findings import Finding, by_severity, finding
+from paceline.tools.doctor.findings import NOTE, Finding, by_severity, finding
 from paceline.tools.doctor.heads import another_kind, check_head, noted, weights_kind_of
-from paceline.tools.doctor.kinds import NOTE
 from paceline.tools.doctor.machine import (
     DeviceSettings,
     MemoryNeeds,
@@ -35,9 +35,8 @@ from paceline.tools.doctor.precision import (
     rounded_bytes,
     weight_bytes,
 )
-from paceline.tools.doctor.rows import check_padding, check_tied
 from paceline.tools.doctor.tokens import compare
-from paceline.tools.doctor.weights import check_files, check_values
+from paceline.tools.doctor.weights import check_files, check_padding, check_tied, check_values
 
 _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
@@ -143,6 +142,10 @@ def examine(
     needs = (cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     load = MemoryNeeds(*needs, loading=cost.loading)
     return by_severity([*findings, check_memory(setting, load)])
+
+
+# The settings of an engine that decide what is found, as keywords.
+SETTINGS = frozenset(inspect.signature(examine).parameters) - {"target", "draft"}
 
 
 def _folder_of(spec: DraftSpec) -> ModelFiles | None:

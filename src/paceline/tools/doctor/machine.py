@@ -16,8 +16,7 @@ from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.paged.codes import cache_dtype
-from paceline.tools.doctor.findings import Finding, finding
-from paceline.tools.doctor.kinds import ERROR
+from paceline.tools.doctor.findings import ERROR, Finding, finding
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
 _LARGE = 1 << 30  # bytes of weights from which on a processor is slow

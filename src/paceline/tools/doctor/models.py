@@ -6,20 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.loading import check_architecture, load_tokenizer, read_config
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.tools.doctor.files import ModelFiles, TensorEntry
-from paceline.tools.doctor.findings import Finding, finding, parted
-from paceline.tools.doctor.kinds import ERROR, NOTE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.tools.doctor.findings import ERROR, NOTE, Finding, finding, parted
 
 _TIE = (
     'If the model ties its embeddings, write "tie_word_embeddings": true into config.json; '

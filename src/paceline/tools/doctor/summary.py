@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.tools.doctor.findings import Finding
-from paceline.tools.doctor.kinds import ERROR, OK, WARNING
-from paceline.tools.doctor.trial import LONG, SpeedupTrial
-from paceline.tools.doctor.verdict import VERDICTS
+from paceline.tools.doctor.findings import ERROR, OK, WARNING, Finding
+from paceline.tools.doctor.trial import LONG, VERDICTS, SpeedupTrial
 from paceline.tools.report import plots
 from paceline.tools.report.document import Figure, Report, Table, Text
 

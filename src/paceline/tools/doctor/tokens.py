@@ -6,17 +6,15 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from paceline.draft.vocabulary.matching import match_vocabularies
 from paceline.errors import VocabularyMismatchError
 from paceline.model.vocabulary import differences
-from paceline.tools.doctor.findings import Finding, finding, parted
-from paceline.tools.doctor.kinds import NOTE
+from paceline.tools.doctor.findings import NOTE, Finding, finding, parted
 from paceline.tools.doctor.models import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
 

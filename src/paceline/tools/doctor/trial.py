@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, StepSums, sequence
+from paceline.llm import LLM
 from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
+from paceline.tools.doctor.findings import Finding, finding
 
 _DRAFTER, _REPEATED = "drafter", 100  # its name in the cost model; times to show it a step
 SECONDS = 10.0  # of measuring, by default
@@ -229,3 +228,40 @@ def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> StepSums:
     drive = Drive(llm.engine, [sequence(ids, params)]).run()
     read = next(place for place, step in enumerate(drive.steps) if step.commits[0].tokens)
     return StepSums.of(drive.steps[read + 1 :])
+
+
+VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")
+_WORTH, _HARMLESS = 1.1, 0.97  # speedups from which a draft helps, and does no harm
+_UNSURE = 1.25  # between prediction and measurement, either way
+_LOW = 0.4  # acceptance
+_DEAR = 1 / 3  # of a target forward, for one pass of the drafter
+_ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
+
+
+def judge(trial: SpeedupTrial) -> list[Finding]:
+    """The verdict first, then what stands in the way."""
+    found = trial.explored
+    best, predicted = found.best, found.speedup(found.best)
+    text = (
+        f"measured {trial.measured:.2f}x of plain decoding at draft length {best}, predicted "
+        f"{predicted:.2f}x; {found.acceptance:.0%} accepted"
+    )
+    code = "not-worth-it"
+    if trial.measured >= _HARMLESS:
+        code = "worth-it" if trial.measured >= _WORTH else "barely-worth-it"
+    findings = [finding(code, "pair", text)]
+    if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
+        text = f"predicted {predicted:.2f}x, measured {trial.measured:.2f}x"
+        findings.append(finding("measurement-unsure", "machine", text))
+    ratio = found.cost_ratio
+    if ratio is not None and found.acceptance < _LOW:
+        text = f"of the drafted tokens that were tried {found.acceptance:.0%} were accepted"
+        findings.append(finding("acceptance-low", "pair", text))
+    if ratio is not None and ratio > _DEAR:
+        text = f"a pass of the drafter takes {ratio:.2f} of a target forward"
+        findings.append(finding("draft-dear", "pair", text))
+    growth = found.target(_ROWS) / found.target(1)
+    if growth > _STEEP:
+        text = f"a target forward over {_ROWS} rows takes {growth:.2f} times one over one row"
+        findings.append(finding("verify-dear", "machine", text))
+    return findings

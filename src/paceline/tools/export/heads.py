@@ -25,6 +25,7 @@ from paceline.files import replace_text
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 from paceline.stages import stage
+from paceline.tools.export.speculation import ExportedDraft
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -70,6 +71,18 @@ def write_eagle(
                 "use_aux_hidden_state": True,
             }
             replace_text(file, json.dumps(config, indent=2) + "\n", "the config of the head")
+
+
+def placed_head(
+    it: ExportedDraft, draft: Eagle, layout: str, outputs: bool = False
+) -> tuple[str, str | None]:
+    """The folder that the engine reads an EAGLE head from, and that of a head converted for it:
+    None where nothing is written, and the head is named where it lies. The rest as of
+    ``write_eagle``."""
+    if it.out is None:
+        return it.draft_path, None
+    write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, layout, outputs)
+    return it.place("head"), it.place("head")
 
 
 def medusa_of(spec: Medusa, target: str) -> MedusaHeads:

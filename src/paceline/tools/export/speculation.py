@@ -16,6 +16,9 @@ from paceline.draft.trees.shape import Shape
 from paceline.errors import ConfigError
 from paceline.model.names import resolve
 
+# What it costs to look up one candidate instead of several.
+FEWER_MATCHES = "fewer tokens a step where a text was continued in several ways"
+
 
 @dataclass(frozen=True)
 class Approximation:
@@ -58,6 +61,10 @@ class ExportedDraft:
     @property
     def tree(self) -> Tree:
         return Tree.of(self.draft, self.length)
+
+    def place(self, name: str) -> str:
+        """Where a file of this name will lie; the bare name if nothing is written."""
+        return name if self.out is None else str((self.out / name).resolve())
 
     def refuse(self, engine: str, instead: str) -> ConfigError:
         return ConfigError(f"{engine} has no equivalent of --draft {self.draft}; {instead}")

@@ -56,7 +56,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int
     cache = last_level_cache(device)
     size = min(max(_SMALLEST_BUFFER, 4 * (cache or 0)), _LARGEST_BUFFER)
     return MachineSpeeds(
-        device=device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         copy_bandwidth=_copy_bandwidth(device, size),
@@ -91,10 +91,6 @@ def last_level_cache(device: torch.device, root: Path = _CACHES) -> int | None:
         except (OSError, ValueError, KeyError, IndexError):
             continue
     return max(found)[1] if found else None
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

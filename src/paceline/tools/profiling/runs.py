@@ -6,18 +6,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.draft.base import NoDrafter
 from paceline.engine.clock import PHASES
 from paceline.engine.driver import StepSums
+from paceline.llm import LLM
 from paceline.tools.profiling import steady, trace
 from paceline.tools.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
 from paceline.tools.profiling.verdict import MINOR, Figures, bound, conclude, explain, saturated
 from paceline.tools.profiling.work import Work, WorkCounter
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 # Steps under the profiler: twenty give the shares to a per cent and a trace that opens at once.
 PROFILED_STEPS = 20

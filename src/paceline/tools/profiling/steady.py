@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.engine.clock import PHASES
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
-    from paceline.llm import LLM
+from paceline.llm import LLM
 
 WARM_UP = 12  # steps: kernels are chosen, and an adaptive draft length has found its place
 FEWEST = 5  # steps: fewer say nothing of a steady state
@@ -124,7 +122,7 @@ def inside(engine: Engine, around: Enter | None) -> Iterator[None]:
     wrapped.step = _Called(engine.step, "step", around)
     wrapped.target = _Called(engine.target, "target", around)
     wrapped.verifier = _Called(engine.verifier, "verify", around)
-    wrapped.drafter = _Drafting(engine.drafter, around)
+    wrapped.drafter = _Called(engine.drafter, "draft", around, ("propose", "observe"))
     try:
         yield
     finally:
@@ -133,26 +131,16 @@ def inside(engine: Engine, around: Enter | None) -> Iterator[None]:
 
 
 class _Called:
-    """Stands for a callable member of the engine and tells when it is called."""
+    """Stands for a member of the engine and tells when it, or one of its ``methods``, is called."""
 
-    def __init__(self, inner: Any, phase: str, around: Enter) -> None:
+    def __init__(self, inner: Any, phase: str, around: Enter, methods: Sequence[str] = ()) -> None:
         self._inner, self._phase, self._around = inner, phase, around
+        for name in methods:
+            setattr(self, name, _Called(getattr(inner, name), phase, around))
 
     def __call__(self, *args: Any) -> Any:
         with self._around(self._phase):
             return self._inner(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _Drafting:
-    """Stands for the drafter and tells when it proposes and observes."""
-
-    def __init__(self, inner: Any, around: Enter) -> None:
-        self._inner = inner
-        self.propose = _Called(inner.propose, "draft", around)
-        self.observe = _Called(inner.observe, "draft", around)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

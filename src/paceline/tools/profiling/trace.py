@@ -13,19 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
+from paceline.llm import LLM
 from paceline.pace.measure import synchronise
 from paceline.tools.profiling import steady
 from paceline.tools.profiling.work import is_kernel
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 PREFIX = "paceline: "  # of the ranges in the trace
 SUFFIXES = (".json", ".json.gz")

@@ -19,7 +19,6 @@ def lines(
     x_label: str,
     y_label: str,
     log_x: bool = False,
-    y_from_zero: bool = True,
 ) -> str:
     """One line a series over shared ``x``; None leaves a gap. ``log_x`` for powers of two."""
     figure, axes = _canvas()
@@ -30,8 +29,7 @@ def lines(
         axes.set_xscale("log", base=2)
     axes.set_xticks(list(x), [f"{value:g}" for value in x])
     axes.minorticks_off()
-    if y_from_zero:
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
     return _finish(figure, axes, x_label, y_label, legend=len(series) > 1)
 
 

@@ -19,13 +19,14 @@ def print_report(report: Report, console: Console) -> None:
         console.rule(RichText(section.title, style="bold"), align="left")
         for block in blocks:
             if isinstance(block, Table):
-                console.print(_table(block))
+                console.print(rich_table(block))
             else:
                 style = "bold red" if block.warning else ""
                 console.print(RichText(block.text, style=style))
 
 
-def _table(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """A table with its title above and its note below; numbers stand to the right."""
     shown = RichTable(
         title=table.title or None,
         caption=table.note or None,

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
 
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
+from paceline.llm import LLM
 from paceline.pace.cost import predicted_by_measured
 from paceline.tools.tune.decode import Run, decode
 from paceline.tools.tune.search import MARGIN, MeasuredMethod
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 AUTO_MARGIN = 1.03  # by which a fixed length must beat the adaptive one, which follows the load
 PLAIN = "none"

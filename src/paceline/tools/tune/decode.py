@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
+from paceline.llm import LLM
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
@@ -14,6 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.engine.driver import StepSums
 from paceline.errors import DataError
+from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
 from paceline.pace.cost import Profile
@@ -21,9 +22,6 @@ from paceline.pace.measure import measure, measure_target
 from paceline.tools.tune.candidates import DrafterCandidate
 from paceline.tools.tune.decode import MeasuredStep, Run, decode
 from paceline.tools.tune.search import MeasuredMethod
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
 _SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows

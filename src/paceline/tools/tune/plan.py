@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
 from paceline.errors import DataError, PacelineError
+from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.tools.bench.prompts import BenchPrompt, fit
 from paceline.tools.bench.runner import in_turn
@@ -34,9 +34,6 @@ from paceline.tools.tune.spending import (
     fitting_sample,
 )
 from paceline.tools.tune.spending import TuneOptions as TuneOptions
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 LARGEST_BATCH = 32  # to which break-even is sought
 CALM = 1.5  # unrest beyond which figures are worth little

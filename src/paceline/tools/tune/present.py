@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
+from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.tools.report import columns
 from paceline.tools.report.columns import Column, table_of
@@ -26,9 +27,6 @@ from paceline.tuned import (
     TunedProfile,
 )
 
-if TYPE_CHECKING:
-    from paceline.llm import LLM
-
 _SHOWN = 4  # methods in the plot
 _BUSY = (
     "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
@@ -46,63 +44,42 @@ _CONFIRMATION = (
 )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A setting of the search, beside what else is known of the target."""
-
-    outcome: TuningOutcome
-    setting: PredictedSetting
-
-    @property
-    def draft_share(self) -> float:
-        return self.setting.drafting / self.setting.seconds
-
-    @property
-    def ratio(self) -> float:
-        assert self.outcome.target is not None
-        return pass_ratio(self.setting.method, self.outcome.target)
-
-    @property
-    def gain(self) -> float:
-        return self.setting.rate / self.outcome.plain_rate
-
-    @property
-    def until(self) -> int:
-        return self.outcome.break_even_of(self.setting.method)
-
-
-def _sought(outcome: TuningOutcome) -> list[_Found]:
-    return [_Found(outcome, setting) for setting in outcome.settings]
-
-
 def _spread(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-
-
-def _milliseconds(setting: PredictedSetting) -> str:
-    return f"{setting.seconds * 1e3:.1f}"
 
 
 def _seconds(setting: PredictedSetting) -> dict[str, float]:
     return {"draft": setting.drafting, "total": setting.seconds}
 
 
-_SEARCH = (
-    Column("method", "method", "setting.method.label"),
-    Column("spec", "", "setting.method.spec"),
-    Column("draft_length", "len.", "setting.length"),
-    Column("batch", "", "setting.batch"),
-    Column("acceptance", "", "setting.method.acceptance"),
-    Column("reached", "", "setting.method.reached"),
-    Column("", "acc.", "setting.method.mean_acceptance", "{:.2f}".format),
-    Column("tokens_per_step", "tok/step", "setting.tokens_per_step", "{:.2f}".format),
-    Column("step_seconds", "ms", "setting", _milliseconds, _seconds),
-    Column("", "draft", "draft_share", "{:.0%}".format),
-    Column("cost_ratio", "", "ratio"),
-    Column("predicted_tokens_per_second", "tok/s", "setting.rate", "{:.0f}".format),
-    Column("predicted_speedup", "speedup", "gain", "{:.2f}x".format),
-    Column("break_even_batch", "until", "until"),
-)
+def _sought(outcome: TuningOutcome) -> tuple[Column, ...]:
+    """Of a setting of the search, beside what else is known of the target."""
+    target = outcome.target
+    assert target is not None
+    return (
+        Column("method", "method", "method.label"),
+        Column("spec", "", "method.spec"),
+        Column("draft_length", "len.", "length"),
+        Column("batch", "", "batch"),
+        Column("acceptance", "", "method.acceptance"),
+        Column("reached", "", "method.reached"),
+        Column("", "acc.", "method.mean_acceptance", "{:.2f}".format),
+        Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
+        Column("step_seconds", "ms", "", lambda s: f"{s.seconds * 1e3:.1f}", _seconds),
+        Column("", "draft", "", lambda s: f"{s.drafting / s.seconds:.0%}"),
+        Column("cost_ratio", "", "method", stored=lambda method: pass_ratio(method, target)),
+        Column("predicted_tokens_per_second", "tok/s", "rate", "{:.0f}".format),
+        Column(
+            "predicted_speedup",
+            "speedup",
+            "rate",
+            lambda rate: f"{rate / outcome.plain_rate:.2f}x",
+            lambda rate: rate / outcome.plain_rate,
+        ),
+        Column("break_even_batch", "until", "method", outcome.break_even_of, outcome.break_even_of),
+    )
+
+
 _ADVICE = (
     Column("", "rule of the field", "rule"),
     Column("", "measured here", "measured"),
@@ -180,7 +157,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         report.add(
             "Search",
             *([busy] if outcome.unrest > CALM else []),
-            table_of(_sought(outcome), _SEARCH, note, title),
+            table_of(found, _sought(outcome), note, title),
             *([Text(f"Left out: {left}")] if left else []),
         )
     if outcome.results and outcome.results[0].ratios:
@@ -248,7 +225,7 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
             "tokens": target.curves[0].tokens,
             "seconds": [curve.seconds for curve in target.curves],
         },
-        "search": [columns.record_of(found, _SEARCH) for found in _sought(outcome)],
+        "search": [columns.record_of(found, _sought(outcome)) for found in outcome.settings],
         "confirmation": [
             columns.record_of(result, _confirmed(outcome)) for result in outcome.results
         ],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import PacelineError
 from paceline.tools.bench.outcome import Ask, TimedAnswer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.tools.report.document import Table
 
 OPENVINO, LLAMACPP, URL = "openvino", "llamacpp", "url"
 NEEDS = {OPENVINO: "FOLDER", LLAMACPP: "FILE.gguf", URL: "http://HOST:PORT"}
@@ -94,3 +93,17 @@ def shares(total: int, weights: list[int]) -> list[int]:
         found.append(reached - done)
         done = reached
     return found
+
+
+_NOTE = (
+    "Other engines get the prompts as the target's template renders them, and are asked for as "
+    "many tokens. cache: of prompts. Their speedup is over our plain decoding, and a text of "
+    "theirs that parts from it is no bug of ours."
+)
+
+
+def unequal_table(unequal: Mapping[str, Mapping[str, str]], labels: Mapping[str, str]) -> Table:
+    """A row for each engine, by the names that the other tables have for it."""
+    heads = ["engine", *(name.replace("_", " ") for name in ASPECTS)]
+    rows = [[labels[name], *(own[a] for a in ASPECTS)] for name, own in unequal.items()]
+    return Table(heads, rows, note=_NOTE)

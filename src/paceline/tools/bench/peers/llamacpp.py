@@ -52,15 +52,6 @@ class LlamaDialect:
         return Delivery(str(event.get("content") or ""), ids)
 
 
-class LlamaServer(ServedPeer):
-    """A contestant that ends its server on ``close``."""
-
-    process: PeerProcess
-
-    def close(self) -> None:
-        self.process.close()
-
-
 def find_program(given: str | None) -> str:
     """The server's binary: as given, as the variable says, or on the path. PeerFailedError."""
     wanted = given or os.environ.get(VARIABLE)
@@ -75,7 +66,7 @@ def find_program(given: str | None) -> str:
 
 def open_llamacpp(
     name: str, file: str, clients: int, own: OwnSide, program: str | None = None
-) -> LlamaServer:
+) -> ServedPeer:
     """A server of the file with a slot for each client. Raises PeerFailedError."""
     path = Path(file).expanduser()
     if not path.is_file():
@@ -97,9 +88,7 @@ def open_llamacpp(
     except BaseException:
         process.close()
         raise
-    peer = LlamaServer(name, address, LlamaDialect(), clients, own, differences)
-    peer.process = process
-    return peer
+    return ServedPeer(name, address, LlamaDialect(), clients, own, differences, process)
 
 
 def _free_port() -> int:

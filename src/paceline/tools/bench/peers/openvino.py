@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun
 from paceline.tools.bench.peers.children import PeerProcess
 from paceline.tools.bench.peers.kinds import OwnSide, PeerDifferences, PeerFailedError, known
 
@@ -20,16 +20,13 @@ _WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 @dataclass
-class OpenVino:
+class OpenVino(Contestant):
     """A contestant that hands its requests to the worker, which times them there."""
 
     name: str
     process: PeerProcess
     own: OwnSide
     differences: PeerDifferences
-
-    def refresh(self) -> None:
-        pass
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Raises PeerFailedError."""
@@ -51,9 +48,7 @@ class OpenVino:
                 raise PeerFailedError(f"{self.name} answered without a token; try another prompt")
             answers.append(TimedAnswer(known(self.name, found["ids"], self.own), arrivals))
             self.differences.saw(ask, answers[-1], None)
-        steps = sum(len(answer.arrivals) for answer in answers)
-        tokens = sum(answer.count for answer in answers)
-        return TimedRun(answers, float(said["seconds"]), steps, accepted=tokens - steps)
+        return TimedRun.told(answers, float(said["seconds"]))
 
     def close(self) -> None:
         self.process.close()

@@ -11,7 +11,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.tools.bench.outcome import Ask, Contestant, TimedAnswer, TimedRun
+from paceline.tools.bench.peers.children import PeerProcess
 from paceline.tools.bench.peers.kinds import (
     OwnSide,
     PeerDifferences,
@@ -99,7 +100,7 @@ class Dialect(Protocol):
 
 
 @dataclass
-class ServedPeer:
+class ServedPeer(Contestant):
     """A server as a contestant. ``name`` is the method's; its texts are compared by ids, those of
     the target's tokenizer where the server tells none."""
 
@@ -109,9 +110,11 @@ class ServedPeer:
     clients: int
     own: OwnSide
     differences: PeerDifferences = field(default_factory=PeerDifferences)
+    process: PeerProcess | None = None  # where the server was started here
 
-    def refresh(self) -> None:
-        pass
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Raises PeerFailedError."""
@@ -120,9 +123,7 @@ class ServedPeer:
             raw = list(pool.map(self._deliveries, asks))
         seconds = time.perf_counter() - start
         answers = [self._answer(ask, found) for ask, found in zip(asks, raw, strict=True)]
-        steps = sum(len(answer.arrivals) for answer in answers)
-        tokens = sum(answer.count for answer in answers)
-        return TimedRun(answers, seconds, steps, accepted=tokens - steps)
+        return TimedRun.told(answers, seconds)
 
     def _deliveries(self, ask: Ask) -> list[tuple[float, Delivery]]:
         start = time.perf_counter()
@@ -132,14 +133,7 @@ class ServedPeer:
                     (time.perf_counter() - start, self.dialect.delivery(event))
                     for event in events(response)
                 ]
-        except (
-            OSError,
-            HTTPException,
-            PeerRefusedError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:
+        except _FAILURES as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise PeerFailedError(f"{self.name} did not answer ({what}); look at its log") from None
 

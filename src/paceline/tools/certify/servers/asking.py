@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.difference import first_difference
 from paceline.tools.certify.chisquare import ChiSquare
@@ -102,9 +102,9 @@ class CheckPart:
     a text is not looked at any further.
     """
 
+    name: ClassVar[str]
+    unit: ClassVar[str]
     asking: Asking
-    name: str = ""
-    unit: str = ""
     looked_at: int = 0
     requests: int = 0
     ties: int = 0

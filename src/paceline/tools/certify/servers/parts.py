@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.difference import first_difference
-from paceline.tools.certify.chisquare import ChiSquare, goodness, homogeneity, tail
+from paceline.tools.certify.chisquare import ChiSquare, goodness, homogeneity, joined
 from paceline.tools.certify.servers.answers import Said, ServerRefusedError, tokens_of
 from paceline.tools.certify.servers.asking import TIE, TOP, CheckPart, gap, parting
 
@@ -24,12 +26,10 @@ _UNCUT: dict[str, float] = {**_WHOLE, "top_k": -1, "min_p": 0.0}
 _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-@dataclass
 class GreedyPart(CheckPart):
     """Greedy texts are those of the reference, and made of the likeliest tokens."""
 
-    name: str = "greedy"
-    unit: str = "texts"
+    name, unit = "greedy", "texts"
 
     def look(self, name: str, prompt: str) -> None:
         said, _ = self.asking.greedy(prompt)
@@ -53,12 +53,10 @@ class GreedyPart(CheckPart):
         self.compare(name, said, self.asking.completion(self.asking.reference, prompt))
 
 
-@dataclass
 class LogprobPart(CheckPart):
     """Logprobs are chances, and those of the same place read as a prompt."""
 
-    name: str = "logprobs"
-    unit: str = "places"
+    name, unit = "logprobs", "places"
 
     def look(self, name: str, prompt: str) -> None:
         asking = self.asking
@@ -108,8 +106,7 @@ class LogprobPart(CheckPart):
 class SamplePart(CheckPart):
     """Sampled tokens follow the chances that the server names, and texts those of the reference."""
 
-    name: str = "sampling"
-    unit: str = "samples"
+    name, unit = "sampling", "samples"
     bins: list[int] = field(default_factory=lambda: [0] * _BINS)
     strings: dict[str, tuple[list[str], list[str]]] = field(
         default_factory=lambda: defaultdict(lambda: ([], []))
@@ -164,9 +161,7 @@ class SamplePart(CheckPart):
             found.append(("each token / its logprobs", sum(self.bins), fit))
         parts = [part for pair in self.strings.values() if (part := _two_samples(*pair)).df > 0]
         if parts:
-            statistic, df = sum(p.statistic for p in parts), sum(p.df for p in parts)
-            weight = sum(part.weight for part in parts)
-            joint = ChiSquare(statistic, df, tail(statistic, df), weight, 0.0)
+            joint = joined(parts)
             count = sum(len(one) for one, other in self.strings.values() if other)
             found.append((f"first {_LETTERS} letters / reference", count, joint))
         return found
@@ -188,12 +183,10 @@ def _clean(tokens: tuple[str, ...]) -> bool:
     return not any("\ufffd" in token or token.startswith("bytes:") for token in tokens)
 
 
-@dataclass
 class StreamPart(CheckPart):
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
 
-    name: str = "streams"
-    unit: str = "streams"
+    name, unit = "streams", "streams"
 
     def look(self, name: str, prompt: str) -> None:
         asking = self.asking
@@ -226,12 +219,10 @@ class StreamPart(CheckPart):
                 self.problems.append(f"{name}: stream and whole answer part at character {at}")
 
 
-@dataclass
 class LimitPart(CheckPart):
     """Stop strings, token limits and penalties."""
 
-    name: str = "limits"
-    unit: str = "texts"
+    name, unit = "limits", "texts"
 
     def look(self, name: str, prompt: str) -> None:
         asking = self.asking
@@ -253,3 +244,96 @@ class LimitPart(CheckPart):
             ours = asking.completion(asking.server, prompt, **_PENALTIES)
             theirs = asking.completion(asking.reference, prompt, **_PENALTIES)
             self.compare(f"{name}, with penalties", ours, theirs, _PENALTIES)
+
+
+_KINDS = {"name": str, "count": int}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+_TOOL = "look_up"
+_FORMS: dict[str, dict[str, Any]] = {
+    "json_schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True},
+        }
+    },
+    "tool call": {
+        "tools": [{"type": "function", "function": {"name": _TOOL, "parameters": _SCHEMA}}],
+        "tool_choice": "required",  # of the one that there is; more servers know it than its name
+    },
+}
+
+
+@dataclass
+class StructurePart(CheckPart):
+    """Answers under a schema, whole and streamed, are of its form; so are a tool's arguments."""
+
+    name, unit = "structure", "answers"
+    turn: int = 0
+
+    def look(self, name: str, prompt: str) -> None:
+        form = list(_FORMS)[self.turn % len(_FORMS)]
+        self.turn += 1
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            **{"temperature": 0, "max_tokens": 120},
+            **_FORMS[form],
+        }
+        asking, path = self.asking, "chat/completions"
+        try:
+            answer = asking.whole(asking.server, path, body)
+            asking.count()
+            chunks = asking.server.stream(path, body)
+        except ServerRefusedError as error:
+            self.note(f"{form} was not looked at: the server says {error}")
+            return
+        whole = [(choice["message"], choice.get("finish_reason")) for choice in answer["choices"]]
+        deltas = [
+            (choice.get("delta") or {}, choice.get("finish_reason"))
+            for chunk in chunks
+            for choice in chunk.get("choices") or ()
+        ]
+        texts = []
+        for how, parts in (("", whole), (", streamed", deltas)):
+            said, reason = _joined(form, parts)
+            texts.append(said)
+            self.looked_at += 1
+            if reason == "length":
+                continue  # cut off before its end
+            wrong = _wrong(said)
+            if wrong is not None:
+                self.problems.append(f"{name}: {form}{how}: {wrong}: {said[:60]!r}")
+        if texts[0] != texts[1]:
+            again = asking.whole(asking.server, path, body)
+            said, _ = _joined(form, [(choice["message"], None) for choice in again["choices"]])
+            if said == texts[0]:
+                self.problems.append(f"{name}: {form}: stream and whole answer differ")
+
+
+def _joined(form: str, parts: list[tuple[dict[str, Any], str | None]]) -> tuple[str, str | None]:
+    """Content, or the arguments of the first tool call, and how the answer ended."""
+    text, reason = "", None
+    for message, ended in parts:
+        reason = ended or reason
+        if form == "json_schema":
+            text += message.get("content") or ""
+        for call in (message.get("tool_calls") or ())[:1]:
+            text += (call.get("function") or {}).get("arguments") or ""
+    return text, reason
+
+
+def _wrong(text: str) -> str | None:
+    """Why a text is not of the schema, None if it is."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return "no JSON"
+    if not isinstance(found, dict) or found.keys() != _KINDS.keys():
+        return "other keys than the schema's"
+    if not all(type(found[key]) is kind for key, kind in _KINDS.items()):
+        return "values of other types than the schema's"
+    return "a name longer than the schema allows" if len(found["name"]) > 12 else None

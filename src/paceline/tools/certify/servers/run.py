@@ -21,8 +21,8 @@ from paceline.tools.certify.servers.parts import (
     LogprobPart,
     SamplePart,
     StreamPart,
+    StructurePart,
 )
-from paceline.tools.certify.servers.structure import StructurePart
 from paceline.tools.report.columns import Column, table_of
 from paceline.tools.report.document import Block, Report, Text
 

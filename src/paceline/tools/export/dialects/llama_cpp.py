@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from paceline.draft.heads.eagle import Eagle
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.model.gguf import gguf_file
-from paceline.tools.export.heads import eagle_of, write_eagle
+from paceline.tools.export.heads import placed_head
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
@@ -24,20 +23,16 @@ _CONVERT = ("python", "convert_hf_to_gguf.py")
 def to_llama_cpp(it: ExportedDraft) -> Exported:
     """Raises ConfigError for drafts that it has nothing like."""
     notes = usual_approximations(it, rules=("coupled",) if it.rule == "coupled" else ("token",))
-    draft, head, steps = it.draft, None, []
-    target, made = _gguf(it.path, "target.gguf", it.out)
-    steps += made
+    draft, head = it.draft, None
+    target, steps = _gguf(it, it.path, "target.gguf")
     flags: list[str] = []
     if isinstance(draft, DraftModel):
-        own, made = _gguf(it.draft_path, "draft.gguf", it.out)
+        own, made = _gguf(it, it.draft_path, "draft.gguf")
         steps += made
         flags = ["--spec-type", "draft-simple", "-md", own]
     elif isinstance(draft, Eagle) and draft.version == 3:
-        model = it.draft_path
-        if it.out is not None:
-            head = model = str((it.out / "head").resolve())
-            write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, "eagle")
-        own, made = _gguf(model, "head.gguf", it.out, ("--target-model-dir", it.path))
+        model, head = placed_head(it, draft, "eagle")
+        own, made = _gguf(it, model, "head.gguf", "--target-model-dir", it.path)
         steps += made
         flags = ["--spec-type", "draft-eagle3", "-md", own]
     elif isinstance(draft, NGram):
@@ -45,7 +40,9 @@ def to_llama_cpp(it: ExportedDraft) -> Exported:
         flags += ["--spec-ngram-simple-size-n", str(draft.max)]
         flags += ["--spec-ngram-simple-size-m", str(it.length)]
         if draft.min < draft.max or draft.candidates > 1:
-            notes.append(_one_size(draft))
+            what = f"matches of {draft.min} to {draft.max} tokens, {draft.candidates} candidates"
+            instead = f"one match of exactly {draft.max}"
+            notes.append(Approximation(what, instead, "fewer drafts; try ngram-map-k"))
     else:
         raise it.refuse("llama.cpp", "export eagle3, a draft model or ngram")
     if "-md" in flags:
@@ -54,30 +51,14 @@ def to_llama_cpp(it: ExportedDraft) -> Exported:
     command = ("llama-server", "-m", target, "-np", str(it.batch), *flags)
     config = dict(zip(flags[::2], flags[1::2], strict=True))
     return Exported(
-        "llama.cpp",
-        VERSION,
-        command,
-        config,
-        steps=tuple(steps),
-        approximations=tuple(notes),
-        head=head,
+        "llama.cpp", VERSION, command, config, {}, tuple(steps), tuple(notes), head=head
     )
 
 
-def _gguf(
-    path: str, name: str, out: Path | None, more: tuple[str, ...] = ()
-) -> tuple[str, list[str]]:
+def _gguf(it: ExportedDraft, path: str, name: str, *more: str) -> tuple[str, list[str]]:
     """The GGUF file of a model, and the command that makes it where there is none."""
     found = gguf_file(path)
     if found is not None:
         return str(found), []
-    made = name if out is None else str((out / name).resolve())
+    made = it.place(name)
     return made, [shlex.join([*_CONVERT, path, *more, "--outtype", "bf16", "--outfile", made])]
-
-
-def _one_size(draft: NGram) -> Approximation:
-    return Approximation(
-        f"matches of {draft.min} to {draft.max} tokens, {draft.candidates} candidates",
-        f"one match of exactly {draft.max}",
-        "fewer drafts; try ngram-map-k",
-    )

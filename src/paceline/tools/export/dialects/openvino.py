@@ -9,6 +9,7 @@ from typing import Any
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.tools.export.speculation import (
+    FEWER_MATCHES,
     Approximation,
     Exported,
     ExportedDraft,
@@ -40,22 +41,17 @@ def to_openvino(it: ExportedDraft) -> Exported:
     notes = usual_approximations(it)
     draft, arguments = it.draft, ""
     config: dict[str, Any] = {"num_assistant_tokens": it.length}
-    target, steps = _converted(it.path, "target", it.out)
+    target, steps = _converted(it, it.path, "target")
     if isinstance(draft, DraftModel):
-        own, made = _converted(it.draft_path, "draft", it.out)
+        own, made = _converted(it, it.draft_path, "draft")
         steps += made
         arguments = f'\n    draft_model=genai.draft_model({own!r}, "CPU"),'
     elif isinstance(draft, NGram):
         config["max_ngram_size"] = draft.max
         arguments = "\n    prompt_lookup=True,"
         if draft.candidates > 1 or draft.source != "prompt":
-            notes.append(
-                Approximation(
-                    f"{draft.candidates} candidates from {draft.source}",
-                    "one match",
-                    "fewer tokens a step where a text was continued in several ways",
-                )
-            )
+            what = f"{draft.candidates} candidates from {draft.source}"
+            notes.append(Approximation(what, "one match", FEWER_MATCHES))
     else:
         raise it.refuse(
             "OpenVINO GenAI",
@@ -63,12 +59,11 @@ def to_openvino(it: ExportedDraft) -> Exported:
             "numbers only from inside a converted model; left alone it reads one layer too far)",
         )
     settings = "".join(f"config.{name} = {value!r}\n" for name, value in config.items())
-    where = FILE if it.out is None else str((it.out / FILE).resolve())
     program = _PROGRAM.format(target=target, arguments=arguments, settings=settings)
     return Exported(
         "openvino",
         VERSION,
-        ("python", where, "Once upon a time"),
+        ("python", it.place(FILE), "Once upon a time"),
         config,
         {FILE: program},
         tuple(steps),
@@ -76,10 +71,10 @@ def to_openvino(it: ExportedDraft) -> Exported:
     )
 
 
-def _converted(path: str, name: str, out: Path | None) -> tuple[str, list[str]]:
+def _converted(it: ExportedDraft, path: str, name: str) -> tuple[str, list[str]]:
     """The folder of a converted model, and the command that makes it."""
     if (Path(path) / "openvino_model.xml").is_file():
         return path, []
-    made = f"{name}-openvino" if out is None else str((out / f"{name}-openvino").resolve())
+    made = it.place(f"{name}-openvino")
     line = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32", made]
     return made, [shlex.join(line)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from paceline.draft.heads.eagle import Eagle
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
-from paceline.tools.export.heads import eagle_of, write_eagle
+from paceline.tools.export.heads import placed_head
 from paceline.tools.export.speculation import (
     Approximation,
     Exported,
@@ -23,26 +23,26 @@ def to_sglang(it: ExportedDraft) -> Exported:
     draft, head, tree = it.draft, None, it.tree
     flags: dict[str, str] = {}
     if isinstance(draft, (Eagle, DraftModel)):
-        algorithm = "STANDALONE"
-        model = it.draft_path
+        algorithm, model = "STANDALONE", it.draft_path
         if isinstance(draft, Eagle):
             algorithm = "EAGLE3" if draft.version == 3 else "EAGLE"
-            if it.out is not None:
-                head = model = str((it.out / "head").resolve())
-                own = eagle_of(draft, it.target)
-                write_eagle(own, it.out / "head", it.target, "eagle", outputs=True)
+            model, head = placed_head(it, draft, "eagle", outputs=True)
         flags["speculative-algorithm"] = algorithm
         flags["speculative-draft-model-path"] = model
         flags["speculative-num-steps"] = str(tree.levels)
         flags["speculative-eagle-topk"] = str(tree.width)
         flags["speculative-num-draft-tokens"] = str(tree.nodes + 1)  # with the root
-        if (isinstance(draft, DraftModel) and draft.branching) or _is_static(draft):
-            notes.append(_grown(tree.nodes))
+        if draft.branching:
+            instead = f"the {tree.nodes} likeliest of a tree grown at every step"
+            cost = "mostly as many tokens a step or more; bench nodes=N here for the same"
+            notes.append(Approximation("a static tree", instead, cost))
     elif isinstance(draft, NGram):
         flags["speculative-algorithm"] = "NGRAM"
         flags["speculative-num-draft-tokens"] = str(tree.nodes + 1)
         flags["speculative-ngram-max-trie-depth"] = str(max(draft.max + it.length, 2))
-        notes.append(_trie(draft))
+        what = f"matches of {draft.min} to {draft.max} tokens in the request"
+        cost = "drafts depend on what other requests said; acceptance is another one"
+        notes.append(Approximation(what, "a trie over all requests", cost))
     else:
         raise it.refuse("SGLang", "export eagle, eagle3, a draft model or ngram")
     if not tree.branches and "NGRAM" not in flags.values():
@@ -56,24 +56,4 @@ def to_sglang(it: ExportedDraft) -> Exported:
     config = {name.replace("-", "_"): value or True for name, value in flags.items()}
     return Exported(
         "sglang", VERSION, tuple(command), config, approximations=tuple(notes), head=head
-    )
-
-
-def _is_static(draft: object) -> bool:
-    return isinstance(draft, Eagle) and bool(draft.branching)
-
-
-def _grown(nodes: int) -> Approximation:
-    return Approximation(
-        "a static tree",
-        f"the {nodes} likeliest of a tree grown at every step",
-        "mostly as many tokens a step or more; bench nodes=N here for the same",
-    )
-
-
-def _trie(draft: NGram) -> Approximation:
-    return Approximation(
-        f"matches of {draft.min} to {draft.max} tokens in the request",
-        "a trie over all requests",
-        "drafts depend on what other requests said; acceptance is another one",
     )

@@ -7,8 +7,9 @@ from typing import Any
 from paceline.draft.heads.eagle import Eagle
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
-from paceline.tools.export.heads import eagle_of, outputs_of, write_eagle
+from paceline.tools.export.heads import eagle_of, outputs_of, placed_head
 from paceline.tools.export.speculation import (
+    FEWER_MATCHES,
     Approximation,
     Exported,
     ExportedDraft,
@@ -26,10 +27,7 @@ def to_tensorrt_llm(it: ExportedDraft) -> Exported:
     config: dict[str, Any] = {"max_draft_len": it.length}
     if isinstance(draft, Eagle) and draft.version == 3:
         own = eagle_of(draft, it.target)
-        model = it.draft_path
-        if it.out is not None:
-            head = model = str((it.out / "head").resolve())
-            write_eagle(own, it.out / "head", it.target, "eagle")
+        model, head = placed_head(it, draft, "eagle")
         config |= {"decoding_type": "Eagle3", "speculative_model": model}
         config["eagle3_layers_to_capture"] = outputs_of(own.config.feature_layers)
     elif isinstance(draft, DraftModel):
@@ -38,21 +36,15 @@ def to_tensorrt_llm(it: ExportedDraft) -> Exported:
         config |= {"decoding_type": "NGram", "max_matching_ngram_size": draft.max}
         config |= {"is_keep_all": True, "is_use_oldest": False, "is_public_pool": False}
         if draft.candidates > 1:
-            notes.append(
-                Approximation(
-                    f"{draft.candidates} candidates",
-                    "one, the newest match",
-                    "fewer tokens a step where a text was continued in several ways",
-                )
-            )
+            what = f"{draft.candidates} candidates"
+            notes.append(Approximation(what, "one, the newest match", FEWER_MATCHES))
     else:
         raise it.refuse("TensorRT-LLM", "export eagle3, a draft model or ngram")
     options = {"max_batch_size": it.batch, "speculative_config": config}
-    where = FILE if it.out is None else str((it.out / FILE).resolve())
     return Exported(
         "tensorrt-llm",
         VERSION,
-        ("trtllm-serve", it.path, "--config", where),
+        ("trtllm-serve", it.path, "--config", it.place(FILE)),
         options,
         {FILE: yaml_of(options)},
         approximations=tuple(notes),

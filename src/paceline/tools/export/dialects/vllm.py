@@ -11,8 +11,9 @@ from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.suffix import Suffix
 from paceline.pace.joined import Hybrid
-from paceline.tools.export.heads import eagle_of, medusa_of, write_eagle, write_medusa
+from paceline.tools.export.heads import medusa_of, placed_head, write_medusa
 from paceline.tools.export.speculation import (
+    FEWER_MATCHES,
     Approximation,
     Exported,
     ExportedDraft,
@@ -20,7 +21,6 @@ from paceline.tools.export.speculation import (
 )
 
 VERSION = "vllm 0.32.0"
-_PROPOSER = "paceline.integrations.vllm.{}Proposer"
 
 
 def to_vllm(it: ExportedDraft) -> Exported:
@@ -47,18 +47,18 @@ def to_vllm(it: ExportedDraft) -> Exported:
 
 def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, Any], str | None]:
     """The method and what belongs to it, and the folder of a head."""
-    draft, head = it.draft, None if it.out is None else str((it.out / "head").resolve())
+    draft = it.draft
     if isinstance(draft, DraftModel):
         return {"method": "draft_model", "model": it.draft_path}, None
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
-        if it.out is not None:
-            write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, layout)
-        return {"method": method, "model": head or it.draft_path}, head
+        model, head = placed_head(it, draft, layout)
+        return {"method": method, "model": model}, head
     if isinstance(draft, Medusa):
-        heads = medusa_of(draft, it.target)
+        heads, head = medusa_of(draft, it.target), None
         if it.out is not None:
             write_medusa(heads, it.out / "head")
+            head = it.place("head")
         length = min(it.length, heads.config.heads)
         config = {"method": "medusa", "model": head or it.draft_path}
         return config | {"num_speculative_tokens": length}, head
@@ -66,14 +66,19 @@ def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, An
         return _suffix(draft, it.batch), None
     if isinstance(draft, NGram):
         if draft.candidates > 1 or draft.source != "both":
-            notes.append(_one_candidate(draft))
+            what = f"{draft.candidates} candidates from {draft.source}"
+            instead = "one, the earliest match, from prompt and answer"
+            notes.append(Approximation(what, instead, FEWER_MATCHES))
         look = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram"} | look, None
     if isinstance(draft, Hybrid):
         kinds = {type(part) for part in draft.parts}
         if kinds <= {NGram, Suffix}:
-            notes.append(_proposer("the hybrid of look-ups"))
-            return {"method": "custom_class", "model": _PROPOSER.format("Hybrid")}, None
+            instead = "paceline.integrations.vllm, which must be installed beside vLLM"
+            cost = "chains only; an interface that vLLM calls experimental"
+            notes.append(Approximation("the hybrid of look-ups", instead, cost))
+            proposer = "paceline.integrations.vllm.HybridProposer"
+            return {"method": "custom_class", "model": proposer}, None
     raise it.refuse(
         "vLLM", "export eagle3, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
     )
@@ -87,19 +92,3 @@ def _suffix(draft: Suffix, batch: int) -> dict[str, Any]:
         "suffix_decoding_min_token_prob": draft.min_prob,
         "suffix_decoding_max_cached_requests": 10_000 if draft.shared else 0,
     }
-
-
-def _one_candidate(draft: NGram) -> Approximation:
-    return Approximation(
-        f"{draft.candidates} candidates from {draft.source}",
-        "one, the earliest match, from prompt and answer",
-        "fewer tokens a step where a text was continued in several ways",
-    )
-
-
-def _proposer(what: str) -> Approximation:
-    return Approximation(
-        what,
-        "paceline.integrations.vllm, which must be installed beside vLLM",
-        "chains only; an interface that vLLM calls experimental",
-    )
