@@ -46,11 +46,11 @@ class Key:
     def parse(self, value: object, where: str) -> Any:
         """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
         try:
-            return _READERS[self.kind](value)
+            return _KINDS[self.kind][0](value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; it must be {_WORDS[self.kind]}") from None
+            raise ConfigError(f"{where} is {value!r}; it must be {_KINDS[self.kind][1]}") from None
 
     def read(self, value: object, where: str) -> Any:
         """As ``parse``, and checked."""
@@ -117,30 +117,20 @@ def _numbers(value: object) -> tuple[int, ...]:
     return tuple(int(item) for item in items if item.strip())
 
 
-_READERS: dict[str, Callable[[object], Any]] = {
-    "text": _text,
-    "count": _count,
-    "number": _number,
-    "seconds": _number,
-    "switch": _switch,
-    "list": _list,
-    "size": _size,
-    "length": _length,
-    "numbers": _numbers,
-}
-_WORDS = {
-    "text": "text in quotes",
-    "count": "a whole number",
-    "number": "a number",
-    "seconds": "a number of seconds",
-    "switch": "true or false",
-    "list": "a list of texts",
-    "size": "a size, as in 512M or 2G",
-    "length": "auto or a whole number",
-    "numbers": "numbers, as in 2,6,11",
+# Of each kind: how a value is read, and what it must be, in words.
+_KINDS: dict[str, tuple[Callable[[object], Any], str]] = {
+    "text": (_text, "text in quotes"),
+    "count": (_count, "a whole number"),
+    "number": (_number, "a number"),
+    "seconds": (_number, "a number of seconds"),
+    "switch": (_switch, "true or false"),
+    "list": (_list, "a list of texts"),
+    "size": (_size, "a size, as in 512M or 2G"),
+    "length": (_length, "auto or a whole number"),
+    "numbers": (_numbers, "numbers, as in 2,6,11"),
 }
 SPELT = ("size", "length", "numbers")  # kinds that a command line takes as text
-_KINDS = {str: "text", int: "count", float: "number", bool: "switch"}
+_KIND_OF = {str: "text", int: "count", float: "number", bool: "switch"}
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -195,7 +185,7 @@ def entries(table: type, place: str) -> Iterator[TableEntry]:
         hint = hints[item.name]
         inner = [part for part in get_args(hint) if part is not NoneType]
         kind = hint if get_origin(hint) is tuple or not inner else inner[0]
-        own = key.kind or _KINDS.get(kind, "list")
+        own = key.kind or _KIND_OF.get(kind, "list")
         optional = NoneType in get_args(hint)
         yield TableEntry(item.name, kind, optional, item.default, replace(key, kind=own))
 

@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, log_probabilities
+from paceline.core.sampling import Rows, adjusted
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
@@ -204,7 +204,7 @@ def test_logprobs_along_the_accepted_path(count):
     logits, checks = batch(generator, logprobs=count)
     verdicts = Verifier("auto", generator)(logits, checks)
     assert any(len(verdict.path) > 1 for verdict in verdicts)
-    expected = log_probabilities(logits, Rows.of(checks))
+    expected = torch.log_softmax(adjusted(logits, Rows.of(checks)), dim=-1)
     for check, verdict in zip(checks, verdicts, strict=True):
         rows = [check.start, *(check.start + 1 + node for node in verdict.path)]
         assert len(verdict.logprobs) == len(verdict.tokens) == len(rows)

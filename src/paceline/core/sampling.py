@@ -153,15 +153,6 @@ def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
 
 
-def log_probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: what ``logprobs`` reports.
-
-    The log-softmax of the logits after bias and penalties (along the tree path), but before
-    temperature and truncation, so that it does not depend on how the tokens are drawn.
-    """
-    return torch.log_softmax(adjusted(logits, rows), dim=-1)
-
-
 # --- bias, min_tokens, penalties -----------------------------------------------------------------
 
 

@@ -72,23 +72,16 @@ class NGramPool:
 
 
 @dataclass
-class _Column:
-    """A column in the tree: its tokens there, and the row whose choice goes on from them."""
-
-    tokens: list[int]
-    row: int
-
-
-@dataclass
 class _State:
     """Window and pool of one sequence; ``drafted`` and ``nodes`` describe the tree of this step.
 
-    ``columns`` are W lists of N - 1 tokens, the first of them the head.
+    ``columns`` are W lists of N - 1 tokens, the first of them the head. ``drafted``: of each column
+    in the tree its tokens there, and the row whose choice goes on from them.
     """
 
     columns: list[list[int]]
     pool: NGramPool
-    drafted: list[_Column] = field(default_factory=list)
+    drafted: list[tuple[list[int], int]] = field(default_factory=list)
     nodes: int = 0
 
 
@@ -169,7 +162,7 @@ class LookaheadDrafter(LookupDrafter):
             node = -1
             for token in path:
                 node = node_of[node, token]
-            state.drafted.append(_Column(column, node + 1))
+            state.drafted.append((column, node + 1))
         return tokens, parents
 
     def _start(self, seq: SequenceView) -> _State:
@@ -189,8 +182,8 @@ class LookaheadDrafter(LookupDrafter):
                 state.drafted = []
 
     def _advance(self, state: _State, commit: Commit) -> None:
-        for j, column in enumerate(state.drafted):
-            ngram = [*column.tokens, commit.choices[column.row]]
+        for j, (tokens, row) in enumerate(state.drafted):
+            ngram = [*tokens, commit.choices[row]]
             # What follows the last committed token is known by now: no use for wrong n-grams.
             if j or ngram[1] == commit.choices[0]:
                 state.pool.add(ngram)

@@ -217,11 +217,6 @@ class ModelDrafter(LevelDrafter):
     def _feed(self, item: Slice) -> Feed | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there
         is no cache for it."""
-        state = self._state(item)
-        return None if state is None else self._catch_up(item, state)
-
-    def _state(self, item: Slice) -> _State | None:
-        """State of a sequence to be advanced in this step; None if it is left alone."""
         seq = item.seq
         state = self._states.get(seq.seq_id)
         if state is None:
@@ -230,7 +225,8 @@ class ModelDrafter(LevelDrafter):
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
         # A prompt chunk is prefilled along with the target's; a plain step is caught up on later.
-        return state if (drafts or not item.decodes) and not beyond else None
+        left_alone = beyond or (item.decodes and not drafts)
+        return None if left_alone else self._catch_up(item, state)
 
     def _read(self, state: _State, tokens: Sequence[int]) -> None:
         """The next tokens of a sequence."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
@@ -62,7 +61,10 @@ class PredictedDrafter:
         seq = item.seq
         own = self._trees.get(seq.seq_id)
         if own is None:
-            own = self._trees[seq.seq_id] = _tree_of(seq)
+            own = self._trees[seq.seq_id] = SuffixTree(_DEPTH)
+            own.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
+            own.extend(seq.params.prediction)
+            own.finish()
         length = min(item.draft_length, self._drafter.max_nodes(item.draft_length))
         text = seq.tokens[-_DEPTH:]
         guess = own.speculate(text, length, length, _FACTOR, _OFFSET, _LEAST)
@@ -82,11 +84,3 @@ class PredictedDrafter:
     def forget(self, seq_id: int) -> None:
         self._trees.pop(seq_id, None)
         self._drafter.forget(seq_id)
-
-
-def _tree_of(seq: SequenceView) -> SuffixTree:
-    tree = SuffixTree(_DEPTH)
-    lead = seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length]
-    tree.extend([*lead, *seq.params.prediction])
-    tree.finish()
-    return tree

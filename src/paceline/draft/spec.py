@@ -245,7 +245,7 @@ class DraftSpec(ABC):
                 raise ConfigError(f"draft {cls.kind!r} has no option {key}; it knows: {knows}")
             else:
                 values[known[key].name] = cls._value(known[key], value)
-        if argument is not None and argument.name not in values and _required(argument):
+        if argument and argument.name not in values and argument.default is MISSING:
             needs = argument.metadata["needs"]
             raise ConfigError(f"draft {cls.kind!r} needs {needs}: {cls.kind}:PATH")
         return cls(**values)
@@ -285,10 +285,6 @@ class DraftSpec(ABC):
         own = self.argument()
         parts = [*([] if own is None else [own]), *(f"{k}={v}" for k, v in self.given().items())]
         return ":".join([self.kind, *([",".join(parts)] if parts else [])])
-
-
-def _required(of: Field[Any]) -> bool:
-    return of.default is MISSING
 
 
 def _key(of: Field[Any]) -> str:

@@ -63,18 +63,13 @@ class SuffixTree:
         self._stream = array("i")  # all texts, each followed by _END when it is finished
         self._base = 0  # position of the stream's first token: positions never change
         self._lengths: deque[int] = deque()  # of the finished texts, oldest first
-        self._open = 0  # tokens of the unfinished text
+        self.open_tokens = 0  # of the text that still grows
         # Suffixes of the unfinished text that end in a node: the next token takes them on.
         self._active: list[tuple[int, _Node]] = []
 
     def __len__(self) -> int:
         """Tokens of all texts."""
         return self._root.count
-
-    @property
-    def open_tokens(self) -> int:
-        """Tokens of the text that still grows."""
-        return self._open
 
     # -- growing and shrinking ---------------------------------------------------------------
 
@@ -86,16 +81,16 @@ class SuffixTree:
             self._active.append((position, self._root))
             self._root.count += 1
             self._advance(token)
-        self._open += len(tokens)
+        self.open_tokens += len(tokens)
 
     def finish(self) -> None:
         """End the newest text; what is appended from now on is another one."""
-        if self._open:
+        if self.open_tokens:
             self._stream.append(_END)
             self._advance(_END)
             self._active = []
-            self._lengths.append(self._open)
-            self._open = 0
+            self._lengths.append(self.open_tokens)
+            self.open_tokens = 0
 
     def _advance(self, token: int) -> None:
         """Take every active suffix one token on; those that reach a list stay there."""
@@ -140,7 +135,7 @@ class SuffixTree:
 
     def drop_oldest(self) -> None:
         """Forget the oldest finished text. There must be one, and no open text."""
-        assert self._lengths and not self._open
+        assert self._lengths and not self.open_tokens
         length = self._lengths.popleft()
         for position in range(self._base, self._base + length):
             self._remove(position)

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
@@ -169,11 +168,9 @@ class Drive:
     def __enter__(self) -> Drive:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-        if error is None:
+        if kind is None:
             start = time.perf_counter()
             self._account(self.engine.clock.totals())  # on a GPU this waits for the last step
             self.seconds += time.perf_counter() - start

@@ -12,7 +12,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _END_ROLES = ("eos", "eot", "eom")  # of a text, of a turn, of a message
-_PLAIN = {"F32", "F16", "BF16", "F64"}
+PLAIN = {"F32", "F16", "BF16", "F64"}
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 # Vocabularies whose merges never cross a digit, where transformers does not know it by itself:
 # llama.cpp parts digits first for all of these, and then as GPT-2 does.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -82,7 +83,7 @@ class GgufFile:
     @property
     def quantised(self) -> tuple[str, ...]:
         """The packed types in it; empty if all tensors are plain numbers."""
-        return tuple(name for name in self.types if name not in _PLAIN)
+        return tuple(name for name in self.types if name not in PLAIN)
 
     @cached_property
     def end_tokens(self) -> list[int]:
@@ -125,14 +126,15 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         with stage(f"reading the header of {path.name}"):
             reader = GGUFReader(path)
             fields = {
-                key: None if _is_list(field) else field.contents()
+                # Lists are vocabularies and merges: long, and nothing here asks for them.
+                key: None if len(field.types) > 1 else field.contents()
                 for key, field in reader.fields.items()
             }
     except Exception as error:  # numpy's and struct's, of whatever the bytes lead to
-        kind = _unknown_type(error)
+        kind = _UNKNOWN_TYPE.search(str(error))
         if kind is not None:
             raise UnsupportedModelError(
-                f"{path} holds the quantisation type number {kind}, which the installed gguf "
+                f"{path} holds the quantisation type number {kind[1]}, which the installed gguf "
                 "package does not know; update it, or take another quantisation"
             ) from None
         raise ModelLoadError(
@@ -154,18 +156,18 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
     return file
 
 
-def _is_list(field: Any) -> bool:
-    """Vocabularies and merges: long, and nothing here asks for them."""
-    return len(field.types) > 1
+def meant_instead(path: Path, fits: Callable[[Path], bool]) -> str:
+    """What to do about a path that does not exist; entries beside it that fit may be meant."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    near = difflib.get_close_matches(
+        path.name, [entry.name for entry in beside if fits(entry)], n=1
+    )
+    return f"did you mean {path.parent / near[0]}?" if near else "check the path"
 
 
 def _check_there(path: Path) -> None:
     if not path.is_file():
-        near = []
-        if path.parent.is_dir():
-            names = [entry.name for entry in path.parent.glob(f"*{SUFFIX}")]
-            near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        hint = meant_instead(path, lambda entry: entry.suffix == SUFFIX)
         raise ModelLoadError(f"GGUF file {path} does not exist; {hint}")
     try:
         with path.open("rb") as file:
@@ -176,11 +178,6 @@ def _check_there(path: Path) -> None:
         raise ModelLoadError(
             f"{path} does not begin as GGUF files do; download or copy it again, or name another"
         )
-
-
-def _unknown_type(error: Exception) -> str | None:
-    found = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
-    return None if found is None else found[1]
 
 
 def _check(file: GgufFile, reader: GGUFReader) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.model.gguf import PLAIN
 from paceline.model.quantised.blocks import can_keep, weight_of_blocks
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 from paceline.stages import say, stage
 
 _HEAD, _EMBEDDING = "output", "token_embd"  # a file without the one uses the other for both
-_PLAIN = {"F32", "F16", "BF16", "F64"}
 
 
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
@@ -54,7 +54,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
             if weight is not None:
                 parent, _, last = name.rpartition(".")
                 setattr(hf.get_submodule(parent), last, QuantisedLinear(weight, module.bias))
-            elif kind not in _PLAIN:
+            elif kind not in PLAIN:
                 left[kind or "no tensor of its own"] += 1
             progress.advance()
     if left:
@@ -66,7 +66,7 @@ def _as_laid_out(weight: QuantisedWeight, module: nn.Linear, config: Any) -> Qua
     """The weight with its rows in the module's order; None if no order gives its numbers."""
     wanted = module.weight.detach().float()
     for order in _orders(weight.shape[0], config):
-        found = weight if order is None else weight.reordered(order)
+        found = weight if order is None else weight.rows(order)
         if found.shape == wanted.shape and _same(found.dense(), wanted):
             return found
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Iterator
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from paceline.model.gguf import SUFFIX, dequantising, gguf_file, read_gguf
+from paceline.model.gguf import SUFFIX, dequantising, gguf_file, meant_instead, read_gguf
 from paceline.model.gguf_weights import keep_blocks
-from paceline.model.names import resolve
+from paceline.model.names import located
 from paceline.model.precision import (
     dense_tensors,
     keeps,
@@ -56,9 +55,7 @@ def load_module(
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
-    path = resolve(name)
-    if path.startswith("~"):
-        path = str(Path(path).expanduser())
+    path = located(name)
     gguf = gguf_file(path)
     if gguf is not None:
         module = _of_gguf(name, gguf, number, attention)
@@ -76,27 +73,14 @@ def load_module(
         check_architecture(config)
         options = quantization_of(config)
         if options is not None and is_path(path) and keeps(options, place):
-            module = _quantised(name, Path(path), config, number, attention or ATTENTION, options)
+            number = number or torch.float32
+            tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
+            del config.quantization_config  # transformers is to see a plain model
+            module = _weights(name, path, config, number, attention or ATTENTION, tensors)
+            put_back(name, module, weights)
         else:
             module = _weights(name, path, config, number, attention or ATTENTION, **placement)
     return module if placement else module.to(place)
-
-
-def _quantised(
-    name: str,
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype | None,
-    attention: str,
-    options: dict[str, Any],
-) -> Any:
-    """The module of a quantised checkpoint, its weights kept as they are."""
-    number = dtype or torch.float32
-    tensors, weights = dense_tensors(name, weight_files(folder), options, number)
-    del config.quantization_config  # transformers is to see a plain model
-    module = _weights(name, str(folder), config, number, attention, tensors)
-    put_back(name, module, weights)
-    return module
 
 
 def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | None) -> Any:
@@ -182,11 +166,7 @@ def is_path(path: str) -> bool:
 def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
-        near = []
-        if folder.parent.is_dir():
-            siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-            near = difflib.get_close_matches(folder.name, siblings, n=1)
-        hint = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
+        hint = meant_instead(folder, Path.is_dir)
         raise ModelLoadError(f"model folder {name} does not exist; {hint}")
     if not folder.is_dir():
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")

@@ -34,7 +34,7 @@ from paceline.model.loading import (
     resolve_dtype,
     weight_files,
 )
-from paceline.model.names import resolve
+from paceline.model.names import located
 from paceline.model.precision import quantization_of
 from paceline.model.tensorfile import read_table
 
@@ -119,10 +119,11 @@ def plan_offload(
         skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(number)
     skeleton.tie_weights()
     layers = dict(_layers(skeleton))
+    within = tuple(f"{layer}." for layer in layers)
     rest = {
         owner: module
         for owner, module in skeleton.named_modules()
-        if (module._parameters or module._buffers) and not _within(owner, layers)
+        if (module._parameters or module._buffers) and not f"{owner}.".startswith(within)
     }
     left = free_memory(place) // 2 if memory is None else memory
     tensors = {
@@ -159,9 +160,7 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
             f"{asked} on a processor: the weights are in its memory already; use disk for those "
             "that do not fit, or a device that has its own"
         )
-    path = resolve(name)
-    if path.startswith("~"):
-        path = str(Path(path).expanduser())
+    path = located(name)
     if gguf_file(path) is not None:
         raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
     files: list[Path] = []
@@ -188,16 +187,9 @@ def _layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((f"{owner}.{index}", layer) for index, layer in enumerate(found))
 
 
-def _within(name: str, layers: dict[str, nn.Module]) -> bool:
-    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-
-
 def _stored(files: list[Path], away: list[str], otherwise: int) -> int:
     """Bytes that layers take in a checkpoint whose names are the module's, mostly so."""
     entries = {key: e for file in files for key, e in read_table(file).entries.items()}
-    found = [e.end - e.start for key, e in entries.items() if key.startswith(_prefixes(away))]
+    within = tuple(f"{layer}." for layer in away)
+    found = [e.end - e.start for key, e in entries.items() if key.startswith(within)]
     return sum(found) if found or not away else otherwise
-
-
-def _prefixes(layers: list[str]) -> tuple[str, ...]:
-    return tuple(f"{layer}." for layer in layers)

@@ -19,6 +19,7 @@ from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
+from paceline.model.backends.reference.recognise import relative_error
 from paceline.model.gguf import gguf_file
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
@@ -167,15 +168,14 @@ class CausalModel:
         ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
         the output of the final norm, which the language-model head sees.
         """
-        if self.native is not None:
+        if self.native is not None or self.lean is not None:
             for layer in features:
                 self._check_feature(layer)
+        if self.native is not None:
             return self.native(batch, cache, features)
         step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
         batch = step.batch
         if self.lean is not None:
-            for layer in features:
-                self._check_feature(layer)
             return self.lean(batch, partial(paged_attention, step=step), features)
         for layer in features:
             if layer not in self._hooked:
@@ -317,20 +317,17 @@ class CausalModel:
         Recurrent state, convolutions over rows and ignored position ids all break this.
         """
         cache = PagedCache(self.cache_shapes, 2, 2, self.dtype, self.device)
-        first, second = self._forward_all(_probe_batch(self.device, 2), cache).chunk(2)
-        cached = self._forward_all(_probe_batch(self.device, 1, context=1), cache)
+        first, second = self(_probe_batch(self.device, 2), cache).logits.chunk(2)
+        cached = self(_probe_batch(self.device, 1, context=1), cache).logits
         # What is rounded otherwise elsewhere may turn a code of quantised activations.
         exact = self.dtype == torch.float32 and not is_quantised(self.hf)
         limit = 1e-2 if exact else 0.25
         for other in (second[-1:], cached):
-            if not _distance(first[-1:], other) <= limit:
+            if not relative_error(other, first[-1:]) <= limit:
                 raise UnsupportedModelError(
                     f"{type(self.hf).__name__}: a layer keeps state outside its keys and values "
                     "(recurrent, convolutional or position-blind), which cannot be rolled back"
                 )
-
-    def _forward_all(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
-        return self(batch, cache).logits.float()
 
 
 @contextmanager
@@ -350,11 +347,6 @@ def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
             f"{name} is quantised in the format {options.get('quant_method')}, whose library "
             f"cannot run it here ({lines[0]}); take another form of the model"
         ) from None
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    scale = (a - a.mean()).norm() + 1e-6
-    return float((a - b).norm() / scale)
 
 
 def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Batch:

@@ -22,7 +22,7 @@ from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.reference.norms import slow_norm
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
 from paceline.model.precision import is_quantised, quantise_loaded
-from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.quantised.weights import QuantisedLinear, plain_linear
 from paceline.model.target import CausalModel
 
 _TWINS: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
@@ -49,15 +49,8 @@ class _Original(nn.Linear):
 
     def plain(self) -> nn.Module:
         """The layer itself if it is a plain one, else one of the same numbers."""
-        source = self._sources[0]
-        if isinstance(source, nn.Linear):
-            return source
-        linear = nn.Linear(1, 1, bias=False)
-        linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias, requires_grad=False)
-        return linear
+        source: nn.Module = self._sources[0]
+        return source if isinstance(source, nn.Linear) else plain_linear(self.weight, self.bias)
 
 
 def quantised_twin(model: CausalModel, precision: str) -> CausalModel:

@@ -90,7 +90,10 @@ class Request:
             if commit.error is not None:
                 text = self._end(commit.error)
             else:
-                text = self._read(commit)
+                text = ""
+                if self._text is not None:  # somebody sees it grow
+                    self._text.read(commit.tokens)
+                    text = self._text.take()
                 if commit.finish_reason is not None:
                     text += self._finish(commit.finish_reason)
         except Exception as error:
@@ -108,13 +111,6 @@ class Request:
                     logprobs,
                 )
             )
-
-    def _read(self, commit: Commit) -> str:
-        """What its tokens add to the text, if that is looked at while it grows."""
-        if self._text is None:
-            return ""
-        self._text.read(commit.tokens)
-        return self._text.take()
 
     def fail(self, message: str) -> None:
         """End it with what it has and an error; nothing if it has ended."""

@@ -79,11 +79,11 @@ class Ticket:
         self.written = 0  # tokens so far
         self.done: list[CompletionRecord] = []
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.open = count  # sequences that are not complete
+        self.error: Exception | None = None  # what ended it
         self._client = client
-        self._open = count
         self._events: list[Event] = []
         self._unread = 0
-        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,9 +97,9 @@ class Ticket:
         Raises DeadlineError, CacheMemoryError, EngineError or whatever else ended it.
         """
         while not self._events:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
+            if self.error is not None:
+                raise self.error
+            if not self.open:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -132,7 +132,7 @@ class Ticket:
         """Without waking the handler."""
         count = len(event.token_ids)
         if event.completion is not None:
-            self._open -= 1
+            self.open -= 1
             self.done.append(event.completion)
             self.written += count or len(event.completion.token_ids)
         else:
@@ -144,30 +144,17 @@ class Ticket:
             self._events.clear()
             self._expire(SlowReaderError())
 
-    @property
-    def open(self) -> int:
-        """Sequences that are not complete."""
-        return self._open
-
-    @property
-    def complete(self) -> bool:
-        return not self._open
-
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """The end, after what has come."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         if not self.accepted.done():
             self.accepted.set_result(None)  # ``submit`` looks for the error
         self.wake()
-
-    @property
-    def error(self) -> Exception | None:
-        return self._error
 
     def stop_timer(self) -> None:
         if self._timer is not None:
@@ -302,7 +289,7 @@ class EngineClient(ABC):
                 touched[event.ticket] = ticket
         for ticket in touched.values():
             ticket.wake()
-            if ticket.complete:
+            if not ticket.open:
                 ticket.stop_timer()
                 self._tickets.pop(ticket.number, None)
 

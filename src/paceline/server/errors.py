@@ -75,32 +75,32 @@ def check_text(text: str, param: str) -> None:
 _NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
 
 
+# Status, type, field and code of errors whose line a client may read, subclasses first.
+_OURS, _THEIRS = "server_error", "invalid_request_error"
+_SHOWN: tuple[tuple[type[PacelineError], int, str, str | None, str | None], ...] = (
+    (BusyError, 429, "rate_limit_error", None, "queue_full"),
+    (DrainingError, 503, _OURS, None, "shutting_down"),
+    (CacheMemoryError, 400, _THEIRS, None, "context_length_exceeded"),
+    (GoneError, 503, _OURS, None, "engine_lost"),
+    (ClientGoneError, 499, _OURS, None, "cancelled"),
+    (SlowReaderError, 408, _THEIRS, None, "slow_reader"),
+    (RequestFailedError, 500, _OURS, None, "request_failed"),
+    (EngineError, 500, _OURS, None, None),
+    (GrammarError, 400, _THEIRS, "response_format", "invalid_schema"),
+)
+
+
 def as_api_error(error: Exception) -> APIError:
     """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
     message = str(error)
     if isinstance(error, APIError):
         return error
-    if isinstance(error, BusyError):
-        return APIError(message, 429, "rate_limit_error", code="queue_full")
-    if isinstance(error, DrainingError):
-        return APIError(message, 503, "server_error", code="shutting_down")
     if isinstance(error, DeadlineError):
-        status, kind = (408, "invalid_request_error") if error.own else (504, "server_error")
+        status, kind = (408, _THEIRS) if error.own else (504, _OURS)
         return APIError(message, status, kind, code="deadline_exceeded")
-    if isinstance(error, CacheMemoryError):
-        return APIError(message, 400, code="context_length_exceeded")
-    if isinstance(error, GoneError):
-        return APIError(message, 503, "server_error", code="engine_lost")
-    if isinstance(error, ClientGoneError):
-        return APIError("the client has gone", 499, "server_error", code="cancelled")
-    if isinstance(error, SlowReaderError):
-        return APIError(message, 408, code="slow_reader")
-    if isinstance(error, RequestFailedError):
-        return APIError(message, 500, "server_error", code="request_failed")
-    if isinstance(error, EngineError):
-        return APIError(message, 500, "server_error")
-    if isinstance(error, GrammarError):
-        return APIError(message, 400, param="response_format", code="invalid_schema")
+    for known, status, kind, param, code in _SHOWN:
+        if isinstance(error, known):
+            return APIError(message, status, kind, param, code)
     if isinstance(error, PacelineError):
         named = _NAMED.match(message) if isinstance(error, ConfigError) else None
         return APIError(message, 400, param=named and named[1])

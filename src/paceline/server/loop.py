@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, ConfigError, EngineLostError, PacelineError
 from paceline.server.failures import (
     BusyError,
@@ -26,13 +27,13 @@ from paceline.server.failures import (
     GoneError,
     RequestFailedError,
 )
-from paceline.server.observer import Guarded, Observer, SilentObserver
 from paceline.server.records import Event, completion_of, event_of, logprobs_of
 from paceline.server.wire import Ended, Fault, Lost, StepEvents, WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.request.request import Request
+    from paceline.server.metrics import Metrics
 
 log = logging.getLogger("paceline.server")
 
@@ -66,12 +67,13 @@ class EngineLoop:
         llm: LLM,
         max_queue: int,
         post: Callable[[WireMessage], None],
-        observer: Observer | None = None,
+        metrics: Metrics,
     ) -> None:
         self.llm = llm
         self.lost: str | None = None  # why the thread has ended, if that was not asked for
         self._max_queue, self._post = max_queue, post
-        self._observer = Guarded(observer or SilentObserver())
+        self._metrics = metrics
+        self._untold: set[str] = set()  # what the metrics have failed at
         self._reserved: dict[int, int] = {}  # sequences that are being prepared, by ticket
         self._inbox: deque[EngineJob] = deque()
         self._jobs: list[EngineJob] = []
@@ -209,7 +211,7 @@ class EngineLoop:
             with self._wake:  # in one of the two lists whenever another thread looks
                 job = self._inbox.popleft()
                 self._jobs.append(job)
-            self._observer.queued(job.requests)
+            self._tell("queued", job.requests)
             if job.ticket in self._cancelled:
                 continue
             try:
@@ -237,8 +239,17 @@ class EngineLoop:
             self._recover(error)
             return
         self._failures = 0
-        self._observer.stepped(self.llm, advanced)
+        self._tell("stepped", self.llm, advanced)
         self._publish()
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """To the metrics, whose failures are logged, each kind once, and go no further."""
+        try:
+            getattr(self._metrics, what)(*arguments)
+        except Exception as error:
+            if what not in self._untold:  # every step would fill the log
+                self._untold.add(what)
+                log.exception("Metrics.%s failed; decoding goes on", what, exc_info=error)
 
     def _publish(self) -> None:
         events: list[Event] = []
@@ -274,7 +285,7 @@ class EngineLoop:
                 record = completion_of(completion)
                 events.append(Event(job.ticket, request.number, request.index, completion=record))
             job.open.remove(request)
-            self._observer.finished(request, completion.finish_reason)
+            self._tell("finished", request, completion.finish_reason)
             seconds = completion.stats.decode_seconds
             self._request_seconds += 0.1 * (seconds - self._request_seconds)
         return None
@@ -282,7 +293,7 @@ class EngineLoop:
     def _drop(self, job: EngineJob, outcome: str, error: Exception) -> None:
         """A job ends before its requests do."""
         for request in job.open:
-            self._observer.finished(request, outcome)
+            self._tell("finished", request, outcome)
         self._forget(job)
         self._post(Ended(job.ticket, Fault.of(error)))
 
@@ -327,7 +338,7 @@ class EngineLoop:
             self._reserved.clear()
         ending: Exception = DrainingError("the server has shut down")
         if error is not None:
-            self.lost = _line(error)
+            self.lost = Failure.of(error).message
             ending = GoneError()
             planned = isinstance(error, EngineLostError)
             log.critical(
@@ -335,7 +346,7 @@ class EngineLoop:
             )
         for job in jobs:
             for request in job.open:
-                self._observer.finished(request, "cancelled" if error is None else "error")
+                self._tell("finished", request, "cancelled" if error is None else "error")
             _quietly(self.llm.release, job.requests)
         if self.lost is not None:  # first, so that nobody who is told finds the server alive
             _quietly(self._post, Lost(self.lost))
@@ -349,11 +360,3 @@ def _quietly(action: Callable[[Any], None], argument: Any) -> None:
         action(argument)
     except Exception as error:
         log.debug("while the engine's thread ended: %s", error)
-
-
-def _line(error: BaseException) -> str:
-    """An exception in one line."""
-    words = " ".join(str(error).split())
-    if isinstance(error, EngineLostError):
-        return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -28,7 +28,7 @@ _DECAY = 0.995  # of the gauges' memory, a draft: about the last two hundred
 
 
 class Metrics:
-    """The observer of one ``EngineLoop``, with a registry of its own (no global state)."""
+    """What one ``EngineLoop`` tells, in a registry of its own (no global state)."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -189,6 +189,7 @@ class Metrics:
         self._phases, self._before = seconds, sequences
 
     def finished(self, request: Request, outcome: str) -> None:
+        """``outcome``: "stop", "length", "cancelled", "deadline" or "error"."""
         self.requests.labels(outcome).inc()
         self.request_time.observe(time.perf_counter() - request.seq.queued)
         self._begun.discard(request.seq.seq_id)

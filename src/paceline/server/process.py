@@ -19,8 +19,6 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.server.wire import REPLIES, Failed, Hello, LoadModel, framed, read_message
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from paceline.server.config import ServeConfig
     from paceline.server.records import Facts
 
@@ -94,10 +92,5 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()

@@ -106,23 +106,15 @@ def logprobs_of(entries: list[TokenLogprob] | None) -> list[LogprobRecord] | Non
 
 def completion_of(done: completion.Completion) -> CompletionRecord:
     stats = done.stats
+    *same, _ = Stats.__struct_fields__
+    last = stats.arrivals[-1][0] if stats.arrivals else 0.0
     return CompletionRecord(
         done.text,
         done.token_ids,
         logprobs_of(done.logprobs),
         done.finish_reason,
         done.draft_mask,
-        Stats(
-            stats.drafted_tokens,
-            stats.accepted_tokens,
-            stats.acceptance_rate,
-            stats.mean_accepted_length,
-            stats.acceptance_per_position,
-            stats.target_steps,
-            stats.cached_tokens,
-            stats.time_to_first_token,
-            stats.arrivals[-1][0] if stats.arrivals else 0.0,
-        ),
+        Stats(**{name: getattr(stats, name) for name in same}, seconds=last),
         done.lossy,
         logprobs_of(done.prompt_logprobs),
     )

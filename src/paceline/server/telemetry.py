@@ -26,23 +26,8 @@ _OPERATIONS = {
     "/v1/messages": "chat",
 }
 _SYSTEM = "paceline"
-# As the conventions advise, in seconds.
-_DURATIONS = (
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-    0.64,
-    1.28,
-    2.56,
-    5.12,
-    10.24,
-    20.48,
-    40.96,
-    81.92,
-)
+# As the conventions advise, in seconds: from 0.01 to 81.92.
+_DURATIONS = tuple(0.01 * 2**doubled for doubled in range(14))
 _TOKEN_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 

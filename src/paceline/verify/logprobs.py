@@ -14,7 +14,8 @@ from paceline.verify.layout import layout_of
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Log-softmax of the adjusted logits (after bias and penalties, before temperature).
+    """Log-softmax of the adjusted logits: after bias and penalties (along the tree path), but
+    before temperature and truncation, so that it does not depend on how the tokens are drawn.
 
     ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
     row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count].

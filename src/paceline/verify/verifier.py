@@ -197,8 +197,7 @@ class Verifier:
             row_list, node_list = _places(checks, methods, method)
             row_index = to_device(row_list, probs.device)
             part = _apply(method, probs.index_select(0, row_index), chosen)
-            stop, _ = aligned(stop, part.stop)
-            _, part_stop = aligned(stop, part.stop)
+            stop, part_stop = aligned(stop, part.stop)
             stop = stop.index_copy(0, row_index, part_stop)
             accept[to_device(node_list, probs.device)] = part.accept
         return RuleProbabilities(accept, stop)
@@ -298,15 +297,12 @@ def _rows_of(logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
     return logits if logits.shape[0] == total else logits[:total]
 
 
-def _widened(q: torch.Tensor, width: int) -> torch.Tensor:
-    return torch.nn.functional.pad(q, (0, width - q.shape[1]))
-
-
 def _apply(method: LosslessRule, probs: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities:
     """One procedure on the distributions [R, V] of some checks with sampled drafts."""
     draft_probs = [check.tree.q for check in checks if check.tree.q is not None]
     width = max(q.shape[1] for q in draft_probs)
-    wide = [q if q.shape[1] == width else _widened(q, width) for q in draft_probs]
+    pad = torch.nn.functional.pad
+    wide = [q if q.shape[1] == width else pad(q, (0, width - q.shape[1])) for q in draft_probs]
     # Neither rule writes to q, so a lone tree's needs no copy.
     p, q = aligned(probs, torch.cat(wide) if len(wide) > 1 else wide[0])
     tokens = torch.cat([check.tree.tokens for check in checks])

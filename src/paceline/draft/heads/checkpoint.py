@@ -18,7 +18,7 @@ from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 from paceline.files import replace_files, telling
 from paceline.model.loading import read_options
-from paceline.model.names import resolve
+from paceline.model.names import located
 from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
 from paceline.model.tokenizer import first_line
 
@@ -40,9 +40,7 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     ``kind`` names what is read in messages, as in "Medusa heads". Pickled files are read with
     ``weights_only=True``: they can hold tensors, not code. Raises ModelLoadError.
     """
-    path = resolve(name)
-    if path.startswith("~"):
-        path = str(Path(path).expanduser())
+    path = located(name)
     local = Path(path).is_dir()
     if not local and (path.startswith((".", "/")) or path.count("/") != 1):
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")

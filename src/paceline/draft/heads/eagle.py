@@ -159,6 +159,7 @@ class EagleDrafter(LevelDrafter):
         super().__init__(name, cache, policy, generator, self.head.config.max_positions)
         self.features = self.head.config.feature_layers
         self._step = step
+        self._reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
         # A static level takes so many candidates, whatever the head knows.
         self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
         self._states: dict[int, HeadState] = {}
@@ -230,7 +231,7 @@ class EagleDrafter(LevelDrafter):
         """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
         wanted."""
         outputs, logits = self._step(self.cache.batch_of(feeds), self.cache, inputs, fused)
-        if not len(outputs) or logits.shape[1] == self.head.config.vocab_size:
+        if not len(outputs) or not self._reduced:
             return outputs, logits
         return outputs, self._narrow(logits) if self._fits else self.head.expand(logits)
 
@@ -245,8 +246,7 @@ class EagleDrafter(LevelDrafter):
 
     @property
     def growth(self) -> NativeGrowth | None:
-        reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
-        return None if reduced and not self._fits else self._step.growth
+        return self._step.growth if self._fits or not self._reduced else None
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
         config, like = self.head.config, self.cache.kv(0)[0]
@@ -255,8 +255,7 @@ class EagleDrafter(LevelDrafter):
         for seq in seqs:
             self._drafts[seq.seq_id] = _Draft(0, like.new_zeros(1, config.hidden_size))
         logits = like.new_zeros(len(seqs), config.draft_vocab_size)
-        reduced = config.draft_vocab_size < config.vocab_size
-        return self._narrow(logits) if reduced else logits
+        return self._narrow(logits) if self._reduced else logits
 
     def _outputs(self, ids: Sequence[int]) -> torch.Tensor:
         outputs = [self._drafts[seq_id].outputs for seq_id in ids]
@@ -276,9 +275,9 @@ class EagleDrafter(LevelDrafter):
             seq_id = tree.item.seq.seq_id
             own = self._drafts[seq_id]
             assert own.outputs is not None
-            feed = level_feed(tree, self._base(tree.item))
-            above, outputs = tree.above, own.outputs
-            inputs.append(outputs if above is None else outputs.index_select(0, above))
+            feed = level_feed(tree, own.base)
+            above = tree.above
+            inputs.append(own.outputs if above is None else own.outputs.index_select(0, above))
             feeds.append(feed)
             ids.append(seq_id)
             counts.append(len(tree.fresh))

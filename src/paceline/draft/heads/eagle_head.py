@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.vocabulary.shared import widened
+from paceline.draft.trees.narrow import widened
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 

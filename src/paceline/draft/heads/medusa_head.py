@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.vocabulary.shared import widened
+from paceline.draft.trees.narrow import widened
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 

@@ -22,8 +22,13 @@ class Narrow:
 
     def whole(self) -> torch.Tensor:
         """``[R, vocab]``, minus infinity for the others."""
-        rows = self.logits.new_full((len(self.logits), self.vocab), -torch.inf)
-        return rows.index_copy_(1, self.ids, self.logits)
+        return widened(self.logits, self.ids, self.vocab)
+
+
+def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
+    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
 
 
 Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens

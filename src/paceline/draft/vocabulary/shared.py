@@ -205,9 +205,3 @@ class Intersection(SharedVocabulary):
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._source[tokens]
-
-
-def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
-    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
-    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
-    return full.index_copy_(-1, ids, logits)

@@ -74,10 +74,6 @@ class AttentionStep:
     def slots(self) -> Tensor:
         return self.batch.slots
 
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        return self.batch.spans
-
     @classmethod
     def of(
         cls,

@@ -39,8 +39,7 @@ class Grid:
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """Nearest codes (float) of ``values [out, groups, ...]``."""
-        more = values.dim() - self.scales.dim()
-        scales = self.scales.reshape(*self.scales.shape, *[1] * more)
+        scales = self._scales_for(values)
         if self.offsets is not None:
             values = values - self.offsets.reshape(scales.shape)
         codes: torch.Tensor = (values / scales).round().clamp(*self._limits)
@@ -59,10 +58,14 @@ class Grid:
         return least, least + 15 if self.bits == 4 else 127
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
-        more = codes.dim() - self.scales.dim()
-        scales = self.scales.reshape(*self.scales.shape, *[1] * more)
+        scales = self._scales_for(codes)
         found = codes * scales
         return found if self.offsets is None else found + self.offsets.reshape(scales.shape)
+
+    def _scales_for(self, values: torch.Tensor) -> torch.Tensor:
+        """The scales with as many dimensions as ``values`` have."""
+        more = values.dim() - self.scales.dim()
+        return self.scales.reshape(*self.scales.shape, *[1] * more)
 
 
 def _least(bits: int) -> int:

@@ -92,8 +92,8 @@ class QuantisedWeight:
             found += self.offsets.repeat_interleave(self.group, 1)
         return found.to(dtype)
 
-    def rows(self, part: slice) -> QuantisedWeight:
-        """Some of its outputs."""
+    def rows(self, part: slice | torch.Tensor) -> QuantisedWeight:
+        """Some of its outputs, or all in another order."""
         offsets = None if self.offsets is None else self.offsets[part]
         return QuantisedWeight(
             self.codes[part], self.scales[part], self.bits, offsets, self.from_zero
@@ -105,13 +105,6 @@ class QuantisedWeight:
         least = ROW_GROUP // 2 if self.bits == 8 else ROW_GROUP
         whole = self.group % ROW_GROUP == 0 or self.group == least
         return whole and self.shape[1] % ROW_GROUP == 0
-
-    def reordered(self, order: torch.Tensor) -> QuantisedWeight:
-        """Its outputs in another order."""
-        offsets = None if self.offsets is None else self.offsets[order]
-        return QuantisedWeight(
-            self.codes[order], self.scales[order], self.bits, offsets, self.from_zero
-        )
 
     def widened(self, bits: int, group: int, offsets: bool) -> QuantisedWeight:
         """The same numbers in as many bits or more, in smaller groups, with offsets if wanted."""
@@ -183,12 +176,7 @@ class QuantisedLinear(nn.Module):
 
     def plain(self) -> nn.Linear:
         """A plain layer of the numbers that the codes stand for, float32."""
-        linear = nn.Linear(1, 1, bias=False)
-        linear.in_features, linear.out_features = self.in_features, self.out_features
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.float(), requires_grad=False)
-        return linear
+        return plain_linear(self.weight, None if self.bias is None else self.bias.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -200,6 +188,16 @@ class QuantisedLinear(nn.Module):
     def extra_repr(self) -> str:
         w = self.quantised
         return f"in={self.in_features}, out={self.out_features}, bits={w.bits}, group={w.group}"
+
+
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A layer of these very tensors, ``[out, in]`` and ``[out]``."""
+    linear = nn.Linear(1, 1, bias=False)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from paceline.server.api.choices import seen, token_record
 from paceline.server.api.dialogue import Dialogue
@@ -130,20 +130,47 @@ class BlocksAnswer(Answer):
         """The whole answer."""
 
 
-def without_hosted(tools: Any, hosted: tuple[str, ...]) -> Any:
+def text_or(parts: str) -> BeforeValidator:
+    """Of a field that is a text, or a list of objects which are called ``parts``."""
+
+    def checked(given: Any) -> Any:
+        listed = isinstance(given, list) and all(isinstance(part, dict) for part in given)
+        if not (listed or isinstance(given, str)):
+            raise ValueError(f"give a text, or a list of {parts}")
+        return given
+
+    return BeforeValidator(checked)
+
+
+def own_kind(known: str, advice: str) -> BeforeValidator:
+    """Of a tool's type, which is the ``known`` one: others are refused with an advice."""
+
+    def checked(kind: Any) -> Any:
+        if isinstance(kind, str) and kind != known:
+            raise ValueError(f"tools of type {kind[:40]!r} are not supported; {advice}")
+        return kind
+
+    return BeforeValidator(checked)
+
+
+def without_hosted(*hosted: str) -> BeforeValidator:
     """Tools but for those that an API's own servers would run: their types begin with ``hosted``.
 
     A model here is not shown them, so it cannot call them, and they are noted. Where there is
     nothing else they stay, to be refused by name: who asks for a search alone wants one.
     """
-    if not isinstance(tools, list):
-        return tools
-    kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
-    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
-    if kept and len(kept) < len(tools):
-        for kind in dict.fromkeys(kind for kind in kinds if kind.startswith(hosted)):
-            note(f"tools={kind[:40]}")
-    return kept or tools
+
+    def kept(tools: Any) -> Any:
+        if not isinstance(tools, list):
+            return tools
+        kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+        own = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
+        if own and len(own) < len(tools):
+            for kind in dict.fromkeys(kind for kind in kinds if kind.startswith(hosted)):
+                note(f"tools={kind[:40]}")
+        return own or tools
+
+    return BeforeValidator(kept)
 
 
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:

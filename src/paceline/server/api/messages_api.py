@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from paceline.server.api.blocks import as_chat, without_hosted
+from paceline.server.api.blocks import as_chat, own_kind, text_or, without_hosted
 from paceline.server.api.content import Content, text_of
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.errors import APIError
@@ -17,21 +17,10 @@ from paceline.server.requestlog import note
 
 MessageFields = dict[str, Any]  # those of a ChatMessage
 
-# Tools that Anthropic's own servers run.
-_HOSTED = ("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool")
-
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_or_blocks(cls, given: Any) -> Any:
-        blocks = isinstance(given, list) and all(isinstance(block, dict) for block in given)
-        if not (blocks or isinstance(given, str)):
-            raise ValueError("give a text, or a list of content blocks")
-        return given
+    content: Annotated[str | list[dict[str, Any]], text_or("content blocks")]
 
 
 class ClaudeTool(Body):
@@ -40,17 +29,17 @@ class ClaudeTool(Body):
     _passed_over: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
     )
-    type: Literal["custom"] = "custom"
+    type: Annotated[Literal["custom"], own_kind("custom", "describe your own")] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_custom(cls, kind: Any) -> Any:
-        if isinstance(kind, str) and kind != "custom":
-            raise ValueError(f"tools of type {kind[:40]!r} are not supported; describe your own")
-        return kind
+
+# Without those that Anthropic's own servers run.
+ClaudeTools = Annotated[
+    list[ClaudeTool],
+    without_hosted("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool"),
+]
 
 
 class ClaudeChoice(Body):
@@ -78,7 +67,7 @@ class Thinking(Body):
 class CountRequest(Generation):
     messages: list[Turn] = Field(min_length=1)
     system: Content | None = None
-    tools: list[ClaudeTool] = Field(default_factory=list, max_length=128)
+    tools: ClaudeTools = Field(default_factory=list, max_length=128)
     tool_choice: ClaudeChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -86,11 +75,6 @@ class CountRequest(Generation):
     max_tokens: int | None = Field(default=None, ge=1)
     stop_sequences: list[str] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _without_hosted(cls, given: Any) -> Any:
-        return without_hosted(given, _HOSTED)
 
     def chat(self) -> ChatRequest:
         """The same as a chat. Raises APIError."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from paceline.server.api.blocks import as_chat, without_hosted
+from paceline.server.api.blocks import as_chat, own_kind, text_or, without_hosted
 from paceline.server.api.content import text_of
-from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation
+from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
 from paceline.server.errors import APIError
 from paceline.server.fields import Body
 from paceline.server.requestlog import note
@@ -20,12 +20,8 @@ MessageFields = dict[str, Any]  # those of a ChatMessage
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = "answer"
-    description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -40,29 +36,15 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-# Tools that OpenAI's own servers run.
-_HOSTED = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
-    "programmatic_tool_calling",
-)
-
-
 class FlatTool(Body):
     _passed_over: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "async", "defer_loading", "output_schema"}
     )
-    type: Literal["function"]
+    type: Annotated[Literal["function"], own_kind("function", "offer functions")]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_a_function(cls, kind: Any) -> Any:
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"tools of type {kind[:40]!r} are not supported; offer functions")
-        return kind
 
 
 class Namespace(Body):
@@ -72,6 +54,16 @@ class Namespace(Body):
     name: str
     description: str | None = None
     tools: list[FlatTool] = Field(max_length=128)
+
+
+# Without those that OpenAI's own servers run.
+OfferedTools = Annotated[
+    list[FlatTool | Namespace],
+    without_hosted(
+        *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
+        *("tool_search", "programmatic_tool_calling"),
+    ),
+]
 
 
 class FlatChoice(Body):
@@ -86,7 +78,7 @@ def named_within(namespace: str | None, name: str) -> str:
 
 
 class ResponsesRequest(Generation):
-    input: str | list[dict[str, Any]]
+    input: Annotated[str | list[dict[str, Any]], text_or("items")]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     previous_response_id: str | None = None
@@ -94,25 +86,12 @@ class ResponsesRequest(Generation):
     metadata: dict[str, str] = Field(default_factory=dict)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Field(default_factory=Reasoning)
-    tools: list[FlatTool | Namespace] = Field(default_factory=list, max_length=128)
+    tools: OfferedTools = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     include: list[str] = Field(default_factory=list, max_length=64)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _text_or_items(cls, given: Any) -> Any:
-        items = isinstance(given, list) and all(isinstance(item, dict) for item in given)
-        if not (items or isinstance(given, str)):
-            raise ValueError("give a text, or a list of items")
-        return given
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _without_hosted(cls, given: Any) -> Any:
-        return without_hosted(given, _HOSTED)
 
     @model_validator(mode="after")
     def _one_answer(self) -> ResponsesRequest:
@@ -188,26 +167,25 @@ def messages_of(
     for number, item in enumerate(given):
         kind = item.get("type", "message")
         if kind == "item_reference":
-            found = known(str(item.get("id")))
+            name = str(item.get("id"))
+            found = known(name)
             if found is None:
-                raise APIError(
-                    f"input.{number}: no item {str(item.get('id'))[:80]!r} is kept here; send it "
-                    "as it was",
-                    param=f"input.{number}",
-                )
+                raise _wrong(number, f"no item {name[:80]!r} is kept here; send it as it was")
             item, kind = found, found["type"]
         read = _READERS.get(kind) if isinstance(kind, str) else None
         if read is None:
-            raise APIError(
-                f"input.{number}: items of type {str(kind)[:40]!r} are not supported",
-                param=f"input.{number}",
-            )
+            raise _wrong(number, f"items of type {str(kind)[:40]!r} are not supported")
         try:
             read(item, messages)
-        except (KeyError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise APIError(f"input.{number}: {reason}", param=f"input.{number}") from None
+        except KeyError as error:
+            raise _wrong(number, f"{error} is missing") from None
+        except ValueError as error:
+            raise _wrong(number, str(error)) from None
     return messages
+
+
+def _wrong(number: int, reason: str) -> APIError:
+    return APIError(f"input.{number}: {reason}", param=f"input.{number}")
 
 
 def _assistant(messages: list[MessageFields]) -> MessageFields:
