@@ -23,6 +23,29 @@ export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-8589934592}
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
 mkdir -p "$out"
 
+# What runs is a process group of its own, so that nothing goes on writing once this script has
+# ended, however it ends; all of it saves when it is interrupted.
+running=()
+start() {
+  set -m
+  "$@" &
+  set +m
+  running+=($!)
+}
+finish() {
+  local process
+  for process in "${running[@]}"; do wait "$process"; done
+  running=()
+}
+stop() {
+  local process
+  for process in ${running[@]+"${running[@]}"}; do kill -INT -- "-$process" 2> /dev/null || true; done
+  wait
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 # 1. Questions, dealt out: of each shard's three parts two are answered greedily, one sampled.
 [ -s "$out/prompts.jsonl" ] || {
   python "$here/smollm2_prompts.py" "$data" "$out/prompts.jsonl.part" "${PROMPTS:-20000}"
@@ -45,15 +68,13 @@ answer() { # shard, greedy or sampled, then options of `paceline train sample`
 }
 threads=()
 [ "$shards" -gt 1 ] && threads=(--threads 1)
-running=()
-for ((shard = 0; shard < shards; shard++)); do
-  (
-    answer "$shard" greedy ${threads[@]+"${threads[@]}"}
-    answer "$shard" sampled --temperature 0.8 --top-p 0.95 ${threads[@]+"${threads[@]}"}
-  ) &
-  running+=($!)
-done
-for process in "${running[@]}"; do wait "$process"; done
+both() { # shard
+  trap - EXIT INT TERM
+  answer "$1" greedy ${threads[@]+"${threads[@]}"}
+  answer "$1" sampled --temperature 0.8 --top-p 0.95 ${threads[@]+"${threads[@]}"}
+}
+for ((shard = 0; shard < shards; shard++)); do start both "$shard"; done
+finish
 
 # Greedy answers weigh two thirds, whatever their number.
 own=(--target "$model")
@@ -67,13 +88,16 @@ done
 # 3. What drafts. Every place learns its first drafted token; every third one goes on to the fourth.
 together=(--processes "$shards")
 [ "$shards" -gt 1 ] && together+=(--threads 1)
-paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 1024 --long-every 0 \
+start paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 1024 --long-every 0 \
   --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
   --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" --out "$out/eagle3" "$@"
-paceline train medusa "${own[@]}" "${together[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
+finish
+start paceline train medusa "${own[@]}" "${together[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
   --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"
-paceline train draft "${own[@]}" "${together[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \
+finish
+start paceline train draft "${own[@]}" "${together[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \
   --ffn-size 512 --argmax-weight 0.3 --seq-len 512 --batch-tokens 4096 --max-positions 2048 \
   --out "$out/draft" --steps "${DRAFT_STEPS:-1000}" "$@"
+finish
 
 echo "the head is in $out/eagle3/head: paceline generate --model $model --draft eagle3:$out/eagle3/head"

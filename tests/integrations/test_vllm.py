@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline.integrations.vllm import (
     SuffixProposer,
     chain_of,
 )
+from paceline.model.names import resolve
 
 PERIOD = [11, 12, 13, 14, 15, 16, 17, 18]
 ALL = (NGramProposer, SuffixProposer, HybridProposer)
@@ -105,9 +107,21 @@ def test_the_likeliest_path_of_a_tree() -> None:
 VLLM = Path(os.environ.get("PACELINE_TEST_VLLM", "absent"))
 
 
-@pytest.mark.skipif(
+with_vllm = pytest.mark.skipif(
     not VLLM.is_file(), reason="PACELINE_TEST_VLLM names no python that has vLLM installed"
 )
+
+
+def in_vllm(code: str, **named: str) -> str:
+    """What the python that has vLLM prints; ``named`` are in its environment."""
+    source = Path(inspect.getfile(LookupProposer)).parents[2]
+    there = os.environ | {"PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1"} | named
+    done = subprocess.run([str(VLLM), "-c", code], capture_output=True, text=True, env=there)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@with_vllm
 def test_vllm_itself_takes_the_class() -> None:
     """Its own loader imports and makes the proposer (with the python that has vLLM)."""
     code = (
@@ -117,7 +131,44 @@ def test_vllm_itself_takes_the_class() -> None:
         "model = N(max_model_len=64, get_vocab_size=lambda: 100)\n"
         "print(type(create_custom_proposer(N(speculative_config=spec, model_config=model))))\n"
     )
-    source = Path(inspect.getfile(LookupProposer)).parents[2]
-    there = os.environ | {"PYTHONPATH": str(source)}
-    done = subprocess.run([str(VLLM), "-c", code], capture_output=True, text=True, env=there)
-    assert "HybridProposer" in done.stdout, done.stderr[-2000:]
+    assert "HybridProposer" in in_vllm(code)
+
+
+# Three texts at once, of which two begin alike, so that rows come, go and draft from each other.
+DECODE = """
+import json, os
+from vllm import LLM, SamplingParams
+kind = os.environ["KIND"]
+spec = {"method": "custom_class", "model": "paceline.integrations.vllm." + kind}
+more = {"speculative_config": spec | {"num_speculative_tokens": 6}} if kind else {}
+llm = LLM(model=os.environ["MODEL"], dtype="float32", max_model_len=256, enforce_eager=True,
+          max_num_seqs=2, disable_log_stats=False, distributed_executor_backend="uni", **more)
+prompts = ["One day Tom and the dog saw the dog and the cat. " * 2, "Once upon a time"]
+params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+texts = [list(out.outputs[0].token_ids) for out in llm.generate([*prompts, prompts[0]], params)]
+count = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+print("\\n" + json.dumps([texts, count]), flush=True)
+os._exit(0)
+"""
+
+
+@with_vllm
+def test_the_text_inside_vllm_is_that_of_its_plain_decoding() -> None:
+    found = {}
+    for kind in ("", *(kind.__name__ for kind in ALL)):
+        told = in_vllm(
+            DECODE,
+            KIND=kind,
+            MODEL=str(resolve("paceline/tiny")),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_NO_USAGE_STATS="1",
+            DO_NOT_TRACK="1",
+        )
+        found[kind] = json.loads(told.splitlines()[-1])
+    plain, nothing = found.pop("")
+    assert nothing == 0
+    for kind, (texts, accepted) in found.items():
+        assert texts == plain, kind
+        assert accepted > 20, kind

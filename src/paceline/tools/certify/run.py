@@ -297,13 +297,14 @@ class Certifier:
 
     def _bought(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
         places = self.evidence.places
+        full = sum(len(place.drawn) >= self.samples for place in places)
         return CertifySpending(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
             tokens=self.evidence.tokens or self.effort.max_tokens,
             texts=self._compared,
             texts_wanted=self.texts,
-            places=len(places),
+            places=full,
             places_wanted=self.places,
             samples=sum(min(len(place.drawn), self.samples) for place in places),
             samples_wanted=self.places * self.samples,
