@@ -64,3 +64,20 @@ def test_looking_in_vain_takes_a_share_of_the_time(look: float) -> None:
         commits = [Commit(own.seq_id, (1,), scheduled=1, position=1) for own in seqs]
         control.observe(commits, 1.07 + spent, spent)
     assert 0 < looks * look < 0.02 * 2000 * 1.07
+
+
+@pytest.mark.parametrize("found", [0, 4])
+def test_a_disturbed_first_try_does_not_keep_it_from_drafting(found: int) -> None:
+    """Another program took the processor in the first step that looked, or drafted."""
+    control = AdaptiveLength(CostModel(costs(), {"look-up": LOOKUP}), {"it": ("look-up",)})
+    request, tried = seq(), []
+    for step in range(100):
+        if any(control.lengths([request])):
+            tried.append(step)
+        first = tried == [step]
+        if first and found:
+            control.decision.made[0] = control.drafts(request, "look-up", 1)[found - 1]
+        drafted = found if first else 0
+        commit = Commit(0, (1,), drafted=drafted, levels=drafted, scheduled=1, position=1)
+        control.observe([commit], 40.0 if first else 1.0, 39.0 if first and not found else 0.0)
+    assert 1 < len(tried) and tried[1] < 40

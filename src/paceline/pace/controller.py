@@ -23,7 +23,7 @@ _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _READ_ALONG = 8  # unread tokens that cost next to nothing
-_HICCUP = 2.0  # times what was predicted; beyond, a step's time is not the draft's doing
+_SURPRISE = 0.5  # plain steps beyond what was predicted; the rest is hardly the draft's doing
 
 
 class Controller:
@@ -299,10 +299,10 @@ class AdaptiveLength(Controller):
             cost.learn(batch, nodes, seconds - held.looked, drafting, even, passes)
         names = Counter(made[commit.seq_id].name for commit in tried)
         if names:
-            seconds = min(seconds, _HICCUP * (rest + took + reading))
+            seconds = min(seconds, rest + took + reading + _SURPRISE * plain)
         else:  # what was looked for was not found
             names = Counter([*passes, *(n for team in held.looks for n in self.teams[team])])
-            spent = (drafting or 0.0) + held.looked
+            spent = min((drafting or 0.0) + held.looked, _SURPRISE * plain)
             seconds = plain + spent
             if not any(self.ledger.won(name, batch, plain) > 0 for name in names):
                 self._look_from = self._step + int(min(spent / (SHARE * plain), _WAIT))
