@@ -87,6 +87,6 @@ static inline void transpose(V t[16]) {
   }
 }
 
-constexpr int ROWS = 6;               // of a product's register tile, at most
-constexpr int SUMS = 24;              // vectors of sums that registers hold
-constexpr long UNPACKED_FROM = 13;    // rows from which on bf16 weights are unpacked once for all tiles
+constexpr int ROWS = 6;
+constexpr int SUMS = 24;
+constexpr long UNPACKED_FROM = 13;
