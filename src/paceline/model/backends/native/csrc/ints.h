@@ -3,7 +3,8 @@
 // in all of them.
 //
 //   line          64 bytes            low, high    their lower and upper four bits
-//   dot(s, w, x)  lane i of s plus the sum of four products w[4 i + j] (0 .. 255) * x[j] (-127 .. 127)
+//   dot(s, w, x)  lane i of s plus the sum of four products w[4 i + j] (0 .. 255) * x[j] (-127 .. 127);
+//                 not BYTE_DOTS: w at most 15, s from zero on and to be joined with its start at the end
 //   evens, odds   the first and third, second and fourth of each four bytes, as numbers of 16 bits
 //   dot_wide(s, w, x)  lane i of s plus w[2 i] * x[0] + w[2 i + 1] * x[1], all of 16 bits
 //   floats        rounded to the nearest, exact below 2^24

@@ -15,33 +15,47 @@ static inline B high(B b) { return {nibbles(_mm256_srli_epi16(b.a, 4)), nibbles(
 static inline __m256i half_evens(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi16(255)); }
 static inline B evens(B b) { return {half_evens(b.a), half_evens(b.b)}; }
 static inline B odds(B b) { return {_mm256_srli_epi16(b.a, 8), _mm256_srli_epi16(b.b, 8)}; }
-static inline __m256i half_dot(__m256i s, __m256i w, __m256i x) { return _mm256_add_epi32(s, _mm256_madd_epi16(w, x)); }
+// One addition after the other: GCC adds up products first, for which there are no registers.
+static inline __m256i settled(__m256i s) {
+  asm("" : "+x"(s));
+  return s;
+}
+static inline __m256i half_dot(__m256i s, __m256i w, __m256i x) {
+  return settled(_mm256_add_epi32(s, _mm256_madd_epi16(w, x)));
+}
+static inline __m256i half_sum(__m256i s, __m256i w, __m256i x) {
+  return settled(_mm256_add_epi16(s, _mm256_maddubs_epi16(w, x)));
+}
 static inline I dot_wide(I s, B w, int32_t x) {
   __m256i two = _mm256_set1_epi32(x);
   return {half_dot(s.a, w.a, two), half_dot(s.b, w.b, two)};
 }
-// Pairs of products of eight bits overflow sixteen, so even and odd bytes go through madd apart.
+// Beside weights of four bits pairs of products are summed in 16 bits: of the 32 inputs of a span
+// each sum is at most 16 * 15 * 127, which they hold.
+constexpr bool BYTE_DOTS = false;
 static inline I dot(I s, B w, int32_t x) {
-  __m256i four = _mm256_set1_epi32(x), even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8);
-  __m256i odd = _mm256_srai_epi16(four, 8);
-  B first = evens(w), second = odds(w);
-  return {half_dot(half_dot(s.a, first.a, even), second.a, odd), half_dot(half_dot(s.b, first.b, even), second.b, odd)};
+  __m256i four = _mm256_set1_epi32(x);
+  return {half_sum(s.a, w.a, four), half_sum(s.b, w.b, four)};
+}
+static inline I joined(I s, int32_t start) {
+  __m256i one = _mm256_set1_epi16(1), first = _mm256_set1_epi32(start);
+  return {half_dot(first, s.a, one), half_dot(first, s.b, one)};
 }
 static inline V floats(I s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
 static inline V from_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+static inline __m256i as_words(V x) {  // 0-3, 8-11, 4-7, 12-15
+  return _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+}
 static inline void store_bytes(int8_t* p, V a, V b) {  // 32 whole numbers
-  float t[32];
-  store(t, a);
-  store(t + 16, b);
-  for (int i = 0; i < 32; i++) p[i] = static_cast<int8_t>(t[i]);
+  __m256i bytes = _mm256_packs_epi16(as_words(a), as_words(b)), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
 }
 static inline void store_words(int16_t* p, V a) {
-  float t[16];
-  store(t, a);
-  for (int i = 0; i < 16; i++) p[i] = static_cast<int16_t>(t[i]);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(as_words(a), 0xd8));
 }
 
-constexpr int QUANTISED_ROWS = 2;
+constexpr int QUANTISED_ROWS = 6;
+constexpr int QUANTISED_SUMS = 4;

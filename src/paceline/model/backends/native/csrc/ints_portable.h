@@ -24,6 +24,8 @@ static inline B high(B b) {
   for (int i = 0; i < 64; i++) b.v[i] >>= 4;
   return b;
 }
+constexpr bool BYTE_DOTS = true;
+static inline I joined(I s, int32_t) { return s; }
 static inline I dot(I s, B w, int32_t x) {
   int8_t four[4];
   memcpy(four, &x, 4);
@@ -69,3 +71,4 @@ static inline void store_words(int16_t* p, V a) {
 }
 
 constexpr int QUANTISED_ROWS = 2;
+constexpr int QUANTISED_SUMS = 4;

@@ -127,8 +127,8 @@ struct Kernels {
 constexpr long CHUNK = 48;  // rows of a product per pass over the weights
 constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
 inline long product_scratch(long rows, long inputs) {
-  rows = rows < TILED_ROWS ? rows : TILED_ROWS;
-  return STRIPE * PANEL + CHUNK * PANEL + rows * round_up(inputs, STRIPE) * 3 / 4;  // quantised.cpp's is the most
+  long few = rows < CHUNK ? rows : CHUNK, many = rows < TILED_ROWS ? rows : TILED_ROWS;
+  return STRIPE * PANEL + CHUNK * PANEL + round_up(inputs, STRIPE) * (few > many / 2 ? few : many / 2);
 }
 
 // Floats of all heads' results of a row.

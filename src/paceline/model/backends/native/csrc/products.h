@@ -20,39 +20,48 @@ namespace {
 
 struct Floats {
   typedef float Number;
-  static V even(const float* pair, int i) { return load(pair + 16 * i); }
-  static V odd(const float* pair, int i) { return load(pair + PANEL + 16 * i); }
+  static V weights(const float* pair, int i, int odd) { return load(pair + PANEL * odd + 16 * i); }
 };
 
 struct Bf16s {
   typedef uint16_t Number;
-  static V even(const uint16_t* pair, int i) { return even_of(pair + 32 * i); }
-  static V odd(const uint16_t* pair, int i) { return odd_of(pair + 32 * i); }
+  static V weights(const uint16_t* pair, int i, int odd) { return odd ? odd_of(pair + 32 * i) : even_of(pair + 32 * i); }
 };
+
+// The sums of a stripe's inputs of one parity, ODD, or of both (COUNT 2).
+template <class Kind, int ODD, int COUNT, int R, int W>
+inline void sum_stripe(const typename Kind::Number* w, const float* x, long ldx, V (&sums)[2][R][W]) {
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < W; i++)
+      for (int odd = ODD; odd < ODD + COUNT; odd++) sums[odd][r][i] = zero();
+#pragma GCC unroll 2
+  for (int pair = 0; pair < STRIPE / 2; pair++, w += 2 * PANEL, x += 2) {
+    V weights[2][W];
+    for (int i = 0; i < W; i++)
+      for (int odd = ODD; odd < ODD + COUNT; odd++) weights[odd][i] = Kind::weights(w, i, odd);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      for (int odd = ODD; odd < ODD + COUNT; odd++) {
+        V number = set1(x[r * ldx + odd]);
+        for (int i = 0; i < W; i++) sums[odd][r][i] = fma(weights[odd][i], number, sums[odd][r][i]);
+      }
+  }
+}
 
 // Add one stripe of R rows times W vectors of outputs to c [R, ldc].
 template <class Kind, int R, int W>
 inline void stripe(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
-  V even[R][W], odd[R][W];
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < W; i++) even[r][i] = odd[r][i] = zero();
-#pragma GCC unroll 2
-  for (int pair = 0; pair < STRIPE / 2; pair++, w += 2 * PANEL, x += 2) {
-    V e[W], o[W];
-    for (int i = 0; i < W; i++) e[i] = Kind::even(w, i), o[i] = Kind::odd(w, i);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      V first = set1(x[r * ldx]), second = set1(x[r * ldx + 1]);
-      for (int i = 0; i < W; i++) {
-        even[r][i] = fma(e[i], first, even[r][i]);
-        odd[r][i] = fma(o[i], second, odd[r][i]);
-      }
-    }
+  V sums[2][R][W];
+  if constexpr (2 * R * W <= SUMS) {
+    sum_stripe<Kind, 0, 2>(w, x, ldx, sums);
+  } else {  // one after the other, as registers do not hold both
+    sum_stripe<Kind, 0, 1>(w, x, ldx, sums);
+    sum_stripe<Kind, 1, 1>(w, x, ldx, sums);
   }
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) {
       float* at = c + r * ldc + 16 * i;
-      store(at, load(at) + (even[r][i] + odd[r][i]));
+      store(at, load(at) + (sums[0][r][i] + sums[1][r][i]));
     }
 }
 
@@ -60,7 +69,8 @@ inline void stripe(const typename Kind::Number* w, const float* x, long ldx, flo
 template <class Kind, int R>
 inline void across(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
   constexpr long step = sizeof(typename Kind::Number) == 2 ? 32 : 16;  // numbers from vector to vector
-  for (int i = 0; i < PANEL / 16; i += WIDE) stripe<Kind, R, WIDE>(w + step * i, x, ldx, c + 16 * i, ldc);
+  constexpr int wide = 2 * R <= SUMS ? 2 : 1;
+  for (int i = 0; i < PANEL / 16; i += wide) stripe<Kind, R, wide>(w + step * i, x, ldx, c + 16 * i, ldc);
 }
 
 template <class Kind, int R = ROWS>
@@ -91,29 +101,28 @@ inline void panel_product(const float* panel, const float* x, long ldx, long row
   for (long k = 0; k < inputs; k += STRIPE) all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
 }
 
-inline void weights_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
-                            float*) {
+// The same with weights that come from memory, and rows stripe by stripe: x [stripes, rows, 32].
+inline void weights_product(const float* panel, const float* x, long rows, long inputs, float* c, float*) {
   for (long k = 0; k < inputs; k += STRIPE) {
     fetch_ahead(panel + k * PANEL);
-    all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
+    all_rows<Floats>(panel + k * PANEL, x + k * rows, STRIPE, rows, c, PANEL);
   }
 }
 
-inline void weights_product(const uint16_t* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc,
-                            float* unpacked) {
-  bool few = rows <= 2 * ROWS;
+inline void weights_product(const uint16_t* panel, const float* x, long rows, long inputs, float* c, float* unpacked) {
+  bool few = rows < UNPACKED_FROM;
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL) {
     fetch_ahead(panel);
     if (few) {
-      all_rows<Bf16s>(panel, x + k, ldx, rows, c, ldc);
+      all_rows<Bf16s>(panel, x + k * rows, STRIPE, rows, c, PANEL);
       continue;
     }
     for (int pair = 0; pair < STRIPE / 2; pair++)  // unpacked once for all tiles
       for (int i = 0; i < PANEL / 16; i++) {
-        store(unpacked + (2 * pair) * PANEL + 16 * i, Bf16s::even(panel + 2 * pair * PANEL, i));
-        store(unpacked + (2 * pair + 1) * PANEL + 16 * i, Bf16s::odd(panel + 2 * pair * PANEL, i));
+        store(unpacked + (2 * pair) * PANEL + 16 * i, Bf16s::weights(panel + 2 * pair * PANEL, i, 0));
+        store(unpacked + (2 * pair + 1) * PANEL + 16 * i, Bf16s::weights(panel + 2 * pair * PANEL, i, 1));
       }
-    all_rows<Floats>(unpacked, x + k, ldx, rows, c, ldc);
+    all_rows<Floats>(unpacked, x + k * rows, STRIPE, rows, c, PANEL);
   }
 }
 
@@ -154,17 +163,18 @@ inline void product(const Product& p, long part, long parts, float* scratch) {
   if (p.weight->bits) return p.quantised->product(p, part, parts, scratch);
   long panels = round_up(p.weight->outputs, p.ending == GATED ? 16 : PANEL) / (p.ending == GATED ? 16 : PANEL);
   long inputs = round_up(p.weight->inputs, STRIPE), from = panels * part / parts, to = panels * (part + 1) / parts;
-  float *unpacked = scratch, *c = scratch + STRIPE * PANEL;
+  float *unpacked = scratch, *c = scratch + STRIPE * PANEL, *x = c + CHUNK * PANEL;
   for (long first = 0; first < p.rows; first += CHUNK) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
-    const float* x = p.x + first * p.ldx;
+    for (long k = 0; k < inputs; k += STRIPE)
+      for (long r = 0; r < rows; r++) memcpy(x + k * rows + r * STRIPE, p.x + (first + r) * p.ldx + k, sizeof(float) * STRIPE);
     for (long panel = from; panel < to; panel++) {
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       long at = panel * PANEL * inputs;
       if (p.dtype == PL_BFLOAT16)
-        weights_product(static_cast<const uint16_t*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+        weights_product(static_cast<const uint16_t*>(p.weight->data) + at, x, rows, inputs, c, unpacked);
       else
-        weights_product(static_cast<const float*>(p.weight->data) + at, x, p.ldx, rows, inputs, c, PANEL, unpacked);
+        weights_product(static_cast<const float*>(p.weight->data) + at, x, rows, inputs, c, unpacked);
       for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
     }
   }

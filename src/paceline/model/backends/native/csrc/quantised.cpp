@@ -34,12 +34,14 @@ inline V head_number(const pl_weight& w, const uint8_t* at, int half) {
   return w.scale_kind == PL_SCALE_HALF ? from_half(p) : load(p);
 }
 
+// Of W halves from `first` on.
+template <int W>
 struct Heads {
-  V scale[2], offset[2];
-  void read(const pl_weight& w, const uint8_t* line) {
-    for (int i = 0; i < 2; i++) {
-      scale[i] = head_number(w, line, i);
-      offset[i] = w.offsets ? head_number(w, line + head_line(w) / 2, i) : zero();
+  V scale[W], offset[W];
+  void read(const pl_weight& w, const uint8_t* line, int first) {
+    for (int i = 0; i < W; i++) {
+      scale[i] = head_number(w, line, first + i);
+      offset[i] = w.offsets ? head_number(w, line + head_line(w) / 2, first + i) : zero();
     }
   }
 };
@@ -53,9 +55,10 @@ inline long span_of(const pl_weight& w) { return is_wide(w) ? 2 * GROUP : w.repe
 // rest in those that find the panel in the cache.
 class Ahead {
  public:
-  Ahead(const pl_weight& w, const uint8_t* panel, long tile, long tiles)
-      : at_(reinterpret_cast<const char*>(panel) + panel_bytes(w) + panel_bytes(w) * tile / tiles),
-        share_(round_up(panel_bytes(w) / (w.inputs / span_of(w)) / tiles, 64)) {}
+  // Of a tile of `halves` from number `half` on, of all the halves that go over the panel.
+  Ahead(const pl_weight& w, const uint8_t* panel, long half, long all, long halves)
+      : at_(reinterpret_cast<const char*>(panel) + panel_bytes(w) + panel_bytes(w) * half / all),
+        share_(round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)) {}
   void step() {
     for (long line = 0; line < share_; line += 64) __builtin_prefetch(at_ + line);
     at_ += share_;
@@ -77,9 +80,9 @@ class Tiling {
   long rows_;
 };
 
-// How wide codes lie in each span of a tile: pairs of inputs (0, 2), (1, 3), (4, 6) ... of a row, or the
-// upper bytes of all rows, then the lower ones.
-enum Order { PAIRS, BYTES };
+// How codes lie in each span of a tile: as they are; in 16 bits, pairs of inputs (0, 2), (1, 3), (4, 6) ...
+// of a row; or the upper bytes of all rows, then the lower ones.
+enum Order { PLAIN, PAIRS, BYTES };
 
 // Rows in the order in which tiles read them: of each tile, codes [span, row, inputs], scales [span, row]
 // or [row], the others [span, row]. So one pointer leads to the numbers of all its rows.
@@ -98,33 +101,27 @@ inline Interleaved from_row(const Interleaved& x, long row) {
 // What was added to codes of weights to make them positive.
 inline int32_t added_to(const pl_weight& w) { return w.bits == 8 ? 128 : w.offsets == PL_OFFSETS_LEAST ? 0 : 8; }
 
-// One span of one row's wide codes to `to`; `apart`: bytes from upper to lower ones. Its sum.
-inline int32_t lay_wide(const int16_t* from, long span, Order order, int8_t* to, long apart) {
+// One span of one row's codes to `to`; `apart`: bytes from upper to lower ones. Its sum.
+template <class Code>
+inline int32_t lay(const Code* from, long span, Order order, int8_t* to, long apart) {
   int32_t sum = 0;
   for (long k = 0; k < span; k++) sum += from[k];
-  if (order == BYTES) {
-    for (long k = 0; k < span; k++) to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
-    for (long k = 0; k < span; k++) to[apart + k] = static_cast<int8_t>(from[k]);
-    return sum;
+  if (order == PLAIN) memcpy(to, from, static_cast<size_t>(span));
+  for (long k = 0; k < span && order == BYTES; k++) {
+    to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
+    to[apart + k] = static_cast<int8_t>(from[k]);
   }
-  for (long k = 0; k < span; k += 4) {
+  for (long k = 0; k < span && order == PAIRS; k += 4) {
     int16_t four[4] = {from[k], from[k + 2], from[k + 1], from[k + 3]};
     memcpy(to + 2 * k, four, sizeof four);
   }
   return sum;
 }
 
-inline int32_t lay_narrow(const int8_t* from, long span, int8_t* to) {
-  int32_t sum = 0;
-  for (long k = 0; k < span; k++) sum += from[k];
-  memcpy(to, from, static_cast<size_t>(span));
-  return sum;
-}
-
 // Into `memory`: at most three bytes for each input of a row.
 inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, const pl_weight& w, const Tiling& tiling,
                                Order order, float* memory) {
-  long span = span_of(w), spans = x.inputs / span, bytes = x.inputs * (x.wide ? 2 : 1), scaled = x.wide ? 1 : spans;
+  long span = span_of(w), spans = x.inputs / span, bytes = x.inputs * (order == PLAIN ? 1 : 2), scaled = x.wide ? 1 : spans;
   float *scales = memory + rows * bytes / 4, *sums = scales + rows * scaled;
   Interleaved all{reinterpret_cast<int8_t*>(memory), scales, sums, reinterpret_cast<int32_t*>(sums + rows * spans),
                   bytes, spans, scaled};
@@ -134,10 +131,9 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
     for (long s = 0; s < spans; s++)
       for (long r = 0; r < count; r++) {
         long row = first + begin + r, place = s * count + r, at = row * x.inputs + s * span;
-        const int16_t* wide = static_cast<const int16_t*>(x.codes) + at;
-        int8_t* block = to.codes + s * count * span * (x.wide ? 2 : 1);
-        int32_t sum = !x.wide ? lay_narrow(static_cast<const int8_t*>(x.codes) + at, span, block + r * span)
-                      : lay_wide(wide, span, order, block + r * span * (order == PAIRS ? 2 : 1), count * span);
+        int8_t* block = to.codes + s * count * span * (order == PLAIN ? 1 : 2) + r * span * (order == PAIRS ? 2 : 1);
+        int32_t sum = x.wide ? lay(static_cast<const int16_t*>(x.codes) + at, span, order, block, count * span)
+                             : lay(static_cast<const int8_t*>(x.codes) + at, span, order, block, count * span);
         if (s < scaled) to.scales[place] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[place] = static_cast<float>(sum);
         to.starts[place] = -added_to(w) * sum;
@@ -147,12 +143,12 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
 }
 
 // Add one span's sums of R rows, scaled. Wide rows have their own scale at the end.
-template <bool WIDE, int R>
-inline void add_span(const Heads& head, bool offsets, const I (&s)[R][2], const float* sums, const float* scales,
-                     V (&total)[R][2]) {
+template <bool WIDE, int R, int W>
+inline void add_span(const Heads<W>& head, bool offsets, const I (&s)[R][W], const float* sums, const float* scales,
+                     V (&total)[R][W]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < W; i++) {
       V sum = floats(s[r][i]);
       V term = WIDE ? fma(sum, head.scale[i], total[r][i]) : sum * head.scale[i];
       if (offsets) term = fma(set1(sums[r]), head.offset[i], term);
@@ -160,51 +156,57 @@ inline void add_span(const Heads& head, bool offsets, const I (&s)[R][2], const 
     }
 }
 
-template <bool WIDE, int R>
-inline void store_rows(const V (&total)[R][2], const float* scales, float* c) {
+template <bool WIDE, int R, int W>
+inline void store_rows(const V (&total)[R][W], const float* scales, float* c) {
   for (int r = 0; r < R; r++)
-    for (int i = 0; i < 2; i++) store(c + r * PANEL + 16 * i, WIDE ? total[r][i] * set1(scales[r]) : total[r][i]);
+    for (int i = 0; i < W; i++) store(c + r * PANEL + 16 * i, WIDE ? total[r][i] * set1(scales[r]) : total[r][i]);
 }
 
-// Of R rows and the 32 outputs of a panel: c [rows, PANEL].
-template <int BITS, int SPAN, int R>
-inline void register_tile(const pl_weight& w, const uint8_t* panel, const Interleaved& x, float* c, Ahead ahead) {
-  constexpr bool WIDE = SPAN == 2 * GROUP;
-  V total[R][2];
-  for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zero();
-  const uint8_t *lines = panel + panel_head(w), *next = panel;
+// Of R rows and W halves of a panel, from `half` on: c [rows, PANEL].
+template <int BITS, int SPAN, int R, int W>
+inline void register_tile(const pl_weight& w, const uint8_t* panel, int half, const Interleaved& x, float* c, Ahead ahead) {
+  constexpr bool WIDE = SPAN == 2 * GROUP, words = BITS == 8 && (WIDE || !BYTE_DOTS);
+  V total[R][W];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < W; i++) total[r][i] = zero();
+  const uint8_t *lines = panel + panel_head(w) + 64 * half, *next = panel;
   const int8_t* codes = x.codes;
-  Heads head;
+  Heads<W> head;
   for (long n = 0; n < x.spans; n++) {
     ahead.step();
-    if (n * SPAN % group_of(w) == 0) head.read(w, next), next += head_line(w);
-    I s[R][2];
-    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = whole(x.starts[n * R + r]);
-    auto add = [&](auto with, const B first, const B second, long from, long stride) {
+    if (n * SPAN % group_of(w) == 0) head.read(w, next, half), next += head_line(w);
+    I s[R][W];
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < W; i++) s[r][i] = whole(words || BYTE_DOTS ? x.starts[n * R + r] : 0);
+    auto add = [&](auto with, auto part, const B (&b)[W], long from, long stride) {
+      B parts[W];
+      for (int i = 0; i < W; i++) parts[i] = part(b[i]);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         int32_t few;
         memcpy(&few, codes + r * stride + from, 4);
-        s[r][0] = with(s[r][0], first, few);
-        s[r][1] = with(s[r][1], second, few);
+        for (int i = 0; i < W; i++) s[r][i] = with(s[r][i], parts[i], few);
       }
     };
     for (int j = 0; j < SPAN * BITS / 32; j++, lines += 128) {
-      B a = line(lines), b = line(lines + 64);
-      if (BITS == 8 && !WIDE) {
-        add(dot, a, b, 4 * j, SPAN);
-      } else if (WIDE) {
-        add(dot_wide, evens(a), evens(b), 8 * j, 2 * SPAN);
-        add(dot_wide, odds(a), odds(b), 8 * j + 4, 2 * SPAN);
+      B b[W];
+      for (int i = 0; i < W; i++) b[i] = line(lines + 64 * i);
+      if (words) {
+        add(dot_wide, evens, b, 8 * j, 2 * SPAN);
+        add(dot_wide, odds, b, 8 * j + 4, 2 * SPAN);
+      } else if (BITS == 8) {
+        add(dot, [](B x) { return x; }, b, 4 * j, SPAN);
       } else {
-        add(dot, low(a), low(b), 4 * j, SPAN);
-        add(dot, high(a), high(b), 16 + 4 * j, SPAN);
+        add(dot, low, b, 4 * j, SPAN);
+        add(dot, high, b, 16 + 4 * j, SPAN);
       }
     }
-    codes += R * SPAN * (WIDE ? 2 : 1);
-    add_span<WIDE, R>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
+    for (int r = 0; r < R && !words; r++)
+      for (int i = 0; i < W; i++) s[r][i] = joined(s[r][i], x.starts[n * R + r]);
+    codes += R * SPAN * (words ? 2 : 1);
+    add_span<WIDE>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
   }
-  store_rows<WIDE, R>(total, x.scales, c);
+  store_rows<WIDE>(total, x.scales, c + 16 * half);
 }
 
 template <int R>
@@ -225,8 +227,10 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
   for (long t = 0; t < tiling.tiles; t++) {
     long from = tiling.from(t);
     with_rows(tiling.from(t + 1) - from, [&](auto count) {
-      register_tile<BITS, SPAN, decltype(count)::rows>(w, panel, from_row(x, from), c + from * PANEL,
-                                                       Ahead(w, panel, t, tiling.tiles));
+      constexpr int R = decltype(count)::rows, W = 2 * R <= QUANTISED_SUMS ? 2 : 1;
+      for (int half = 0; half < 2; half += W)
+        register_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
+                                        Ahead(w, panel, 2 * t + half, 2 * tiling.tiles, W));
     });
   }
 }
@@ -270,9 +274,9 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
         float* at = c + first * PANEL;
         for (int r = 0; r < R; r++)
           for (int i = 0; i < 2; i++) total[r][i] = from ? load(at + r * PANEL + 16 * i) : zero();
-        Heads head;
+        Heads<2> head;
         for (long n = 0; n < some; n++) {
-          head.read(w, panel + (from + n) * SPAN / group_of(w) * head_line(w));
+          head.read(w, panel + (from + n) * SPAN / group_of(w) * head_line(w), 0);
           long place = (from + n) * rows + first;
           I s[R][2];
           for (int r = 0; r < R; r++)
@@ -280,12 +284,12 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
               const int32_t* upper = sums[n] + (first + r) * PANEL + 16 * i;
               s[r][i] = of_bytes(upper, upper + TILE * PANEL, x.starts[place + r]);
             }
-          add_span<true, R>(head, w.offsets, s, x.sums + place, nullptr, total);
+          add_span<true>(head, w.offsets, s, x.sums + place, nullptr, total);
         }
         if (from + some < x.spans)
-          store_rows<false, R>(total, nullptr, at);
+          store_rows<false>(total, nullptr, at);
         else
-          store_rows<true, R>(total, x.scales + first, at);
+          store_rows<true>(total, x.scales + first, at);
       });
   }
 }
@@ -295,7 +299,7 @@ inline void amx_panel(const pl_weight& w, const uint8_t* panel, const Interleave
   for (long t = 0; t < tiling.tiles; t++) {
     long from = tiling.from(t), rows = tiling.from(t + 1) - from;
     shaped.to(rows, rows);
-    amx_tile(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, t, tiling.tiles));
+    amx_tile(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, 2 * t, 2 * tiling.tiles, 2));
   }
 }
 constexpr bool AMX = true;
@@ -311,11 +315,12 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
   long outputs = p.ending == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
   bool tiled = AMX && is_wide(w) && p.rows > 1;
+  Order order = tiled ? BYTES : w.bits == 8 && (is_wide(w) || !BYTE_DOTS) ? PAIRS : PLAIN;
   Shaped shaped;
   for (long first = 0; first < p.rows; first += CHUNK) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
     Tiling tiling(rows, tiled ? 16 : QUANTISED_ROWS);
-    Interleaved x = interleaved(p.codes, first, rows, w, tiling, tiled ? BYTES : PAIRS, scratch + CHUNK * PANEL);
+    Interleaved x = interleaved(p.codes, first, rows, w, tiling, order, scratch + CHUNK * PANEL);
     for (long panel = from; panel < to; panel++) {
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       if (tiled)

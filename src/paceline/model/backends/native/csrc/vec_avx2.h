@@ -113,5 +113,6 @@ static inline void transpose(V t[16]) {
   }
 }
 
-constexpr int ROWS = 3;
-constexpr int WIDE = 1;
+constexpr int ROWS = 6;
+constexpr int SUMS = 4;
+constexpr long UNPACKED_FROM = 1 << 30;  // never: beside six rows it is nearly free

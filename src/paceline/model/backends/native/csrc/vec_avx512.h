@@ -87,5 +87,6 @@ static inline void transpose(V t[16]) {
   }
 }
 
-constexpr int ROWS = 6;         // rows of a product's register tile,
-constexpr int WIDE = 2;         // by this many vectors of outputs
+constexpr int ROWS = 6;
+constexpr int SUMS = 24;
+constexpr long UNPACKED_FROM = 13;

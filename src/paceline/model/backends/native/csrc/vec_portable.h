@@ -76,4 +76,5 @@ static inline void transpose(V t[16]) {
 }
 
 constexpr int ROWS = 2;
-constexpr int WIDE = 1;
+constexpr int SUMS = 4;
+constexpr long UNPACKED_FROM = 5;
