@@ -104,7 +104,7 @@ def test_bench(model: str, prompts: str) -> None:
 
 
 def test_certify(model: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.certify.._MOST", 8)  # of 64 beginnings
+    monkeypatch.setattr("paceline.tools.certify.sampled._MOST", 8)  # of 64 beginnings
     found = record(
         *("certify", "--model", model, "--draft", "ngram:min=1", "--draft-length", "2"),
         *("--prompts", prompts, "--texts", "1", "--max-tokens", "8"),
