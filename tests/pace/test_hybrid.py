@@ -158,6 +158,20 @@ def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
     assert 0 < lookup.asked[1][0] == len(tree) < 8
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_length_of_a_request_stands(batch: int) -> None:
+    """Whatever it costs, and whatever its neighbours' is."""
+    lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 9.0)
+    drafter = HybridDrafter([lookup, model], "cpu")
+    control = calibrated(drafter)
+    for name, right in ((0, 0), (1, 8)):
+        for _ in range(40):  # the look-up is never right, and the model is dear
+            control.cost.acceptance.record(0, name, 8, right)
+    own = SequenceState(0, [1, 2, 3], 3, SamplingParams(draft_length=8), cached=2)
+    plan = Plan((Slice(own, 1, 8), *(part(n, length=0) for n in range(1, batch))))
+    assert [len(tree) for tree in drafter.propose(plan)] == [8, *[0] * (batch - 1)]
+
+
 def test_prefill_chunks_reach_every_member() -> None:
     lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
     drafter = HybridDrafter([lookup, model], "cpu")

@@ -28,7 +28,6 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.pace.choice import choose
 from paceline.pace.controller import AdaptiveLength, Prospect
 from paceline.pace.cost import Draft
 
@@ -176,12 +175,16 @@ class HybridDrafter:
     def _ruled(
         self, batch: int, prospects: Sequence[Prospect], control: AdaptiveLength
     ) -> list[Draft]:
-        """The best drafts, as far as they may be risked; a request's own length always may be."""
-        if any(seq.params.draft_length is not None for seq, _ in prospects):
-            return choose(control.cost, batch, [options for _, options in prospects])
-        drafts, probe = control.rule(batch, prospects)
+        """The best drafts, as far as they may be risked. Where a request has a length of its own,
+        the member whose draft of it is worth most; shorter ones only if it found no more."""
+        free = [place for place in prospects if place[0].params.draft_length is None]
+        drafts, probe = control.rule(batch, free) if free else ([], False)
         control.decision.probe |= probe
-        return drafts
+        ruled = iter(drafts)
+        return [
+            next(ruled) if seq.params.draft_length is None else _longest_best(options)
+            for seq, options in prospects
+        ]
 
     def _first(self, item: Slice, found: dict[int, TokenTree]) -> _Pick | None:
         """Without costs the order decides."""
@@ -260,6 +263,12 @@ class HybridDrafter:
         self._trials.pop(seq_id, None)
         if self._control is not None:
             self._control.forget(seq_id)
+
+
+def _longest_best(options: Sequence[Draft]) -> Draft:
+    """Of every member's longest draft the one that is worth most, if any proposes something."""
+    longest = {draft.name: draft for draft in options if draft.length}
+    return max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=options[0])
 
 
 def _levels(tree: TokenTree) -> int:

@@ -292,6 +292,11 @@ class Certifier:
         notes = list(self.evidence.notes)
         if self.params.greedy:
             notes.append("sampling was not looked at: the temperature is 0")
+        notes += [
+            f"{check.kind} texts, {check.setting}: nothing was drafted there"
+            for check in self.evidence.checks
+            if not check.drafted
+        ]
         certain = [place.name for place in judged if not place.tests]
         return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
 
