@@ -134,7 +134,7 @@ class ResultPages:
         warnings = [line + "." for line in result.complaints()]
         if unfinished is not None:
             warnings.append(unfinished)
-        told = []
+        told = [f"{name}: {spec}." for name, spec in result.specs().items()]
         if result.left_out:
             told.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
         told += notes
@@ -182,7 +182,7 @@ def report_of(result: BenchResult) -> Report:
     pages = _Pages(result, Report(f"Benchmark of {result.model}"))
     interrupted = "Interrupted: these are the figures of what was complete."
     pages.begin(
-        f"{result.settings['prompts']} prompts",
+        result.amount(),
         f"{result.settings['max_tokens']} tokens each",
         max((row.rounds for row in result.rows), default=0),
         unfinished=interrupted if result.interrupted else None,

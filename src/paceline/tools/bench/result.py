@@ -181,6 +181,18 @@ class BenchResult:
             "budget": self.bought and asdict(self.bought),
         }
 
+    def specs(self) -> dict[str, str]:
+        """What drafts, of methods whose names do not tell."""
+        own = {method.name.partition("@")[0]: method.draft for method in self.methods}
+        return {name: spec for name, spec in own.items() if spec is not None and spec != name}
+
+    def amount(self) -> str:
+        """How many prompts the figures are of, and of how many that were asked for."""
+        wanted = measured = int(self.settings["prompts"])
+        if self.bought is not None:
+            measured = max((item.prompts for item in self.bought.sureness), default=0)
+        return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
+
     def bugs(self) -> list[str]:
         """Methods of ours whose text is not plain decoding's, beyond what rounding explains."""
         return [
