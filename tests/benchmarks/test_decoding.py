@@ -13,7 +13,8 @@ import contestants
 import decoding
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.outcome import TimedAnswer, TimedRun
-from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts, spread
+from paceline.tools.bench.prompts import evenly
+from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
 from stepclock import StepClock, shares
@@ -101,8 +102,8 @@ def test_prompts(tmp_path: Path) -> None:
     record = {"id": "x", "format": "completion", "turns": ["first", "second"]}
     (tmp_path / "arith.jsonl").write_text(json.dumps(record) + "\n")
     assert read_texts(tmp_path, "arith") == [("completion", "first")]
-    assert spread(list(range(10)), 3) == [0, 3, 6]
-    assert spread(list(range(3)), 0) == spread(list(range(3)), 9) == [0, 1, 2]
+    assert evenly(list(range(10)), 3) == [0, 3, 6]
+    assert evenly(list(range(3)), None) == evenly(list(range(3)), 9) == [0, 1, 2]
 
 
 def byte_tokenizer(folder: Path) -> Any:

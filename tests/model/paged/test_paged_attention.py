@@ -60,7 +60,7 @@ def written_out(
     """[T, heads, width], one sequence after another in float64."""
     keys, values = cache.kv(0)
     outputs = []
-    for span in step.spans:
+    for span in step.batch.spans:
         slots = torch.tensor([cache._slot(span.seq_id, i) for i in range(span.kv_length)])
         own = query[0, :, span.start : span.start + span.rows].double()
         key = keys[slots].double().repeat_interleave(GROUP, 1).transpose(0, 1)
