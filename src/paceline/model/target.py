@@ -93,8 +93,9 @@ class CausalModel:
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
-        dtype "auto": bfloat16 on a CPU with bf16 instructions, float32 on others, the
-        checkpoint's own on CUDA. ``quick`` lays the model out for speed (see prepack.py).
+        dtype "auto": bfloat16 on a CPU with bf16 instructions and where the native kernels run,
+        float32 on others, the checkpoint's own on CUDA. ``quick`` lays the model out for speed
+        (see prepack.py).
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
@@ -104,9 +105,8 @@ class CausalModel:
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
-        from paceline.model.loading import load_module
+        from paceline.model.loading import dtype_to_load, resolve_device, resolve_dtype
         from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
-        from paceline.model.tensorfile import check_finite
 
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
@@ -118,15 +118,44 @@ class CausalModel:
                 model.asked, model.note = backend, plan.in_words()
                 model.refused = f"layers stay on {offload}"
                 return model
+        place = resolve_device(device)
+        torchs = resolve_dtype(dtype, place)
+        number = dtype_to_load(dtype, place, backend) if quick else torchs
+        model = cls._load(name_or_path, number or dtype, place, check_values, quantize, backend)
+        if not quick:
+            return model
+        model = model.quickened()
+        if model.native is None and number != torchs and torchs is not None:
+            refused = model.refused
+            del model  # once more, in what torch is fast with; never two at a time
+            more = place, check_values, quantize, REFERENCE
+            model = cls._load(name_or_path, torchs, *more).quickened()
+            model.asked, model.refused = backend, refused
+        return model
+
+    @classmethod
+    def _load(
+        cls,
+        name: str,
+        dtype: str | torch.dtype,
+        device: torch.device,
+        check_values: bool,
+        quantize: str | None,
+        backend: str,
+    ) -> CausalModel:
+        """As transformers lays it out, perhaps quantised."""
+        from paceline.model.loading import load_module
+        from paceline.model.tensorfile import check_finite
+
         packed = quantize is None and backend != REFERENCE
-        module = load_module(name_or_path, dtype, device, packed=packed)
+        module = load_module(name, dtype, device, packed=packed)
         if check_values:
-            check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
+            check_finite(module.state_dict(), f"the draft model {name} cannot be used")
         if quantize is not None:
-            quantise_loaded(name_or_path, module, quantize)
-        model = cls(module, name_or_path)
+            quantise_loaded(name, module, quantize)
+        model = cls(module, name)
         model.asked = backend
-        return model.quickened() if quick else model
+        return model
 
     def quickened(self) -> CausalModel:
         """Itself, laid out for speed on the backend that was asked for."""

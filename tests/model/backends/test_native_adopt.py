@@ -78,6 +78,26 @@ def test_others_run_on_the_reference_and_say_so(name: str, why: str, said: Said)
     assert said == [f"{name} runs on the reference backend: {why}"]
 
 
+@pytest.mark.parametrize("name, why", [("llama", None), ("granite", "no decoder of a known shape")])
+def test_auto_is_bf16_where_the_kernels_run(
+    name: str, why: str | None, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor without bf16 instructions; torch would emulate them, so it has the weights
+    as they are in the file."""
+    monkeypatch.setattr("paceline.model.loading.cpu_has_bf16", lambda: False)
+    saved = tiny_pair(name)[0].hf
+    saved.save_pretrained(tmp_path)
+    model = CausalModel.load(str(tmp_path), device="cpu")
+    plain = CausalModel.load(str(tmp_path), device="cpu", backend="reference")
+    assert plain.dtype == torch.float32
+    if why is None:
+        assert (model.backend, model.dtype, said) == ("native", torch.bfloat16, [])
+        return
+    assert (model.backend, model.dtype) == ("reference", torch.float32)
+    assert why in model.backend_reason and len(said) == 1 and why in said[0]
+    assert torch.equal(logits(model), logits(plain))
+
+
 def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     model, _ = tiny_pair("llama", torch.float16)
     assert not adopt(model)

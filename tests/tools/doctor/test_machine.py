@@ -21,21 +21,24 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bf16", "code"),
+    ("dtype", "has_bf16", "kernels", "code"),
     [
-        ("bfloat16", True, None),
-        ("auto", True, None),
-        ("float32", True, "verify-float32"),
-        ("auto", False, "verify-float32"),
-        ("bfloat16", False, "bfloat16-emulated"),
-        ("float16", True, "float16-on-cpu"),
+        ("bfloat16", True, False, None),
+        ("auto", True, False, None),
+        ("float32", True, True, "verify-float32"),
+        ("auto", False, False, "verify-float32"),
+        ("auto", False, True, None),
+        ("bfloat16", False, False, "bfloat16-emulated"),
+        ("bfloat16", False, True, None),
+        ("float16", True, True, "float16-on-cpu"),
     ],
 )
 def test_dtypes(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, has_bf16: bool, code: str | None
+    monkeypatch: pytest.MonkeyPatch, dtype: str, has_bf16: bool, kernels: bool, code: str | None
 ) -> None:
     for module in ("paceline.tools.doctor.machine", "paceline.model.loading"):
         monkeypatch.setattr(f"{module}.cpu_has_bf16", lambda: has_bf16)
+        monkeypatch.setattr(f"{module}.are_kernels_here", lambda: kernels)
     findings = examine(TARGET, dtype=dtype, device="cpu")
     assert codes(findings, "machine") == ({code} if code else set())
     if code:

@@ -12,6 +12,7 @@ import torch
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
+from paceline.model.backends.base import REFERENCE
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.load import check_shareable
@@ -111,7 +112,8 @@ def examine(
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
-    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory, kv_cache_dtype)
+    run = backend if offload is None and tensor_parallel == 1 else REFERENCE
+    setting = DeviceSettings.of(dtype, device, max_batch_size, kv_cache_memory, kv_cache_dtype, run)
     quantize = None if quantize == "none" else quantize
     rounding = Rounding(quantize, draft_quantize, backend)
     files = read_files(target)

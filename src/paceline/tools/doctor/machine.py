@@ -12,7 +12,9 @@ import torch
 from paceline.build import most_kept
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
-from paceline.model.loading import cpu_has_bf16, resolve_device, resolve_dtype
+from paceline.model.backends.base import REFERENCE
+from paceline.model.backends.native.compile import are_kernels_here
+from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.paged.codes import cache_dtype
@@ -32,6 +34,7 @@ class DeviceSettings:
     max_batch_size: int = 8
     kv_cache_memory: int | None = None
     cache_dtype: torch.dtype = torch.bfloat16
+    kernels: bool = False  # whether the native ones are expected to run
 
     @classmethod
     def of(
@@ -41,12 +44,14 @@ class DeviceSettings:
         max_batch_size: int,
         kv_cache_memory: int | None,
         kv_cache_dtype: str = "auto",
+        backend: str = "auto",
     ) -> DeviceSettings:
         """Raises ConfigError on a device or dtype that there is not."""
         place = resolve_device(device)
-        own = resolve_dtype(dtype, place)
+        own = dtype_to_load(dtype, place, backend)
         cached = cache_dtype(kv_cache_dtype, own or torch.bfloat16)
-        return cls(place, own, max_batch_size, kv_cache_memory, cached)
+        kernels = place.type == "cpu" and backend != REFERENCE and are_kernels_here()
+        return cls(place, own, max_batch_size, kv_cache_memory, cached, kernels)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ def check_dtype(setting: DeviceSettings, weights: int) -> Iterator[Finding]:
     bf16 = "with" if cpu_has_bf16() else "without"
     text = f"{_name(setting.dtype)} on a processor ({platform.machine()}) {bf16} bf16 instructions"
     slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
-    usual = "dtype-suits" if cpu_has_bf16() else "bfloat16-emulated"
+    if not cpu_has_bf16() and setting.kernels:
+        text += ", which the native kernels do without"
+    usual = "dtype-suits" if cpu_has_bf16() or setting.kernels else "bfloat16-emulated"
     yield finding(slow.get(setting.dtype or torch.bfloat16, usual), "machine", text)
     if weights >= _LARGE:
         seen = torch.cuda.device_count()

@@ -94,6 +94,15 @@ def is_built() -> bool:
     return (_kept() / _digest(_compiler()) / _LIBRARY).is_file()
 
 
+def are_kernels_here() -> bool:
+    """Whether there are kernels on this machine, or a compiler to build them."""
+    try:
+        is_built()
+    except NativeUnavailableError:
+        return False
+    return True
+
+
 def _kept() -> Path:
     own = os.environ.get("PACELINE_NATIVE_CACHE")
     return Path(own) if own else cache_folder() / "native"
