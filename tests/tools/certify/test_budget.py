@@ -94,6 +94,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     certificate = certifier.certificate()
     (place,) = certifier.evidence.places
     assert len(place.drawn) == len(place.plain) == 102
+    assert certificate.record()["budget"]["places"] == 0, "it has not all its samples"
     assert certificate.smallest_bias > 0.2
     assert f"only a bias of {certificate.smallest_bias:.0%} or more" in certificate.verdict
     assert not certificate.lossless
