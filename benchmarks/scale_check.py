@@ -185,7 +185,9 @@ def predicted(case: Case, costs: Measured, accepted: float, asked: Sequence[Arri
     requests = [Arrival(own.moment, own.prompt, own.output, accepted) for own in asked]
     replica = Replica(costs, settings, drafts=case.length != 0)
     figures = replica.run(requests, case.clients)
-    return Outcome(figures.rate, figures.first_token, figures.token_gap)
+    # As it is measured: beginning, end and waiting for requests included.
+    began = asked[0].moment if case.clients is None else 0.0
+    return Outcome(figures.tokens / (replica.now - began), figures.first_token, figures.token_gap)
 
 
 def asked_of(case: Case, most: float) -> list[Arrival]:
