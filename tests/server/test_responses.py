@@ -9,7 +9,12 @@ import openai
 import pytest
 
 from asking import Reply, ask
-from paceline.server.api.responses_kept import MAX_RESPONSES, KeptResponse, ResponseStore
+from paceline.server.api.responses_kept import (
+    MAX_BYTES,
+    MAX_RESPONSES,
+    KeptResponse,
+    ResponseStore,
+)
 from running_server import MODEL, Running
 
 SCHEMA = {
@@ -239,16 +244,74 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     assert answer.json["metadata"] == {"a": "b"}
 
 
+def test_an_id_of_the_client_is_an_alias(server: Running) -> None:
+    """It overwrites no other answer, and is found beside the server's own id."""
+    first = respond(server, request_id="mine", metadata={"n": "1"}).json
+    second = respond(server, request_id=first["id"], metadata={"n": "2"}).json
+    third = respond(server, request_id="mine", metadata={"n": "3"}).json
+    assert len({"mine", first["id"], second["id"], third["id"]}) == 4
+
+    def read(name: str) -> Any:
+        return ask(server.url, f"/v1/responses/{name}").json["metadata"]["n"]
+
+    assert [read(name) for name in (first["id"], second["id"], "mine")] == ["1", "2", "3"]
+    assert respond(server, previous_response_id="mine").status == 200
+    assert ask(server.url, "/v1/responses/mine", method="DELETE").json["id"] == third["id"]
+    assert ask(server.url, "/v1/responses/mine").status == 404
+    assert read(first["id"]) == "1"
+
+
+def made(name: str, text: str = "", said: Any = (), **fields: Any) -> KeptResponse:
+    shown = {"id": name, "output": [{"id": f"msg_{name}", "text": text}], **fields}
+    return KeptResponse([{"role": "user", "content": "x"}, *said], shown)
+
+
 def test_the_store_is_bounded() -> None:
     store = ResponseStore()
     for number in range(MAX_RESPONSES + 5):
-        shown = {"id": f"resp_{number}", "output": [{"id": f"msg_{number}"}]}
-        store.keep(KeptResponse(({"role": "user", "content": "x"},), shown))
+        store.keep("", made(f"resp_{number}"), "mine")
     assert len(store) == MAX_RESPONSES
-    assert store.get("resp_4") is None and store.item("msg_4") is None
-    assert store.get("resp_5") is not None and store.item("msg_5") == {"id": "msg_5"}
-    huge = {"role": "user", "content": "x" * 30 * 2**20}
+    assert store.get("", "resp_4") is None and store.item("", "msg_resp_4") is None
+    assert store.get("", "resp_5") == made("resp_5")
+    assert store.item("", "msg_resp_5") == {"id": "msg_resp_5", "text": ""}
+    store.keep("", made("beyond all bounds", "x" * (MAX_BYTES + 1)))
+    assert len(store) == MAX_RESPONSES
     for number in range(3):
-        store.keep(KeptResponse((huge,), {"id": f"huge_{number}", "output": []}))
-    assert len(store) == 2 and store.get("huge_2") is not None
-    assert store.drop("huge_2") and not store.drop("huge_2")
+        store.keep("", made(f"huge_{number}", "x" * (MAX_BYTES * 4 // 10)))
+    assert len(store) == 2 and store.get("", "huge_2") is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"instructions": "x" * 1000},
+        {"tools": [{"parameters": {"description": "x" * 1000}}]},
+        {"said": [{"role": "assistant", "tool_calls": [{"arguments": "x" * 1000}]}]},
+        {"text": "\ud800" * 334},
+    ],
+)
+def test_the_store_counts_all_that_it_keeps_and_gives_it_back(fields: dict[str, Any]) -> None:
+    store = ResponseStore()
+    store.keep("", made("resp_0"))
+    little = store.size
+    for number in range(1, 10):
+        store.keep("", made(f"resp_{number}", **fields), "mine")
+    assert store.size > little + 9 * 1000
+    assert store.get("", "mine") == made("resp_9", **fields)
+    for number in range(1, 10):
+        store.drop("", f"resp_{number}")
+    assert store.size == little and store.get("", "mine") is None
+
+
+def test_one_owner_cannot_take_the_store_from_the_others() -> None:
+    """Whoever keeps most gives way, by number and by size, even as the one who asked last."""
+    store = ResponseStore()
+    store.keep("quiet", made("resp_quiet"), "mine")
+    for number in range(2 * MAX_RESPONSES):
+        store.keep("busy", made(f"resp_{number}"), "mine")
+    for number in range(4):
+        store.keep("large", made(f"large_{number}", "x" * (MAX_BYTES * 4 // 10)))
+    assert store.get("quiet", "resp_quiet") == store.get("quiet", "mine") == made("resp_quiet")
+    assert store.get("large", "large_3") is not None and store.get("large", "large_1") is None
+    assert store.get("busy", "resp_0") is None
+    assert store.get("busy", "resp_quiet") is None and store.item("busy", "msg_resp_quiet") is None

@@ -125,6 +125,26 @@ def test_what_is_reached_from_outside() -> None:
     assert "no API keys are set" in (exposure_warning("0.0.0.0", Keys()) or "")
 
 
+def test_a_response_is_kept_for_its_own_key(guarded: Running) -> None:
+    def respond(key: str, **fields: object) -> tuple[HTTPResponse, bytes]:
+        body = {"input": "Hi", "max_output_tokens": 3, "request_id": "mine", **fields}
+        return ask(guarded, "POST", "/v1/responses", body, bearer(key))
+
+    first = json.loads(respond(KEY)[1])
+    for name in (first["id"], "mine"):
+        path = f"/v1/responses/{name}"
+        assert ask(guarded, "GET", path, headers=bearer(OTHER_KEY))[0].status == 404
+        assert ask(guarded, "DELETE", path, headers=bearer(OTHER_KEY))[0].status == 404
+        assert respond(OTHER_KEY, previous_response_id=name, store=False)[0].status == 404
+        assert ask(guarded, "GET", path, headers=bearer(KEY))[0].status == 200
+    item = [{"type": "item_reference", "id": first["output"][0]["id"]}]
+    assert respond(OTHER_KEY, input=item)[0].status == 400
+    assert respond(KEY, input=[*item, {"role": "user", "content": "Go on"}])[0].status == 200
+    respond(OTHER_KEY)
+    mine = json.loads(ask(guarded, "GET", "/v1/responses/mine", headers=bearer(OTHER_KEY))[1])
+    assert mine["id"] != first["id"]
+
+
 def test_a_key_is_needed_and_any_will_do(guarded: Running) -> None:
     for key in (KEY, OTHER_KEY):
         assert ask(guarded, "GET", "/v1/models", headers=bearer(key))[0].status == 200

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # Nothing here tells what the model says or what others ask.
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
+_OWNER = "paceline.owner"  # in the scope of a request that brought one of the keys
 
 
 def _digest(key: bytes) -> bytes:
@@ -197,7 +198,13 @@ class KeyGuard:
                 )
                 await respond(error, scope["path"])(scope, receive, send)
                 return
+            scope[_OWNER] = _digest(key).hex()
         await self._app(scope, receive, send)
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose request it is: one name for each API key; "" where the server asks for none."""
+    return str(scope.get(_OWNER, ""))
 
 
 def bearer(scope: Scope) -> bytes | None:

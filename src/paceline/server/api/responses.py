@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +16,7 @@ from paceline.server.api.responses_api import MessageFields, ResponsesRequest, m
 from paceline.server.api.responses_kept import KeptResponse, ResponseStore
 from paceline.server.errors import APIError, error_body
 from paceline.server.requestlog import new_id
+from paceline.server.security import owner_of
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -22,8 +25,8 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
     store = ResponseStore()
 
-    def kept(name: str, param: str) -> KeptResponse:
-        found = store.get(name)
+    def kept(owner: str, name: str, param: str) -> KeptResponse:
+        found = store.get(owner, name)
         if found is None:
             raise APIError(
                 f"{param}: no response {name[:80]!r} is kept here; send the whole input instead",
@@ -36,24 +39,26 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/responses", response_model=None)
     async def respond(body: ResponsesRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
+        owner = owner_of(http.scope)
         messages: list[MessageFields] = []
         if body.previous_response_id is not None:
-            messages += kept(body.previous_response_id, "previous_response_id").messages
-        messages += messages_of(body.input, store.item)
+            messages += kept(owner, body.previous_response_id, "previous_response_id").messages
+        messages += messages_of(body.input, partial(store.item, owner))
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         dialogue = await Dialogue.begin(service, body.chat([*system, *messages]))
-        answer = ResponsesAnswer(dialogue, body, messages, store)
+        answer = ResponsesAnswer(dialogue, body, messages, partial(store.keep, owner))
         return await respond_with(answer, dialogue.ticket, http, body.stream)
 
     @routes.get("/v1/responses/{name}")
-    async def response(name: str) -> dict[str, Any]:
-        return kept(name, "name").shown
+    async def response(name: str, http: HTTPRequest) -> dict[str, Any]:
+        return kept(owner_of(http.scope), name, "name").shown
 
     @routes.delete("/v1/responses/{name}")
-    async def delete(name: str) -> dict[str, Any]:
-        kept(name, "name")
-        store.drop(name)
-        return {"id": name, "object": "response", "deleted": True}
+    async def delete(name: str, http: HTTPRequest) -> dict[str, Any]:
+        owner = owner_of(http.scope)
+        own: str = kept(owner, name, "name").shown["id"]
+        store.drop(owner, own)
+        return {"id": own, "object": "response", "deleted": True}
 
     return routes
 
@@ -66,11 +71,11 @@ class ResponsesAnswer(BlocksAnswer):
         dialogue: Dialogue,
         asked: ResponsesRequest,
         messages: list[MessageFields],
-        store: ResponseStore,
+        keep: Callable[[KeptResponse, str | None], None],
     ) -> None:
         super().__init__(dialogue)
-        self._asked, self._messages, self._store = asked, messages, store
-        self._id = asked.request_id or new_id("resp_")
+        self._asked, self._messages, self._keep = asked, messages, keep
+        self._id = new_id("resp_")
         self._created = self._service.now()
         self._number = 0  # of the next event
 
@@ -79,8 +84,8 @@ class ResponsesAnswer(BlocksAnswer):
     def _result(self) -> Chunk:
         shown = self._response()
         if self._asked.store and shown["status"] != "in_progress":
-            messages = (*self._messages, *messages_of(self._blocks, lambda name: None))
-            self._store.keep(KeptResponse(messages, shown))
+            messages = [*self._messages, *messages_of(self._blocks, lambda name: None)]
+            self._keep(KeptResponse(messages, shown), self._asked.request_id)
         return shown
 
     def _response(self) -> dict[str, Any]:
