@@ -30,6 +30,7 @@ from paceline.pace.hybrid import HybridDrafter
 from paceline.pace.measure import measure, measure_target
 from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
+from paceline.verify.prompts import most_rows, scoring_bytes
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier
 
@@ -106,7 +107,8 @@ def cache_blocks(
     ``feature_bytes`` of a token are those that a drafter may have to keep (draft/heads/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
-    of the device. Raises CacheMemoryError if not even a few blocks fit.
+    of the device, less what scoring prompts takes. Raises CacheMemoryError if not even a few blocks
+    fit.
     """
     own_bytes = bytes_per_token(target.cache_shapes, target.cache_dtype)
     per_token = own_bytes + draft_bytes
@@ -122,7 +124,8 @@ def cache_blocks(
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
     if memory is None:
-        affordable = fitting(target.free_memory() // 4)
+        scoring = scoring_bytes(target.vocab_size, _step_tokens(options.prefill_chunk))
+        affordable = fitting(max(0, target.free_memory() - scoring) // 4)
     else:
         affordable = wanted = fitting(memory)
     blocks = min(wanted, affordable)
@@ -207,6 +210,7 @@ def build_engine(
         prefill_chunk=options.prefill_chunk,
         max_step_tokens=_step_tokens(options.prefill_chunk),
         max_positions=min(target.max_positions, blocks * BLOCK_SIZE),
+        max_scored_rows=most_rows(target.vocab_size),
     )
     scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,6 +88,66 @@ def test_samples_of_one_prompt_share_its_blocks() -> None:
         sched.add(seq(number, 10, first=7))
     assert advance(sched) == {0: (10, 0)}  # the others wait for the blocks
     assert advance(sched) == {0: (1, 0), 1: (2, 0), 2: (2, 0)}
+
+
+def beginning(seq_id: int, *parts: tuple[int, int], **params: Any) -> SequenceState:
+    """A sequence of ``(first token, how many)``."""
+    tokens = [first + place for first, many in parts for place in range(many)]
+    return SequenceState(seq_id, tokens, len(tokens), SamplingParams(max_tokens=8, **params))
+
+
+@pytest.mark.parametrize(("common", "steps"), [(0, 0), (3, 0), (4, 1), (20, 3), (60, 8)])
+def test_a_prefix_is_waited_for_until_it_has_been_read(common: int, steps: int) -> None:
+    """And not for the rest of the prompt that brings it; who is behind waits for neither."""
+    sched = scheduler(blocks=64, prefill_chunk=8)
+    sched.add(beginning(0, (1000, common), (2000, 90)))
+    sched.add(beginning(1, (1000, common), (3000, 6)))
+    sched.add(seq(2, 5))
+    for step in range(steps):
+        assert set(advance(sched)) == {0, 2}, step
+    done = advance(sched)
+    assert set(done) == {0, 1, 2} and sched.by_id()[1].cached == common + min(6, 8 - common % 4)
+    assert sched.by_id()[1].shared == common // 4 * 4
+
+
+def test_who_waits_for_a_prefix_keeps_its_place() -> None:
+    sched = scheduler(blocks=64, prefill_chunk=8, max_batch_size=3)
+    sched.add(beginning(0, (1000, 20), (2000, 40)))
+    sched.add(beginning(1, (1000, 20), (3000, 6)))
+    for number in (2, 3):
+        sched.add(seq(number, 5))
+    for _ in range(3):
+        assert set(advance(sched)) == {0, 2}
+    assert set(advance(sched)) == {0, 1, 2}
+    # In the cache, too: 12 blocks would be enough for the first and the last one.
+    tight = scheduler(blocks=14, prefill_chunk=8)
+    tight.add(beginning(0, (1000, 20)))
+    tight.add(beginning(1, (1000, 17), (3000, 7)))
+    tight.add(seq(2, 18))
+    assert set(advance(tight)) == {0}
+
+
+def test_what_shares_nothing_waits_for_nothing() -> None:
+    """A prompt that is scored is read as a whole."""
+    sched = scheduler(blocks=64, prefill_chunk=8)
+    sched.add(beginning(0, (1000, 60)))
+    sched.add(beginning(1, (1000, 60), prompt_logprobs=1))
+    assert set(advance(sched)) == {0, 1}
+
+
+def test_rows_of_logits_are_bounded() -> None:
+    """Scored tokens of a step; what is not scored is read as ever."""
+    sched = scheduler(blocks=64, prefill_chunk=8, max_scored_rows=10)
+    for number in range(2):
+        sched.add(beginning(number, (1000 * number, 12), prompt_logprobs=0))
+    sched.add(seq(2, 12))
+    done = [advance(sched) for _ in range(4)]
+    assert [{n: fed for n, (fed, _) in step.items()} for step in done] == [
+        {0: 8, 1: 2, 2: 8},
+        {0: 4, 1: 7, 2: 4},
+        {0: 1, 1: 3, 2: 1},
+        {0: 1, 1: 1, 2: 1},
+    ]
 
 
 def test_the_youngest_gives_way_and_comes_back() -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import LLM, SamplingParams
+from paceline.build import EngineOptions, cache_blocks
+from paceline.core.batch import Batch, ModelOutput
 from paceline.errors import ConfigError
+from paceline.model.paged.cache import bytes_per_token
+from paceline.model.target import CausalModel
+from paceline.verify import prompts
+from paceline.verify.prompts import _MOST_SCORED, prompt_logprobs
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden. " * 3
 
@@ -78,6 +87,61 @@ def test_in_chunks_and_after_giving_up_the_cache(llm: LLM, chunk: int) -> None:
         pool.release(block)
     for found in texts:
         assert found == pytest.approx(alone, abs=2e-4)
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out._is_view():
+            self.largest = max(self.largest, out.numel() * out.element_size())
+        return out
+
+
+def test_rows_are_scored_in_parts() -> None:
+    """A chunk of 512 rows of a large vocabulary in float32 would be 307 MB, and several of them."""
+    torch.manual_seed(0)
+    logits = torch.randn(150, 50_000, dtype=torch.bfloat16)
+    tokens = torch.randint(50_000, (150,)).tolist()
+    with Sizes() as made:
+        found = prompt_logprobs(logits, tokens, 2)
+    assert made.largest <= 4 * _MOST_SCORED
+    whole = torch.log_softmax(logits.float(), -1)
+    assert [entry.token_id for entry in found] == tokens
+    assert [entry.logprob for entry in found] == whole[range(150), tokens].tolist()
+    best = whole.topk(2).values.tolist()
+    assert [[value for _, value in entry.top] for entry in found] == best
+
+
+def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    alone = scored(llm, [ids])[0]
+    width = llm.target.vocab_size
+    monkeypatch.setattr(prompts, "_MOST_LOGITS", 7 * width)
+    few, most = llm.beside(), 0
+
+    def watched(batch: Batch, *more: Any) -> ModelOutput:
+        nonlocal most
+        out = target(batch, *more)
+        most = max(most, len(out.logits))
+        return out
+
+    target: Any = few.engine.target
+    few.engine.target = watched  # type: ignore[assignment]
+    both = scored(few, [ids, ids])
+    assert most == 7 + 1  # seven scored, and the last of a prompt that is done, to go on from
+    assert all(found == pytest.approx(alone, abs=2e-4) for found in both)
+
+    options = EngineOptions(max_batch_size=64)
+    monkeypatch.setattr(CausalModel, "free_memory", lambda self: 2**24)
+    without = cache_blocks(options, llm.target)
+    monkeypatch.setattr(prompts, "_MOST_LOGITS", 512 * width)
+    fewer = cache_blocks(options, llm.target)
+    per_block = 4 * 16 * bytes_per_token(llm.target.cache_shapes, llm.target.cache_dtype)
+    assert (without - fewer) * per_block == pytest.approx(505 * width * 4, rel=0.01)
 
 
 def test_a_completion_without_them_has_none(llm: LLM) -> None:

@@ -33,9 +33,7 @@ class Slice:
     @property
     def scored(self) -> int:
         """Of the scheduled tokens, those that a token of the prompt follows which is scored."""
-        if self.seq.params.prompt_logprobs is None:
-            return 0
-        return max(0, min(self.scheduled, self.seq.prompt_length - 1 - self.seq.cached))
+        return min(self.scheduled, self.seq.unscored)
 
 
 @dataclass(frozen=True)

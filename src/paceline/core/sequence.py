@@ -83,6 +83,7 @@ class _Counted:
     tokens: Any
     cached: int
     prompt_length: int
+    params: SamplingParams
 
     @property
     def pending(self) -> list[int]:
@@ -96,6 +97,13 @@ class _Counted:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def unscored(self) -> int:
+        """Pending tokens that a token of the prompt follows which is to be scored."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(0, self.prompt_length - 1 - self.cached)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class SchedulerConfig:
     max_step_tokens: int = 2048  # prefill tokens of all sequences in one step
     prefill_chunk: int = 512  # of one sequence in one step
     max_positions: int = 2048  # of target and draft: a draft must not reach beyond
+    max_scored_rows: int = 2048  # of one step: each row of a scored prompt has a row of logits
 
 
 class Scheduler:
@@ -88,13 +89,14 @@ class Scheduler:
             )
         )
         scheduled_parts: list[tuple[SequenceState, int]] = []
-        budget = self.config.max_step_tokens
+        budget, rows = self.config.max_step_tokens, self.config.max_scored_rows
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
         for seq in list(self.running):
-            scheduled = min(seq.num_pending, self.config.prefill_chunk, budget)
+            scheduled = self._chunk(seq, budget, rows)
             # A sequence may have been preempted by an older one in this very loop.
             if scheduled and seq in self.running and self._reserve(seq, scheduled):
                 budget -= scheduled
+                rows -= min(scheduled, seq.unscored)
                 scheduled_parts.append((seq, scheduled))
         # Drafts take what is left: they are worth a block, but not another sequence's.
         return Plan(
@@ -111,9 +113,14 @@ class Scheduler:
 
     def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence, without a draft; empty if it had to give way."""
-        scheduled = min(seq.num_pending, self.config.prefill_chunk, self.config.max_step_tokens)
+        scheduled = self._chunk(seq, self.config.max_step_tokens, self.config.max_scored_rows)
         fits = self._reserve(seq, scheduled)
         return Plan((Slice(seq.view(), scheduled, 0, seq.drafts),) if fits else ())
+
+    def _chunk(self, seq: SequenceState, budget: int, rows: int) -> int:
+        """Pending tokens to schedule, of which at most ``rows`` are scored."""
+        scheduled = min(seq.num_pending, self.config.prefill_chunk, budget)
+        return min(scheduled, rows) if seq.unscored > rows else scheduled
 
     def _draft_length(self, seq: SequenceState, scheduled: int, requested: int) -> int:
         """The requested length, limited by the request, its context and the free cache blocks."""
@@ -136,43 +143,62 @@ class Scheduler:
         return max(0, min(requested, seq.remaining - 1, context_left - 1))
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.config.max_batch_size:
-            seq = self.waiting[0]
-            if self.running and (not self._fits(seq) or self._prefilled_by_another(seq)):
+        """Let sequences run, in their order, while there is room.
+
+        Those that wait for a prefix keep their place in the batch and in the cache, but let the
+        ones behind them pass: nobody has less than if they ran.
+        """
+        held: list[int] = []  # blocks that each of them will need
+        while len(held) < len(self.waiting) and (
+            len(self.running) + len(held) < self.config.max_batch_size
+        ):
+            seq = self.waiting[len(held)]
+            if self.running and not self._fits(seq, sum(held)):
                 return
             shares = seq.params.prompt_logprobs is None
+            coming = self._prefix_to_come(seq) if shares and self.cache.shares else 0
+            if coming:
+                held.append(self._blocks_of(seq) - coming // self.cache.block_size)
+                continue
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares)
-            self.waiting.popleft()  # only now: what fails must not lose the sequence
+            del self.waiting[len(held)]  # only now: what fails must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)
 
-    def _prefilled_by_another(self, seq: SequenceState) -> bool:
-        """Whether a running sequence is just now prefilling the same beginning.
+    def _prefix_to_come(self, seq: SequenceState) -> int:
+        """Tokens of whole blocks that this sequence has in common with a running one which is
+        prefilling just these; 0 if there is none.
 
         Waiting for it lets this one share the blocks: n samples of a prompt read it once.
         """
         size = self.cache.block_size
-        return (
-            self.cache.shares
-            and len(seq.tokens) > size
-            and any(
-                other.num_pending > size and other.tokens[:size] == seq.tokens[:size]
-                for other in self.running
-            )
-        )
+        for other in self.running:
+            if other.num_pending > size:
+                alike = _common_length(other.tokens, seq.tokens, size)
+                # At least the last token is left to be computed.
+                alike = min(alike, len(seq.tokens) - 1) // size * size
+                if other.cached < alike:
+                    return alike
+        return 0
 
-    def _fits(self, seq: SequenceState) -> bool:
+    def _blocks_of(self, seq: SequenceState) -> int:
+        """Those of its tokens, and one to grow."""
+        return -(-len(seq.tokens) // self.cache.block_size) + 1
+
+    def _fits(self, seq: SequenceState, held: int = 0) -> bool:
         """Whether all of it fits beside what was promised to those that run.
 
-        Promised are the blocks of prompts that are still being read, chunk by chunk, and one more
-        block for each sequence, to grow. Blocks that others use already are there to be shared.
+        Promised are the blocks of prompts that are still being read, chunk by chunk, one more block
+        for each sequence, to grow, and those ``held`` for sequences before it. Blocks that others
+        use already are there to be shared.
         """
-        pool, size = self.cache.pool, self.cache.block_size
-        promised = len(self.running) + sum(
+        pool = self.cache.pool
+        promised = held + len(self.running)
+        promised += sum(
             self.cache.blocks_missing(other.seq_id, len(other.tokens)) for other in self.running
         )
-        needed = -(-len(seq.tokens) // size) + 1
+        needed = self._blocks_of(seq)
         if needed + promised <= pool.available:
             return True
         # Digests take time: they are asked for only if they can make the difference.
@@ -203,3 +229,16 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.preemptions += 1
         self._on_preempt(seq.seq_id)
+
+
+def _common_length(one: Sequence[int], other: Sequence[int], size: int) -> int:
+    """How many leading tokens two texts share, in whole blocks of ``size``."""
+    most = min(len(one), len(other))
+    if most < size or one[:size] != other[:size]:
+        return 0
+    low, high = 1, most // size + 1  # blocks: so many are alike, so many are not or not there
+    while high - low > 1:
+        middle = (low + high) // 2
+        same = one[low * size : middle * size] == other[low * size : middle * size]
+        low, high = (middle, high) if same else (low, middle)
+    return low * size
