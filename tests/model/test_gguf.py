@@ -39,6 +39,10 @@ def theirs(path: Path, tokens: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     )
+    return generated(model, tokens)
+
+
+def generated(model: Any, tokens: int) -> list[int]:
     output = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False, eos_token_id=None
     )
@@ -56,7 +60,7 @@ def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> 
     llm = LLM(str(path), draft="ngram", dtype="float32")
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     (ours,) = llm.generate([PROMPT], params)
-    assert ours.token_ids == theirs(path, 24)
+    assert ours.token_ids == generated(module, 24)
     # And the weights are those that were written: the file is read right by both.
     read = load_module(str(path), "float32", "cpu").state_dict()
     for name, values in module.state_dict().items():
@@ -267,17 +271,30 @@ def test_doctor_says_what_it_takes(tmp_path: Path) -> None:
     assert not {"weights-absent", "tokenizer-absent", "gguf-tokenizer-unsure"} & found.keys()
 
 
-def test_doctor_says_what_is_left_out(tmp_path: Path) -> None:
+def test_doctor_says_how_text_is_split(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-
-    def add_factors(writer: Any) -> None:
-        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
-
-    write_gguf(path, pre="some-new-split", change=add_factors)
+    write_gguf(path, pre="some-new-split")
     found = findings(path)
     assert found["gguf-tokenizer-unsure"]["severity"] == "warning"
     assert "some-new-split" in found["gguf-tokenizer-unsure"]["found"]
-    assert found["gguf-rope-factors"]["severity"] == "warning"
+
+
+@pytest.mark.parametrize("what", ["llama.logit_scale", "blk.0.attn_q.bias"])
+def test_doctor_names_what_is_not_read(what: str, tmp_path: Path) -> None:
+    """A key of the metadata, and a tensor that no weight takes: before anything is loaded."""
+    path = tmp_path / "model.gguf"
+
+    def change(writer: Any) -> None:
+        if what.endswith("scale"):
+            writer.add_logit_scale(0.5)
+        else:
+            writer.add_tensor(what, torch.ones(64).numpy())
+
+    write_gguf(path, change=change)
+    result = CliRunner().invoke(app, ["doctor", "--model", str(path), "--json"])
+    (found,) = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and found["code"] == "architecture-refused"
+    assert what in found["found"] and "folder" in found["cure"]
 
 
 def test_doctor_refuses_by_name(tmp_path: Path) -> None:

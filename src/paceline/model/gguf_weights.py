@@ -14,12 +14,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.model.gguf import PLAIN
+from paceline.errors import UnsupportedModelError
+from paceline.model.gguf import PLAIN, ROPE_FACTORS, GgufFile
 from paceline.model.quantised.blocks import can_keep, weight_of_blocks
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 from paceline.stages import say, stage
 
+_FREQUENCIES = ".attn_rot_embd.weight"  # which old files repeat in each layer
 _HEAD, _EMBEDDING = "output", "token_embd"  # a file without the one uses the other for both
+
+
+def check_taken(file: GgufFile, hf: Any) -> None:
+    """Raises UnsupportedModelError that names a tensor of the file which no weight of ``hf``
+    takes: transformers passes over them."""
+    import gguf
+
+    number = next((n for n, a in gguf.MODEL_ARCH_NAMES.items() if a == file.architecture), None)
+    if number is None:
+        return  # transformers takes what it can by names of its own
+    config = hf.config.get_text_config(decoder=True)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    taken = {
+        f"{names.get_name(stem)}.{suffix}"
+        for stem, _, suffix in (name.rpartition(".") for name in hf.state_dict())
+    }
+    unused = file.names - taken - ROPE_FACTORS
+    left = sorted(name for name in unused if not name.endswith(_FREQUENCIES))
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UnsupportedModelError(
+            f"{file.path} holds the tensor {left[0]}{more}, which no weight of the architecture "
+            f"{file.architecture} takes here; take the model's own folder (safetensors) in place "
+            "of its GGUF file"
+        )
 
 
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:

@@ -15,7 +15,8 @@ from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.gguf import SUFFIX, dequantising, gguf_file, meant_instead, read_gguf
-from paceline.model.gguf_weights import keep_blocks
+from paceline.model.gguf_config import completed
+from paceline.model.gguf_weights import check_taken, keep_blocks
 from paceline.model.names import located
 from paceline.model.precision import (
     dense_tensors,
@@ -98,6 +99,7 @@ def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | 
         config = read_config(name, str(path))
         check_architecture(config)
         module = _weights(name, str(path), config, dtype, attention or ATTENTION)
+    check_taken(file, module)
     # The weights are plain numbers now; transformers would refuse to save or cast the module.
     for owner, left in (
         (module.config, "quantization_config"),
@@ -236,12 +238,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_config(name: str, path: str) -> Any:
-    """The transformers config of a folder or hub name. Raises ModelLoadError."""
+    """The transformers config of a folder, hub name or GGUF file. Raises ModelLoadError, and
+    UnsupportedModelError where a GGUF file says what is not read."""
     from transformers import AutoConfig
 
     place, options = _source(path)
     try:
-        return AutoConfig.from_pretrained(place, **options)
+        config = AutoConfig.from_pretrained(place, **options)
+        if options:
+            check_architecture(config)  # the reason that a user can do something with goes first
+            config = completed(config, read_gguf(Path(place, options["gguf_file"])))
+        return config
     except (OSError, ValueError, KeyError, TypeError) as error:
         if is_path(path):
             what = "header" if options else "config.json"

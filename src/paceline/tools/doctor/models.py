@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
+from paceline.model.gguf_weights import check_taken
 from paceline.model.loading import check_architecture, load_tokenizer, read_config
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import UNLIMITED_POSITIONS
@@ -115,6 +116,9 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     try:
         config = read_config(files.name, str(files.folder))
         check_architecture(config)
+        if files.gguf is not None:
+            whole = Model(about, files, config, config.get_text_config(decoder=True), None)
+            check_taken(files.gguf, whole.skeleton)
     except (ModelLoadError, UnsupportedModelError) as error:
         found, cure = parted(error)
         code = "remote-code" if foreign else "architecture-refused"

@@ -44,12 +44,10 @@ def check_files(files: ModelFiles, about: str) -> Iterator[Finding]:
 
 
 def _gguf(file: GgufFile, about: str) -> Iterator[Finding]:
-    """What transformers does not take from it."""
+    """How it splits text, where nobody here knows the way."""
     if file.splits_otherwise:
         text = f"the file splits text as {file.pre_tokenizer!r} does, which is not known here"
         yield finding("gguf-tokenizer-unsure", about, text)
-    if file.rope_factors:
-        yield finding("gguf-rope-factors", about, "rope_freqs.weight is among the tensors")
 
 
 def _flipped(files: ModelFiles) -> list[str]:

@@ -1,0 +1,284 @@
+"""What the metadata of a GGUF file says of its model, where transformers does not read it.
+
+transformers takes the sizes and leaves the rest at an architecture's defaults: rope scaling, its
+tensors of factors, windows, soft caps, scales. Here each key of the architecture is read into the
+config, or refused by its name: none is passed over.
+
+======================================  =======================================================
+key, after the architecture's name      goes to
+======================================  =======================================================
+``rope.freq_base``, ``_swa``            ``rope_theta``, of sliding layers
+``rope.scaling.*``                      ``rope_parameters``: linear, yarn, longrope
+tensor ``rope_freqs``                   ``rope_parameters``: llama3, whose options it must equal
+tensors ``rope_factors_long, _short``   ``rope_parameters``: longrope
+``rope.dimension_count``                ``partial_rotary_factor``
+``attention.sliding_window``            ``sliding_window``
+``attention.sliding_window_pattern``    ``layer_types``
+``attention.scale``                     ``query_pre_attn_scalar``; Gemma's 27B have it without
+======================================  =======================================================
+
+(The keys: gguf-py's constants; their meaning: llama.cpp's conversion scripts and hyperparameters.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from paceline.errors import UnsupportedModelError
+from paceline.model.gguf import GgufFile
+
+# Keys that say nothing which the config has to know: the tensors' shapes show it, or it is history.
+_HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+# Features that the models read here do not have: the key may only say so.
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
+}
+# Numbers that transformers does not take, and the names that a config may have for them.
+_NUMBERS = {
+    "attention.key_length": ("head_dim",),
+    "attention.layer_norm_epsilon": ("norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+}
+_WINDOWED = {"phi3", "starcoder2"}  # in all layers alike; Gemma's have layer_types
+_GEMMA = {"gemma2", "gemma3"}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # by which llama.cpp, too, knows them
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192  # which llama.cpp's converter takes for granted
+
+
+def completed(config: Any, file: GgufFile) -> Any:
+    """The config that transformers read from ``file``, with what it left out.
+
+    Raises UnsupportedModelError that names a key whose meaning is not known here.
+    """
+    keys = _Keys(file)
+    changes = _numbers(config, keys) | _attention(config, keys)
+    if getattr(config, "rope_parameters", None):
+        changes["rope_parameters"] = _rope(config, keys)
+    original = keys.values.get("rope.scaling.original_context_length")
+    if original and hasattr(config, "original_max_position_embeddings"):
+        changes["original_max_position_embeddings"] = int(original)
+    keys.refuse_rest()
+    return type(config).from_dict({**config.to_dict(), **changes})
+
+
+class _Keys:
+    """The keys of a file's architecture, without its name, and which of them are still unread."""
+
+    def __init__(self, file: GgufFile) -> None:
+        from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+        self.file = file
+        self.architecture = file.architecture
+        start = f"{file.architecture}."
+        self.values: dict[str, Any] = {
+            key.removeprefix(start): value
+            for key, value in file.fields.items()
+            if key.startswith(start)
+        }
+        taken = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
+        single = {key for key, value in self.values.items() if not isinstance(value, list)}
+        self.unread = set(self.values) - _HARMLESS
+        self.unread -= {key for key, name in taken.items() if name is not None} & single
+
+    def take(self, key: str) -> Any:
+        """The value, or None; it counts as read."""
+        self.unread.discard(key)
+        return self.values.get(key)
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Refuse a value that is none of these; an absent key is as good."""
+        value = self.take(key)
+        if value is not None and not any(_equal(value, other) for other in allowed):
+            self.refuse(key)
+
+    def width(self, config: Any) -> int:
+        """Of a head."""
+        said = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
+        return int(said or config.hidden_size // config.num_attention_heads)
+
+    def refuse(self, key: str, why: str = "is not read here") -> NoReturn:
+        raise UnsupportedModelError(
+            f"{self.file.path} sets {self.architecture}.{key} to {self.values.get(key)}, which "
+            f"{why}; take the model's own folder (safetensors) in place of its GGUF file"
+        )
+
+    def refuse_tensor(self, name: str, why: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{self.file.path} holds the tensor {name}, {why}; take the model's own folder "
+            "(safetensors) in place of its GGUF file"
+        )
+
+    def refuse_rest(self) -> None:
+        for key, allowed in _ABSENT.items():
+            self.expect(key, *allowed)
+        if self.unread:
+            self.refuse(min(self.unread))
+
+
+def _numbers(config: Any, keys: _Keys) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for key, names in _NUMBERS.items():
+        value = keys.values.get(key)
+        name = next((name for name in names if hasattr(config, name)), None)
+        if value is not None and name is not None:
+            changes[name] = keys.take(key)
+    width = changes.get("head_dim") or config.hidden_size // config.num_attention_heads
+    keys.expect("attention.key_length", width)
+    keys.expect("attention.value_length", keys.width(config))
+    if keys.architecture == "gpt2":
+        changes |= {"n_positions": keys.take("context_length")}
+        changes |= {"n_inner": keys.take("feed_forward_length")}
+        keys.expect("attention.head_count_kv", config.n_head)
+    return changes
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """As far as float32, in which files hold numbers, can tell."""
+    if isinstance(value, float) and isinstance(other, (int, float)):
+        return math.isclose(value, other, rel_tol=1e-6)
+    return bool(value == other)
+
+
+def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
+    """Windows, and by what scores are multiplied."""
+    context = keys.values.get("context_length") or config.max_position_embeddings
+    window = keys.take("attention.sliding_window")
+    if keys.architecture not in _GEMMA:
+        keys.expect("attention.scale", 0.0, keys.width(config) ** -0.5)
+        if keys.architecture in _WINDOWED:
+            return {"sliding_window": window or None}
+        if window and window < context:
+            keys.refuse("attention.sliding_window", "this architecture does not have elsewhere")
+        return {}
+    layers, changes = config.num_hidden_layers, {}
+    pattern = keys.take("attention.sliding_window_pattern")
+    if keys.architecture == "gemma3" and not window:
+        pattern = 1
+    if pattern is not None:
+        slides = pattern
+        if not isinstance(pattern, list):
+            slides = [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(layers)]
+        kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        changes["layer_types"] = kinds[:layers]
+    scale = keys.take("attention.scale")
+    scalar = round(scale**-2) if scale else keys.values.get("attention.key_length")
+    if not scale and layers == _LAYERS_OF_27B[keys.architecture]:
+        scalar = config.hidden_size // config.num_attention_heads
+    return changes | {"query_pre_attn_scalar": scalar or config.query_pre_attn_scalar}
+
+
+# -- rotary positions ------------------------------------------------------------------------
+
+
+def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
+    """``rope_parameters``; nested by kinds of layers where they were."""
+    found = config.rope_parameters
+    sliding = found.get("sliding_attention")
+    options = dict(found["full_attention"] if sliding else found)
+    base, swa = keys.take("rope.freq_base"), keys.take("rope.freq_base_swa")
+    options["rope_theta"] = options["rope_theta"] if base is None else base
+    rotated, width = keys.take("rope.dimension_count"), keys.width(config)
+    if rotated is not None and "partial_rotary_factor" in options:
+        options["partial_rotary_factor"] = rotated / width
+    elif rotated not in (None, width):
+        keys.refuse("rope.dimension_count", f"rotates a part of heads of {width} only")
+    options |= _scaling(config, keys, options)
+    if sliding:
+        slow = {**sliding, "rope_theta": sliding["rope_theta"] if swa is None else swa}
+        return {"sliding_attention": slow, "full_attention": options}
+    if swa not in (None, options["rope_theta"]):
+        keys.refuse("rope.freq_base_swa")
+    return options
+
+
+def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``rope_parameters`` stretches positions."""
+    kind = keys.take("rope.scaling.type")
+    factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear") or 1.0
+    original = keys.take("rope.scaling.original_context_length") or config.max_position_embeddings
+    factors = keys.file.rope_factors
+    if kind is None:
+        long = any(name.startswith("rope_factors") for name in factors)
+        kind = "longrope" if long else "linear"
+    if "rope_freqs.weight" in factors:
+        if factor != 1 and kind != "none":
+            keys.refuse_tensor("rope_freqs.weight", f"beside rope scaling of the type {kind}")
+        return _llama3(config, keys, options)
+    if kind == "longrope":
+        return _longrope(keys, original)
+    if factors:
+        keys.refuse_tensor(min(factors), f"beside rope scaling of the type {kind}")
+    keys.expect("rope.scaling.attn_factor", 0.0, 1.0)
+    if kind == "yarn":
+        return _yarn(keys, factor, original)
+    if kind not in ("linear", "none"):
+        keys.refuse("rope.scaling.type")
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
+
+
+def _yarn(keys: _Keys, factor: float, original: int) -> dict[str, Any]:
+    keys.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    keys.expect("rope.scaling.yarn_log_multiplier", 0.0)
+    found = {
+        "attention_factor": keys.take("rope.scaling.yarn_attn_factor"),
+        "beta_fast": keys.take("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.take("rope.scaling.yarn_beta_slow"),
+    }
+    said = {key: float(value) for key, value in found.items() if value is not None and value > 0}
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": int(original),
+        **said,
+    }
+
+
+def _longrope(keys: _Keys, original: int) -> dict[str, Any]:
+    long = keys.file.rope_factors.get("rope_factors_long.weight")
+    short = keys.file.rope_factors.get("rope_factors_short.weight")
+    if long is None or short is None:
+        keys.refuse("rope.scaling.type", "needs both tensors rope_factors_long and _short")
+    said = keys.take("rope.scaling.attn_factor")
+    return {
+        "rope_type": "longrope",
+        "short_factor": list(short),
+        "long_factor": list(long),
+        "original_max_position_embeddings": int(original),
+        **({"attention_factor": float(said)} if said else {}),
+    }
+
+
+def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by which llama.cpp's converter made the factors, found again and compared."""
+    found = keys.file.rope_factors["rope_freqs.weight"]
+    factor = max(found)
+    if factor == min(found) == 1:
+        return {}
+    width = 2 * len(found)
+    wanted = _llama3_factors(options["rope_theta"], width, factor)
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
+        keys.refuse_tensor("rope_freqs.weight", "whose factors are not those of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        **_LLAMA3,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+
+
+def _llama3_factors(theta: float, width: int, factor: float) -> Sequence[float]:
+    """By what each frequency of a head of ``width`` is divided."""
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    found = []
+    for pair in range(width // 2):
+        turns = _LLAMA3_CONTEXT * theta ** (-2 * pair / width) / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        found.append(1 / ((1 - share) / factor + share))
+    return found
