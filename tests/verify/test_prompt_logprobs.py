@@ -135,13 +135,21 @@ def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.Mo
     assert most == 7 + 1  # seven scored, and the last of a prompt that is done, to go on from
     assert all(found == pytest.approx(alone, abs=2e-4) for found in both)
 
-    options = EngineOptions(max_batch_size=64)
-    monkeypatch.setattr(CausalModel, "free_memory", lambda self: 2**24)
-    without = cache_blocks(options, llm.target)
-    monkeypatch.setattr(prompts, "_MOST_LOGITS", 512 * width)
-    fewer = cache_blocks(options, llm.target)
-    per_block = 4 * 16 * bytes_per_token(llm.target.cache_shapes, llm.target.cache_dtype)
-    assert (without - fewer) * per_block == pytest.approx(505 * width * 4, rel=0.01)
+
+def test_what_scoring_takes_is_no_memory_of_the_cache(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, target = EngineOptions(max_batch_size=64), llm.target
+    monkeypatch.setattr(CausalModel, "free_memory", lambda self: 2**28)
+    blocks, needed = [], []
+    for rows in (1, 512):
+        monkeypatch.setattr(prompts, "_MOST_LOGITS", rows * target.vocab_size)
+        blocks.append(cache_blocks(options, target))
+        needed.append(prompts.scoring_bytes(target.vocab_size, 2048))
+    assert needed[1] >= 512 * target.vocab_size * 4
+    per_block = 16 * bytes_per_token(target.cache_shapes, target.cache_dtype)
+    fewer = (needed[1] - needed[0]) / 4 / per_block  # of a quarter of the memory
+    assert blocks[0] - blocks[1] == pytest.approx(fewer, abs=1)
 
 
 def test_a_completion_without_them_has_none(llm: LLM) -> None:
