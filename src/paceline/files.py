@@ -2,12 +2,14 @@
 
 What is new is written under another name in the same folder, forced to the disk and renamed over
 the old. Whoever reads sees the old file or the new one, never half of one; a full disk, a crash or
-a lost power supply leaves the old one as it was.
+a lost power supply leaves the old one as it was. Only what Paceline wrote is replaced: see
+ownership.py. All that writes for keeps goes through here.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
@@ -16,18 +18,29 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
 
 from paceline.errors import ConfigError, PacelineError, WriteError
+from paceline.ownership import (
+    MANIFEST,
+    Proof,
+    check_file,
+    check_folder,
+    check_names,
+    clear_killed,
+    manifest_text,
+    names_aside,
+    read_manifest,
+    write_manifest,
+)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 # How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
+_KEY = "Records of Paceline with the options\n"  # the first line of a key
 _RUST = re.compile(r"\(os error (\d+)\)")
-_numbers = count()
 
 
 def cache_folder() -> Path:
@@ -42,14 +55,22 @@ def cache_folder() -> Path:
 
 @contextmanager
 def write_aside(
-    path: str | Path, what: str, durable: bool = True, previous: Path | None = None
+    path: str | Path,
+    what: str,
+    proof: Proof | None,
+    durable: bool = True,
+    previous: Path | None = None,
 ) -> Iterator[IO[bytes]]:
     """Write ``path`` in the block; it is there, whole, once the block has ended without an error.
 
-    ``what`` names the file in messages, as in "the report". ``durable`` false leaves it to the
-    system when the bytes reach the disk: for what can be made again. ``previous`` is where the old
-    file goes instead of nowhere. Raises WriteError.
+    ``what`` names the file in messages, as in "the report". ``proof`` says of a file that is there
+    whether Paceline wrote it; None: whoever wrote it. ``durable`` false leaves it to the system
+    when the bytes reach the disk: for what can be made again. ``previous`` is where the old file
+    goes instead of nowhere, under the same condition. Raises WriteError.
     """
+    check_file(path, what, proof)
+    if previous is not None:
+        check_file(previous, what, proof)
     aside = _Aside(Path(path))
     with telling(what, path), aside:
         with aside.open(durable) as sink:
@@ -57,11 +78,15 @@ def write_aside(
         aside.put(keep=previous)
 
 
-def replace_files(contents: Mapping[Path, bytes], what: str, durable: bool = True) -> None:
+def replace_files(
+    contents: Mapping[Path, bytes], what: str, proof: Proof | None, durable: bool = True
+) -> None:
     """Write several files, all or none of them; they take their places in the given order.
 
     Arguments and errors as of ``write_aside``.
     """
+    for path in contents:
+        check_file(path, what, proof)
     with ExitStack() as stack:
         written = []
         for path, content in contents.items():
@@ -82,9 +107,24 @@ def replace_files(contents: Mapping[Path, bytes], what: str, durable: bool = Tru
                 raise
 
 
-def replace_text(path: str | Path, text: str, what: str) -> None:
-    """Write one file of text, all of it or nothing. Raises WriteError."""
-    replace_files({Path(path): text.encode("utf-8")}, what)
+def replace_text(path: str | Path, text: str, what: str, proof: Proof | None) -> None:
+    """Write one file of text, all of it or nothing. Arguments and errors as of ``write_aside``."""
+    replace_files({Path(path): text.encode("utf-8")}, what, proof)
+
+
+def replace_in(
+    folder: Path, contents: Mapping[str, bytes], what: str, damaged: bool = False
+) -> None:
+    """Write files into a folder, all or none, and note them in its manifest; what else is there
+    stays. Raises WriteError, also for files of these names that the manifest does not prove;
+    ``damaged`` as of ``check_folder``."""
+    with telling(what, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_names(folder, list(contents), what, damaged)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    listed = manifest_text({**read_manifest(folder), **digests})
+    files = {folder / name: content for name, content in contents.items()}
+    replace_files({**files, folder / MANIFEST: listed.encode("utf-8")}, what, None)
 
 
 def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
@@ -101,25 +141,26 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def folder_aside(path: str | Path, what: str) -> Iterator[Path]:
+def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
     """Fill the given folder in the block; it stands at ``path`` once that has ended well.
 
-    A folder that was there before is replaced, with all that was in it. Raises WriteError.
+    A folder that was there before is replaced if its manifest proves every file in it; ``damaged``
+    as of ``check_folder``. Raises WriteError.
     """
     folder = Path(os.path.realpath(path))
-    partial, old = (folder.with_name(f"{folder.name}.{word}") for word in ("partial", "old"))
-    if old.exists() and not folder.exists():  # a process was killed between the two renames
-        os.replace(old, folder)
+    clear_killed(folder)
+    check_folder(path, what, damaged)
+    partial, old = names_aside(folder)
     with telling(what, path):
-        shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             yield partial
+            write_manifest(partial)
             for file in partial.rglob("*"):
                 if file.is_file():
                     with file.open("rb") as stream:
                         os.fsync(stream.fileno())
-            shutil.rmtree(old, ignore_errors=True)
+            check_folder(path, what, damaged)  # the block may have taken hours
             if folder.exists():
                 os.replace(folder, old)
             try:
@@ -177,7 +218,8 @@ class LongRecord:
 
     Until then they lie in ``path.partial``, beside ``path.partial.key``, which holds ``key``: what
     the lines are. Whatever ends the block early leaves them, whole lines only, and the next block
-    with the same key goes on behind them. Raises ConfigError for lines of another key.
+    with the same key goes on behind them. Raises ConfigError for lines of another key, WriteError
+    for a ``path`` that is there already.
     """
 
     def __init__(self, path: Path, what: str, key: str) -> None:
@@ -188,26 +230,34 @@ class LongRecord:
         self._whole = 0  # bytes
 
     def __enter__(self) -> LongRecord:
+        check_file(self._path, self._what, lambda _: False)
         with telling(self._what, self._path):
             if self.partial.exists():
                 self._resume()
             else:
-                replace_text(self._key_file, self._key, "the key of the records")
+                self._write_key()
             self._file = self.partial.open("ab", buffering=0)
             self._file.truncate(self._whole)
         return self
 
     def _resume(self) -> None:
         found = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
-        if found != self._key and self.partial.stat().st_size:
+        if found.removeprefix(_KEY) != self._key and self.partial.stat().st_size:
             raise ConfigError(
                 f"{self.partial} holds records of a command with other options; run that one to go "
                 "on with it, delete the file, or choose another place"
             )
-        replace_text(self._key_file, self._key, "the key of the records")
+        self._write_key()
         for line in self._read():
             self.lines += 1
             self._whole += len(line)
+
+    def _write_key(self) -> None:
+        def ours(file: Path) -> bool:
+            found = file.read_text("utf-8")
+            return found.startswith(_KEY) or found == self._key  # the latter of earlier versions
+
+        replace_text(self._key_file, _KEY + self._key, "the key of the records", ours)
 
     def _read(self) -> Iterator[bytes]:
         with self.partial.open("rb") as file:
@@ -238,6 +288,7 @@ class LongRecord:
             with suppress(OSError):
                 self._file.truncate(self._whole)
             if kind is None:
+                check_file(self._path, self._what, lambda _: False)  # came since the block began
                 with telling(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
@@ -274,10 +325,7 @@ class _Aside:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays a link
-        name = self.path.name.encode()[:180].decode(errors="ignore")
-        mark = f".{name}.{os.getpid()}-{next(_numbers)}"
-        self._partial = self.path.with_name(f"{mark}.partial")
-        self.old = self.path.with_name(f"{mark}.old")
+        self._partial, self.old = names_aside(self.path)
         # A pipe or a device cannot be replaced, and must not be.
         self._direct = self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 

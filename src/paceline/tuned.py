@@ -29,6 +29,12 @@ _HEADER = (
     "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
 )
 
+
+def is_profile(file: Path) -> bool:
+    """Whether ``paceline tune`` wrote a file; its user may have changed it since."""
+    return file.read_text(encoding="utf-8").startswith(_HEADER.splitlines()[0])
+
+
 _T = TypeVar("_T")
 
 
@@ -210,13 +216,13 @@ class TunedProfile:
                 )
 
     def write(self, path: str | Path) -> None:
-        """Replace the file, or leave it as it was. Raises WriteError."""
+        """Replace a profile, or leave what is there as it was. Raises WriteError."""
         import tomli_w
 
         text = _HEADER + _compact(tomli_w.dumps(_plain(asdict(self))))
         with telling("the profile", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, "the profile")
+        replace_text(path, text, "the profile", is_profile)
 
     def settings(self, follows: bool, lossy: bool) -> dict[str, Any]:
         """Fields of EngineOptions. A draft length holds only for the draft it was measured with.

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.ownership import MANIFEST
 
 PAIR = ["--model", "paceline/tiny", "--draft", "ngram:candidates=1", "--draft-length", "4"]
 
@@ -30,6 +31,7 @@ def test_what_is_approximated_is_said(tmp_path: Path) -> None:
     _, said = run("--to", "openvino", *PAIR, "--out", str(tmp_path / "there"))
     assert "approximated: 1 candidates from both: one match; " in said
     assert {file.name for file in (tmp_path / "there").iterdir()} == {
+        MANIFEST,
         "run.sh",
         "export.json",
         "openvino_generate.py",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,9 @@ def test_a_process_killed_between_the_renames(tmp_path: Path) -> None:
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint.pt.17-0.partial").touch()
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    (tmp_path / f".checkpoint.pt.{process.pid}-0.partial").touch()
     write_state(tmp_path / "checkpoint.pt", state(1))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
@@ -146,7 +150,7 @@ def test_a_damaged_token_stream_is_made_again(
     corpus: str, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     first = new_trainer(corpus, tmp_path)
-    (file,) = (tmp_path / "tokens").iterdir()
+    (file,) = (tmp_path / "tokens").glob("*.npz")
     before = file.read_bytes()
     file.write_bytes(damage(before))
     again = new_trainer(corpus, tmp_path)
@@ -166,7 +170,7 @@ def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None
         final = torch.ones(1, 3, 4)
         return Observed(windows.ids, windows.learn, final, 2 * final, final, None)
 
-    cache = FeatureCache(tmp_path, observe, nn.Embedding(9, 4))
+    cache = FeatureCache(tmp_path / "features", observe, nn.Embedding(9, 4))
     ids = torch.zeros(1, 3, dtype=torch.long)
     windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,), (5,))
     first = cache.look(windows)
@@ -179,6 +183,7 @@ def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None
 @pytest.mark.parametrize("content", [b"", b'{"key": {', b"[]", b"\xff", b'{"key": null}'])
 def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "held_out.json"
+    written_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
     file.write_bytes(content)
     assert written_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
     assert json.loads(file.read_text())["texts"] == []

@@ -16,6 +16,7 @@ import pytest
 from full_disk import PLACES, content_of, full_disk, no_space, small_files
 from paceline.errors import ConfigError, DataError, WriteError
 from paceline.files import LongRecord, folder_aside, replace_files, replace_text, write_aside
+from paceline.ownership import MANIFEST
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def place(tmp_path: Path) -> Path:
 def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
     file = place / "file"
     file.write_bytes(b"old")
-    with write_aside(file, "the file") as sink:
+    with write_aside(file, "the file", None) as sink:
         sink.write(b"new")
         assert file.read_bytes() == b"old"
     assert content_of(place) == {"file": b"new"}
@@ -36,7 +37,7 @@ def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
 
 def test_an_error_of_the_caller_leaves_the_old_file_and_nothing_else(place: Path) -> None:
     (place / "file").write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), write_aside(place / "file", "the file") as sink:
+    with pytest.raises(ZeroDivisionError), write_aside(place / "file", "the file", None) as sink:
         sink.write(b"new")
         _ = 1 / 0
     assert content_of(place) == {"file": b"old"}
@@ -49,7 +50,7 @@ def test_a_full_disk(place: Path, fault: str, before: bytes | None) -> None:
     if before is not None:
         file.write_bytes(before)
     with full_disk(fault), pytest.raises(WriteError) as caught:
-        replace_text(file, "new" * 100, "the file")
+        replace_text(file, "new" * 100, "the file", None)
     message = str(caught.value)
     assert message.startswith(f"cannot write the file {file}: No space left on device; make room")
     assert ("unchanged" in message) == (before is not None)
@@ -63,7 +64,7 @@ def test_of_several_files_all_stay(place: Path, fault: str) -> None:
     for name, content in before.items():
         (place / name).write_bytes(content)
     with full_disk(fault), pytest.raises(WriteError):
-        replace_files({place / name: b"new" * 50 for name in "abc"}, "the files")
+        replace_files({place / name: b"new" * 50 for name in "abc"}, "the files", None)
     assert content_of(place) == before
 
 
@@ -86,11 +87,11 @@ def test_of_several_files_all_stay_if_a_rename_fails(
     monkeypatch.setattr(os, "replace", fails_once)
     new = {place / name: b"new" for name in "abc"}
     if calls == 5:
-        replace_files(new, "the files")
+        replace_files(new, "the files", None)
         assert content_of(place) == dict.fromkeys("abc", b"new")
         return
     with pytest.raises(WriteError):
-        replace_files(new, "the files")
+        replace_files(new, "the files", None)
     assert content_of(place) == before
 
 
@@ -99,48 +100,74 @@ def test_a_folder_is_replaced_as_a_whole(place: Path) -> None:
     for text in ("old", "new"):
         with folder_aside(folder, "the model") as partial:
             (partial / text).write_text(text)
-    assert content_of(place) == {"model/new": b"new"}
+    assert content_of(place).keys() == {"model/new", f"model/{MANIFEST}"}
+    assert content_of(place)["model/new"] == b"new"
+
+
+def fill(folder: Path, name: str) -> None:
+    with folder_aside(folder, "the model") as partial:
+        (partial / name).write_text(name)
 
 
 @pytest.mark.parametrize("fault", ["fsync", "replace"])
 def test_a_folder_stays_when_the_disk_is_full(place: Path, fault: str) -> None:
     folder = place / "model"
-    folder.mkdir()
-    (folder / "old").write_text("old")
-    with (
-        full_disk(fault),
-        pytest.raises(WriteError, match="No space left"),
-        folder_aside(folder, "the model") as partial,
-    ):
-        (partial / "new").touch()
-    assert content_of(place) == {"model/old": b"old"}
+    fill(folder, "old")
+    before = content_of(place)
+    with full_disk(fault), pytest.raises(WriteError, match="No space left"):
+        fill(folder, "new")
+    assert content_of(place) == before
 
 
 def test_a_folder_comes_back_if_the_second_rename_fails(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = place / "model"
-    folder.mkdir()
-    (folder / "old").write_text("old")
-    real = os.replace
+    fill(folder, "old")
+    before, real = content_of(place), os.replace
 
     def fails(source: Path, target: Path) -> None:
-        if Path(source).name == "model.partial":
+        if Path(source).suffix == ".partial":
             no_space()
         real(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(WriteError), folder_aside(folder, "the model") as partial:
-        (partial / "new").touch()
-    assert content_of(place) == {"model/old": b"old"}
+    with pytest.raises(WriteError):
+        fill(folder, "new")
+    assert content_of(place) == before
+
+
+def ended() -> int:
+    """The id of a process that is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
 
 
 def test_a_folder_that_a_killed_process_left_half_way(place: Path) -> None:
-    (place / "model.old").mkdir()
-    (place / "model.old" / "old").write_text("old")
-    with pytest.raises(ZeroDivisionError), folder_aside(place / "model", "the model"):
+    """Between the renames, and before them; a living process's half is left alone."""
+    for name in (f"{ended()}-0.old", f"{ended()}-ab-1.partial", f"{os.getppid()}-0-0.partial"):
+        (place / f".model.{name}").mkdir()
+        (place / f".model.{name}" / "old").write_text("old")
+    with pytest.raises(ZeroDivisionError), folder_aside(place / "new", "the model"):
         _ = 1 / 0
-    assert content_of(place) == {"model/old": b"old"}
+    with pytest.raises(WriteError, match=r"holds files .*: old \(3 bytes\)"):
+        fill(place / "model", "new")
+    assert content_of(place) == {
+        "model/old": b"old",
+        f".model.{os.getppid()}-0-0.partial/old": b"old",
+    }
+
+
+def test_a_users_folders_beside_it_stay(place: Path) -> None:
+    """The names that were once used for the halves."""
+    mine = [place / f"model.{word}" / "mine" for word in ("old", "partial")]
+    for file in mine:
+        file.parent.mkdir()
+        file.write_text("mine")
+    fill(place / "model", "new")
+    fill(place / "model", "again")
+    assert [file.read_text() for file in mine] == ["mine", "mine"]
 
 
 def test_libraries_that_hide_why_they_failed(place: Path) -> None:
@@ -154,7 +181,7 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
     with small_files(4096):
         with (
             pytest.raises(WriteError, match="File too large"),
-            write_aside(place / "x.pt", "the state") as sink,
+            write_aside(place / "x.pt", "the state", None) as sink,
         ):
             torch.save(weights, sink)
         for write in (
@@ -171,18 +198,18 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
 
 def test_places_that_cannot_be_written(place: Path) -> None:
     with pytest.raises(WriteError, match="Is a directory; choose another place"):
-        replace_text(place, "x", "the file")
+        replace_text(place, "x", "the file", None)
     with pytest.raises(WriteError, match="No such file or directory; create the folder first"):
-        replace_text(place / "no" / "file", "x", "the file")
+        replace_text(place / "no" / "file", "x", "the file", None)
     with pytest.raises(WriteError, match="Not a directory"):
         (place / "file").touch()
-        replace_text(place / "file" / "x", "x", "the file")
+        replace_text(place / "file" / "x", "x", "the file", None)
 
 
 def test_the_error_is_one_that_callers_knew(place: Path) -> None:
     for kind in (ConfigError, DataError):
         with pytest.raises(kind):
-            replace_text(place / "no" / "file", "x", "the file")
+            replace_text(place / "no" / "file", "x", "the file", None)
 
 
 def test_rights_and_links_stay(place: Path) -> None:
@@ -190,12 +217,12 @@ def test_rights_and_links_stay(place: Path) -> None:
     real.write_text("old")
     real.chmod(0o640)
     link.symlink_to(real)
-    replace_text(link, "new", "the file")
+    replace_text(link, "new", "the file", None)
     assert link.is_symlink() and real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
     before = os.umask(0o022)
     try:
-        replace_text(place / "fresh", "x", "the file")
+        replace_text(place / "fresh", "x", "the file", None)
     finally:
         os.umask(before)
     assert stat.S_IMODE((place / "fresh").stat().st_mode) == 0o644
@@ -207,7 +234,7 @@ def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    replace_text(pipe, "through", "the file")
+    replace_text(pipe, "through", "the file", None)
     reader.join(10)
     assert read == [b"through"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -215,14 +242,14 @@ def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
 
 def test_names_as_long_as_they_may_be(place: Path) -> None:
     file = place / ("ü" * 127)
-    replace_text(file, "x", "the file")
+    replace_text(file, "x", "the file", None)
     assert file.read_text() == "x"
 
 
 def test_threads_that_write_the_same_file(place: Path) -> None:
     file = place / "file"
     texts = [letter * 100_000 for letter in "abcd"]
-    threads = [threading.Thread(target=replace_text, args=(file, t, "it")) for t in texts]
+    threads = [threading.Thread(target=replace_text, args=(file, t, "it", None)) for t in texts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -236,7 +263,7 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
     file.write_text("old")
     code = (
         "import os, signal, sys\nfrom paceline.files import write_aside\n"
-        "with write_aside(sys.argv[1], 'it') as sink:\n"
+        "with write_aside(sys.argv[1], 'it', None) as sink:\n"
         "    sink.write(b'new')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], check=False)
@@ -247,12 +274,14 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
 # -- records that come for hours -------------------------------------------------------------------
 
 
+KEY = b"Records of Paceline with the options\nkey"
+
+
 def test_records_are_the_file_once_all_are_there(place: Path) -> None:
     file = place / "records.jsonl"
-    file.write_text("old")
     with LongRecord(file, "the records", "key") as record:
         record.add("one")
-        assert file.read_text() == "old"
+        assert not file.exists()
         record.add("zwö")
     assert content_of(place) == {"records.jsonl": "one\nzwö\n".encode()}
 
@@ -262,7 +291,7 @@ def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> No
     with pytest.raises(error) as caught, LongRecord(place / "r", "the records", "key") as record:
         record.add("one")
         raise error
-    assert content_of(place) == {"r.partial": b"one\n", "r.partial.key": b"key"}
+    assert content_of(place) == {"r.partial": b"one\n", "r.partial.key": KEY}
     if error is KeyboardInterrupt:
         assert "1 records until then" in str(caught.value)
         assert "run the same command again" in str(caught.value)
@@ -273,6 +302,23 @@ def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> No
         assert list(record.kept()) == ["one\n"]
         record.add("two")
     assert content_of(place) == {"r": b"one\ntwo\n"}
+
+
+def test_records_never_replace_a_file(place: Path) -> None:
+    """Neither one that was there nor one that came in the hours between."""
+    file = place / "r"
+    file.write_text("mine")
+    with pytest.raises(WriteError, match="did not write"), LongRecord(file, "the records", "key"):
+        pass
+    assert content_of(place) == {"r": b"mine"}
+    file.unlink()
+    with (
+        pytest.raises(WriteError, match="did not write"),
+        LongRecord(file, "the records", "key") as record,
+    ):
+        record.add("one")
+        file.write_text("mine")
+    assert content_of(place) == {"r": b"mine", "r.partial": b"one\n", "r.partial.key": KEY}
 
 
 def test_records_of_another_command_are_not_gone_on_with(place: Path) -> None:
@@ -288,9 +334,8 @@ def test_records_of_another_command_are_not_gone_on_with(place: Path) -> None:
     assert content_of(place) == before
 
 
-def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Path) -> None:
+def test_records_until_the_disk_was_full_are_kept(place: Path) -> None:
     file = place / "r"
-    file.write_text("old")
     with (
         small_files(1000),
         pytest.raises(WriteError) as caught,
@@ -299,7 +344,7 @@ def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Pat
         for _ in range(20):
             record.add("x" * 99)
     written = (b"x" * 99 + b"\n") * 10
-    assert content_of(place) == {"r": b"old", "r.partial": written, "r.partial.key": b"key"}
+    assert content_of(place) == {"r.partial": written, "r.partial.key": KEY}
     assert f"the 10 records until then are in {file}.partial" in str(caught.value)
 
 
@@ -308,6 +353,7 @@ def test_records_until_the_disk_was_full_are_kept_beside_the_old_ones(place: Pat
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # Into a folder that ``folder_aside`` puts in its place, or never over anything.
 FREE = {
+    ("ownership.py", "write_text"),  # the manifest of a folder that is just being made
     ("train/lm.py", "write_text"),
     ("train/trainer.py", "save_pretrained"),
     ("train/lm.py", "save_pretrained"),

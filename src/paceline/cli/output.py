@@ -8,14 +8,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
+
+from paceline.ownership import force
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
 
+FORCE = "Replace files that Paceline did not write, too; they are named before the work begins."
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
+
+
+def replace_anything(allowed: bool) -> None:
+    """What ``--force`` asks for: foreign files are replaced, and named on stderr before that."""
+    force((lambda line: typer.echo(line, err=True)) if allowed else None)
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import quiet_libraries
-from paceline.cli.output import print_json
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
 from paceline.tools.report.columns import Column, record_of, table_of
@@ -22,6 +22,7 @@ def pull(
     show_list: Annotated[
         bool, typer.Option("--list", help="Print the models that can be pulled, and stop.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Fetch a real model into the cache folder, once; nothing else fetches anything.
@@ -34,6 +35,7 @@ def pull(
         return
     if name is None:
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+    replace_anything(force)
     fetch(name, as_json)
 
 

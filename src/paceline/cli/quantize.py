@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.output import print_json
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.tools.report.document import Table
 from paceline.tools.report.terminal import rich_table
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder, GGUF file, built-in or hub name.")],
     to: Annotated[str, typer.Option(metavar="int8|int4", help="Precision of the weights.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; replaced if it is there.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to write; replaced if Paceline wrote all that is in it.")
+    ],
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -52,6 +54,7 @@ def quantize(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of texts.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
@@ -62,6 +65,7 @@ def quantize(
     from paceline.tools.quantize import QuantizeOptions
     from paceline.tools.quantize import quantize as run
 
+    replace_anything(force)
     options = QuantizeOptions(Scheme(to, group, head), calibrate, tokens, evaluate, seed)
     with showing():
         report = run(model, out, options)

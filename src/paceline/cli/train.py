@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import expand, load_llm, quiet_libraries, set_threads
-from paceline.cli.output import print_json
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, changed, setting
@@ -233,6 +233,7 @@ class RunningOptions:
     )
     eval_every: int = setting(100, "Steps between measurements.", low=1)
     save_seconds: float = setting(300.0, "Between checkpoints.", low=0)
+    force: bool = setting(False, FORCE)
     as_json: bool = setting(False, "End with one JSON line.", flags=("--json",))
 
 
@@ -246,6 +247,7 @@ class LongRunningOptions(RunningOptions):
 def _train(kind: Callable[..., Trainer], config: TrainConfig, running: RunningOptions) -> None:
     """Train to the end or to Ctrl-C, and write the result and its card."""
     console = Console(stderr=True)
+    replace_anything(running.force)
     from paceline.train.card import write_card
     from paceline.train.parallel import together
 

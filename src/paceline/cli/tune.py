@@ -14,6 +14,7 @@ from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, par
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
+from paceline.ownership import check_file
 from paceline.settings import LoadSettings, setting, under
 
 if TYPE_CHECKING:
@@ -55,17 +56,19 @@ class ProfileFile:
     """Where the result goes."""
 
     out: str = setting("paceline.toml", "Where the profile is written.")
-    force: bool = setting(False, "Overwrite the profile.")
 
-    def check(self) -> None:
+    def check(self, force: bool) -> None:
         """Refuse before the minutes of measuring. Raises ConfigError."""
         path, out = Path(self.out), self.out
         if path.is_dir():
             raise ConfigError(f"--out {out} is a folder; name a file in it, as in paceline.toml")
-        if path.exists() and not self.force:
+        if path.exists() and not force:
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
+        from paceline.tuned import is_profile
+
+        check_file(path, "the profile", is_profile)
 
 
 @expand
@@ -83,7 +86,7 @@ def tune(
     """
     budget = time.begin()
     output.check()
-    file.check()
+    file.check(output.force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
     from paceline.tools.tune.plan import TuneOptions
     from paceline.tools.tune.present import profile_of, record_of, report_of

@@ -238,7 +238,8 @@ class SuffixDrafter(LookupDrafter):
             "tokens": len(stream),
             "sha256": hashlib.sha256(body).hexdigest(),
         }
-        replace_files({target: json.dumps(head).encode() + b"\n" + body}, "the suffix tree")
+        content = json.dumps(head).encode() + b"\n" + body
+        replace_files({target: content}, "the suffix tree", _is_tree)
         return target
 
     def load(self, path: str | Path) -> None:
@@ -249,6 +250,11 @@ class SuffixDrafter(LookupDrafter):
         """
         for text in _read(Path(path), self._vocab_size):
             self._remember(text)
+
+
+def _is_tree(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return bool(json.loads(stream.readline())["format"] == _FORMAT)
 
 
 def _read(path: Path, vocab_size: int) -> list[list[int]]:

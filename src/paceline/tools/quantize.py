@@ -18,6 +18,7 @@ from paceline.model.probe import ATTENTION
 from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.target import CausalModel
+from paceline.ownership import check_folder
 from paceline.stages import say, stage
 from paceline.tools.perplexity import (
     EVALUATED,
@@ -81,8 +82,9 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
 
     Raises PacelineError: an unknown model, one that is quantised already, text without use, a
-    folder that cannot be written.
+    folder that cannot be written or holds files that Paceline did not write.
     """
+    check_folder(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)

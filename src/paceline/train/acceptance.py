@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from paceline.files import replace_text
+from paceline.files import replace_in
 from paceline.stages import stage
 from paceline.train.data import Source
 from paceline.train.sample import openings
@@ -167,7 +167,7 @@ def written_texts(
             if len(ids) > 1:  # with one token or none there is nothing to draft
                 texts.append(WrittenText(source.name, len(prompt), [*prompt, *ids]))
     kept = json.dumps({"key": key, "texts": [asdict(text) for text in texts]})
-    replace_text(cache, kept, "the held-out texts")
+    replace_in(cache.parent, {cache.name: kept.encode()}, "the held-out texts", damaged=True)
     return texts
 
 

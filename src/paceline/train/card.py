@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paceline.files import replace_text
+from paceline.files import replace_in
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.records import Source, read_records
 from paceline.train.trainer import DraftingTrainer, Trainer
@@ -125,6 +125,6 @@ def write_card(trainer: Trainer, command: str) -> Path:
         "",
         *_figures(trainer),
     ]
-    path = trainer.out / trainer.result / "README.md"
-    replace_text(path, "\n".join(lines), "the model card")
-    return path
+    folder = trainer.out / trainer.result
+    replace_in(folder, {"README.md": "\n".join(lines).encode("utf-8")}, "the model card")
+    return folder / "README.md"

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.params import is_unicode
 from paceline.errors import ConfigError, DataError
 from paceline.files import telling, write_aside
+from paceline.ownership import claim, is_claimed
 from paceline.stages import Stage, stage, warn
 from paceline.train.chat import ChatWriter, conversation_of, has_our_roles
 from paceline.train.records import FORMS, Refusals, RefusedError, numbered_records
@@ -114,6 +115,10 @@ def encode_stream(
             "were found by their words"
         )
     return _joined(path.name, parts)
+
+
+def _is_stream(file: Path) -> bool:
+    return is_claimed(file.parent) or set(np.load(file).files) == {"name", "ids", "learn", "starts"}
 
 
 def _size(path: Path) -> int | None:
@@ -329,8 +334,8 @@ class TokenStreams:
         if file in self._found:
             return
         with telling(what, file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-        with write_aside(file, what, durable=False) as sink:
+            claim(file.parent)
+        with write_aside(file, what, _is_stream, durable=False) as sink:
             np.savez(
                 sink,
                 name=np.array(stream.name),

@@ -22,6 +22,7 @@ from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
+from paceline.ownership import check_folder, check_names
 from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer, Observed
@@ -71,6 +72,8 @@ class MedusaTrainer(HeadTrainer):
     def check(self) -> None:
         super().check()
         self.what = "Medusa-2 heads" if self.config.joint else "Medusa heads"
+        if self.config.joint:
+            check_folder(self.out / "model", "the model")
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -174,7 +177,9 @@ class MedusaTrainer(HeadTrainer):
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
         if self.config.joint:  # another target by now: let it write anew
-            (self.out / "held_out.json").unlink(missing_ok=True)
+            kept = self.out / "held_out.json"
+            check_names(self.out, [kept.name], "the held-out texts", damaged=True)
+            kept.unlink(missing_ok=True)
             self.held_out = None
             self._seen.clear()
         texts = self.held_out_texts()

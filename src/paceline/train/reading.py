@@ -17,7 +17,8 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.files import replace_files, telling
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import as_bytes, verify
+from paceline.model.tensorfile import as_bytes, read_table, verify
+from paceline.ownership import claim, is_claimed
 from paceline.train.documents import Observed, Windows
 
 _BLOCK = 16  # tokens of a cache block
@@ -67,6 +68,10 @@ class NativeReader:
         return self._cache
 
 
+def _is_cached(file: Path) -> bool:
+    return is_claimed(file.parents[1]) or bool(read_table(file).sums)
+
+
 class FeatureCache:
     """Pieces by number under ``folder``, one file each, written when first seen.
 
@@ -82,7 +87,7 @@ class FeatureCache:
         self._observe = observe
         self._embedding = embedding
         with telling("the cached features", folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            claim(folder)
 
     @torch.no_grad()
     def look(self, windows: Windows) -> Observed:
@@ -125,4 +130,5 @@ class FeatureCache:
         file = self._file(number)
         with telling("the cached features", file):
             file.parent.mkdir(exist_ok=True)
-        replace_files({file: as_bytes(tensors)[0]}, "the cached features", durable=False)
+        content = {file: as_bytes(tensors)[0]}
+        replace_files(content, "the cached features", _is_cached, durable=False)

@@ -10,9 +10,11 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import ZipFile
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.files import telling, write_aside
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import digest, seal
+from paceline.ownership import check_folder, clear_killed
 from paceline.stages import stage
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.configs import HeldOutConfig, TrainConfig
@@ -46,10 +49,20 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
     what = "the checkpoint"
     with telling(what, file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in file.parent.glob(f".{file.name}.*"):  # of a process that was killed
-        leftover.unlink(missing_ok=True)
-    with write_aside(file, what, previous=previous(file)) as sink:
+    clear_killed(file)
+    with write_aside(file, what, lambda _: _holds_run(file), previous=previous(file)) as sink:
         torch.save({**state, _SUMS: _sums(state)}, sink)
+
+
+def _holds_run(file: Path) -> bool:
+    """Whether the state of a run or the one before it is ours; the other may be damaged."""
+    for place in (file, previous(file)):
+        with suppress(Exception), ZipFile(place) as archive:  # damage may raise anything
+            pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            content = archive.read(pickled)
+            if all(name.encode() in content for name in _NEEDED):
+                return True
+    return False
 
 
 def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
@@ -186,6 +199,7 @@ class Trainer(ABC):
         self.step = 0
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
+        check_folder(self.out / self.result, f"the {self.noun}")  # before the hours of training
         self.prepare()
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])

@@ -14,6 +14,7 @@ from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
+from paceline.ownership import MANIFEST
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4
 TARGET = TargetShape(WIDTH, VOCAB, DEPTH)
@@ -89,6 +90,7 @@ def test_a_full_disk_leaves_the_former_heads(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {
         "medusa_lm_head.safetensors",
         "config.json",
+        MANIFEST,
     }
     assert torch.equal(logits(load_medusa(str(tmp_path), TARGET)), logits(heads))
 

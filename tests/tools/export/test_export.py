@@ -16,6 +16,7 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.foreign import read_foreign
 from paceline.model.names import resolve
+from paceline.ownership import MANIFEST
 from paceline.tools.export import DIALECTS, export
 from paceline.tools.export.heads import LAYERS, outputs_of, shape_of
 from paceline.tools.export.speculation import Exported
@@ -111,7 +112,7 @@ def test_medusa_heads_in_the_file_that_vllm_opens(tmp_path: Path) -> None:
     save_medusa(heads, tmp_path / "own")
     made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out")
     files = {file.name for file in (tmp_path / "out" / "head").iterdir()}
-    assert files == {"config.json", "model.safetensors"}
+    assert files == {MANIFEST, "config.json", "model.safetensors"}
     assert made.config["num_speculative_tokens"] == 3  # of four that were asked for
     again = load_medusa(str(tmp_path / "out" / "head"), TINY).state_dict()
     assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())

@@ -16,7 +16,7 @@ import torch
 
 from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
-from paceline.files import replace_files, telling
+from paceline.files import replace_in
 from paceline.model.loading import read_options
 from paceline.model.names import located
 from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
@@ -71,13 +71,10 @@ def write_checkpoint(
 
     The config comes last: a folder that has one has its weights. Raises WriteError.
     """
-    what = "the checkpoint"
-    with telling(what, folder):
-        folder.mkdir(parents=True, exist_ok=True)
     weights, sums = as_bytes(tensors)
     marked = {**config, _WEIGHTS: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"
-    replace_files({folder / file: weights, folder / "config.json": text.encode()}, what)
+    replace_in(folder, {file: weights, "config.json": text.encode()}, "the checkpoint")
 
 
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:

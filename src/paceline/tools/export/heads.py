@@ -21,7 +21,7 @@ from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
-from paceline.files import replace_text
+from paceline.files import replace_in
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 from paceline.stages import stage
@@ -70,7 +70,8 @@ def write_eagle(
                 LAYERS: outputs_of(inputs),
                 "use_aux_hidden_state": True,
             }
-            replace_text(file, json.dumps(config, indent=2) + "\n", "the config of the head")
+            text = json.dumps(config, indent=2) + "\n"
+            replace_in(folder, {file.name: text.encode()}, "the config of the head")
 
 
 def placed_head(

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.draft.spec import NoDraft
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
-from paceline.files import replace_files, telling
+from paceline.files import replace_in
 from paceline.tools.export.dialects.llama_cpp import to_llama_cpp
 from paceline.tools.export.dialects.openvino import to_openvino
 from paceline.tools.export.dialects.sglang import to_sglang
@@ -87,8 +87,6 @@ def export(
 
 def _write(made: Exported, folder: Path) -> None:
     """The configuration, how to start it, and what was approximated."""
-    with telling("the export", folder):
-        folder.mkdir(parents=True, exist_ok=True)
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
     lines += [f"# Approximated: {each.line()}" for each in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
@@ -97,4 +95,4 @@ def _write(made: Exported, folder: Path) -> None:
         SCRIPT: "\n".join(lines),
         RECORD: json.dumps(made.record(), indent=2) + "\n",
     }
-    replace_files({folder / name: text.encode() for name, text in texts.items()}, "the export")
+    replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
 from paceline.llm import LLM
+from paceline.ownership import check_file
 from paceline.pace.measure import synchronise
 from paceline.tools.profiling import steady
 from paceline.tools.profiling.work import is_kernel
@@ -72,6 +73,7 @@ class Profiled:
 def check_path(path: str | Path) -> None:
     """Refuse a trace that could not be written, before the work. Raises ConfigError."""
     path = Path(path)
+    check_file(path, "the trace", is_trace)
     if not path.name.endswith(SUFFIXES):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
     if path.is_dir():
@@ -87,6 +89,12 @@ def check_path(path: str | Path) -> None:
         raise ConfigError(
             f"trace {str(path)!r} cannot be written: {error.strerror}; choose another place"
         ) from None
+
+
+def is_trace(file: Path) -> bool:
+    """Whether ``run`` wrote a file: it holds the ranges that stand for our phases."""
+    content = file.read_bytes()
+    return f'"{PREFIX}'.encode() in (gzip.decompress(content) if file.suffix == ".gz" else content)
 
 
 def run(
@@ -115,7 +123,7 @@ def _export(recorder: Any, path: Path) -> None:
         try:
             recorder.export_chrome_trace(str(raw))
             _check_whole(raw)
-            with raw.open("rb") as source, write_aside(path, "the trace") as sink:
+            with raw.open("rb") as source, write_aside(path, "the trace", is_trace) as sink:
                 if path.suffix == ".gz":
                     with gzip.GzipFile(fileobj=sink, mode="wb") as packed:
                         shutil.copyfileobj(source, packed)

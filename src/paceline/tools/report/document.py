@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
+from paceline.ownership import check_file, is_signed, signed
 
 Cell = str | int | float | None
 
@@ -84,7 +85,8 @@ class Report:
             texts |= {figure_path(path, figure): figure.draw() for figure in self.figures()}
         with telling("the report", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        replace_files({file: text.encode("utf-8") for file, text in texts.items()}, "the report")
+        contents = {file: signed(text).encode("utf-8") for file, text in texts.items()}
+        replace_files(contents, "the report", is_signed)
         return list(texts)
 
     def figures(self) -> list[Figure]:
@@ -92,9 +94,11 @@ class Report:
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a report of unknown kind before the measuring begins. Raises ConfigError."""
+    """Refuse a report of unknown kind, or in the place of a file that is none of ours, before the
+    measuring begins. Raises ConfigError."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
+    check_file(path, "the report", is_signed)
 
 
 def show(cell: Cell) -> str:

@@ -126,7 +126,7 @@ def _build(compiler: str, folder: Path) -> None:
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [into for made in pool.map(build, parts) for into in made]
-        with folder_aside(folder, "the native kernels") as partial:
+        with folder_aside(folder, "the native kernels", damaged=True) as partial:
             into = str(partial / _LIBRARY)
             _run([compiler, "-shared", *objects, "-o", into, *_openmp()])
     seconds = time.perf_counter() - began

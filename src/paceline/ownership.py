@@ -1,0 +1,210 @@
+"""Which files Paceline wrote, provably: only these are replaced without being told to.
+
+A folder that is written as a whole holds ``.paceline.json``, the SHA-256 of every file in it; a
+report ends in a comment with the SHA-256 of the text above it; other formats are recognised by
+their content. What cannot be proved is refused, or with ``force`` named and replaced.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from itertools import count
+from pathlib import Path
+
+from paceline.errors import WriteError
+
+MANIFEST = ".paceline.json"
+Proof = Callable[[Path], bool]  # whether Paceline wrote the file; any error means no
+_SIGNED = "Written by Paceline; sha256 "
+_SIGNATURE = re.compile(rb"\A(.*\n)[^\n]*%b([0-9a-f]{64})[^\n]*\n\Z" % _SIGNED.encode(), re.S)
+_RUN, _numbers = os.urandom(4).hex(), count()  # of this process, whose id may come again
+_NAMED = 5  # files in a message
+# What is called with each line that says what goes; None: nothing foreign is replaced.
+_forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced", default=None)
+
+
+def force(tell: Callable[[str], None] | None) -> None:
+    """From now on, in this context, replace foreign files too; ``tell`` is given a line with the
+    names first, once. None: refuse again."""
+    told = set[str]()
+
+    def once(line: str) -> None:
+        if tell is not None and line not in told:
+            told.add(line)
+            tell(line)
+
+    _forced.set(None if tell is None else once)
+
+
+def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
+    """Refuse to replace a file without ``proof``; None: any file. Raises WriteError.
+
+    Pipes and devices are written through and never replaced.
+    """
+    path = Path(path)
+    if path.is_file() and not _proved(path, proof):
+        _refuse(path, what, f"there is a file that Paceline did not write, {_size(path)}", [path])
+
+
+def check_folder(path: str | Path, what: str, damaged: bool = False) -> None:
+    """Refuse to replace a folder that holds any file which its manifest does not prove.
+
+    ``damaged``: files of the manifest may have another content, as they can be made again.
+    Raises WriteError.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise WriteError(f"cannot write {what} {path}: it is a file; name a folder")
+    known = {**read_manifest(folder), MANIFEST: ""}
+    files = [file for file in sorted(folder.rglob("*")) if file.is_symlink() or not file.is_dir()]
+    _check_manifest(folder, files, known, what, damaged)
+
+
+def check_names(folder: Path, names: Sequence[str], what: str, damaged: bool = False) -> None:
+    """As ``check_folder`` for these files of a folder alone; others stay and do not matter."""
+    files = [file for name in names if (file := folder / name).exists()]
+    _check_manifest(folder, files, read_manifest(folder), what, damaged)
+
+
+def claim(folder: Path) -> None:
+    """Make a folder for files that can be made again; in one that was there before, each needs
+    a proof of its own."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text(manifest_text({}), encoding="utf-8")
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether ``claim`` made the folder."""
+    return (folder / MANIFEST).is_file()
+
+
+def _check_manifest(
+    folder: Path, files: Sequence[Path], known: Mapping[str, str], what: str, damaged: bool
+) -> None:
+    def ours(file: Path) -> bool:
+        name = file.relative_to(folder).as_posix()
+        if file.is_symlink() or name not in known:
+            return False
+        return damaged or name == MANIFEST or digest_of(file) == known[name]
+
+    if foreign := [file for file in files if not ours(file)]:
+        shown = [f"{file.relative_to(folder)} ({_size(file)})" for file in foreign]
+        if len(shown) > _NAMED and _forced.get() is None:
+            shown[_NAMED:] = [f"{len(shown) - _NAMED} more"]
+        why = f"it holds files that Paceline did not write or that were changed: {', '.join(shown)}"
+        _refuse(folder, what, why, foreign)
+
+
+def _refuse(path: Path, what: str, why: str, files: Sequence[Path]) -> None:
+    tell = _forced.get()
+    if tell is None:
+        raise WriteError(
+            f"cannot write {what} {path}: {why}; choose another place, or move them away "
+            "(--force deletes them)".replace("them", "them" if len(files) > 1 else "it")
+        )
+    tell(f"--force: replacing {path}: {why}")
+
+
+def _size(file: Path) -> str:
+    try:
+        return f"{file.lstat().st_size:,} bytes"
+    except OSError:
+        return "unreadable"
+
+
+def _proved(path: Path, proof: Proof | None) -> bool:
+    if proof is None or not path.stat().st_size:
+        return True
+    with suppress(Exception):  # whatever a reader raises of a file of another kind
+        return proof(path)
+    return False
+
+
+def digest_of(file: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """SHA-256 by name, as in ``a/b.json``; empty without a manifest that can be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): str(value) for name, value in found.items()}
+    return {}
+
+
+def manifest_text(digests: Mapping[str, str]) -> str:
+    """The content of a manifest."""
+    about = "Written by Paceline, which replaces files of these SHA-256 only."
+    return json.dumps({"about": about, "files": dict(sorted(digests.items()))}, indent=1) + "\n"
+
+
+def write_manifest(folder: Path) -> None:
+    """Note every file of a folder that has just been filled and that nobody else sees yet."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    digests = {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
+    digests.pop(MANIFEST, None)
+    (folder / MANIFEST).write_text(manifest_text(digests), encoding="utf-8")
+
+
+def signed(text: str, comment: str = "<!-- {} -->") -> str:
+    """A text with a last line that ``is_signed`` knows; ``comment`` is how its format has them."""
+    text = text.rstrip("\n") + "\n"
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return text + comment.format(f"{_SIGNED}{digest}") + "\n"
+
+
+def is_signed(file: Path) -> bool:
+    """Whether a text is as ``signed`` gave it."""
+    found = _SIGNATURE.match(file.read_bytes())
+    return found is not None and hashlib.sha256(found[1]).hexdigest() == found[2].decode()
+
+
+def names_aside(path: Path) -> tuple[Path, Path]:
+    """Where a new ``path`` is written, and where the old one lies until the new one stands."""
+    name = path.name.encode()[:170].decode(errors="ignore")
+    mark = f".{name}.{os.getpid()}-{_RUN}-{next(_numbers)}"
+    return path.with_name(f"{mark}.partial"), path.with_name(f"{mark}.old")
+
+
+def clear_killed(path: Path) -> None:
+    """What processes left that were killed while they wrote ``path``: an old one that was taken
+    away already comes back, halves of new ones go."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-([0-9a-f]+)(-\d+)?\.(partial|old)")
+    for left in path.parent.glob("." + glob.escape(path.name) + ".*"):
+        found = name.fullmatch(left.name)
+        if found is None or _is_running(int(found[1]), found[2]):
+            continue
+        if found[4] == "old" and not path.exists():
+            os.replace(left, path)
+        elif left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _is_running(pid: int, run: str) -> bool:
+    if pid == os.getpid():
+        return run == _RUN
+    if os.name != "posix":  # there the call would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
