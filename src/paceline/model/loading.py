@@ -25,6 +25,7 @@ from paceline.model.precision import (
     put_back,
     quantization_of,
 )
+from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify
 from paceline.model.tokenizer import first_line
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
@@ -239,7 +240,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_config(name: str, path: str) -> Any:
     """The transformers config of a folder, hub name or GGUF file. Raises ModelLoadError, and
-    UnsupportedModelError where a GGUF file says what is not read."""
+    UnsupportedModelError where a GGUF file or a quantised checkpoint says what is not read."""
     from transformers import AutoConfig
 
     place, options = _source(path)
@@ -248,6 +249,7 @@ def read_config(name: str, path: str) -> Any:
         if options:
             check_architecture(config)  # the reason that a user can do something with goes first
             config = completed(config, read_gguf(Path(place, options["gguf_file"])))
+        check_fields(name, quantization_of(config) or {})
         return config
     except (OSError, ValueError, KeyError, TypeError) as error:
         if is_path(path):

@@ -72,6 +72,51 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
         )
 
 
+# Fields of a compressed-tensors' config by where they stand. Of these the reader of weights needs
+# some; the others say how the checkpoint came about, or how engines may round activations and
+# caches, which is a matter of the engine's arithmetic.
+_FIELDS = {
+    "": {
+        *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
+        *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
+        "use_optimized_inference",
+    },
+    "config_groups.": {"targets", "weights", "input_activations", "output_activations", "format"},
+    "config_groups.weights.": {
+        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
+        *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+    },
+}
+_WHY = {"transform_config": "rotates what layers are given while the model runs"}
+_LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+
+
+def check_fields(name: str, options: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError that names a field of a compressed-tensors' config without
+    which its weights are another model; transformers 5.23 passes over them, too."""
+    if options.get("quant_method") != METHOD:
+        return
+    groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
+    found = [("", options), *(("config_groups.", group) for group in groups)]
+    found += [("config_groups.weights.", group.get("weights") or {}) for group in groups]
+    for place, fields in found:
+        for field in sorted(set(fields) - _FIELDS[place]):
+            if _says_nothing(fields[field]):
+                continue
+            why = _WHY.get(field, "is not understood here")
+            raise UnsupportedModelError(
+                f"the quantization_config of {name} sets {place}{field}, which {why}; take a "
+                "checkpoint of the model without it"
+            )
+
+
+def _says_nothing(value: Any) -> bool:
+    """Empty, or the description of sparse weights that are stored like others."""
+    if isinstance(value, Mapping):
+        return value.get("format") == "dense" or not any(value.values())
+    return not value
+
+
 def is_kept(options: Mapping[str, Any]) -> bool:
     """Whether weights of this ``quantization_config`` are read and kept as they are.
 
@@ -80,9 +125,13 @@ def is_kept(options: Mapping[str, Any]) -> bool:
     method = options.get("quant_method")
     if method in ("gptq", "awq"):
         return True
-    groups = (options.get("config_groups") or {}).values()
-    weights = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
-    return method == METHOD and all(
+    groups = list((options.get("config_groups") or {}).values())
+    if method != METHOD or not all(isinstance(group, Mapping) for group in groups):
+        return False  # a list is layers of a scheme that the library knows by name
+    if not {options.get("format"), *(group.get("format") for group in groups)} <= _LAYOUTS:
+        return False
+    weights = [group.get("weights") or {} for group in groups]
+    return all(
         item.get("type", "int") == "int"
         and item.get("num_bits") in (4, 8)
         and item.get("strategy") in ("group", "channel", "tensor")
@@ -119,6 +168,7 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
             f"{name}.weight is {codes.dtype}, where its config.json promises int8; "
             "the files do not belong together"
         )
+    _check_order(name, tensors.get(f"{name}.weight_g_idx"), codes.shape[1], scales.shape[1])
     scales = scales.expand(len(codes), -1).contiguous()  # a tensor's one scale is every row's
     return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
 
@@ -138,21 +188,23 @@ def _gptq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedW
     bits = _bits(options)
     codes = unpack(tensors[f"{name}.qweight"].t(), bits)
     scales = tensors[f"{name}.scales"].float().t().contiguous()
-    group, rest = divmod(codes.shape[1], max(1, scales.shape[1]))
-    order = tensors.get(f"{name}.g_idx")
-    if (
-        order is not None
-        and not rest
-        and not torch.equal(order.long(), torch.arange(len(order)) // group)
-    ):
-        raise UnsupportedModelError(
-            f"{name} has its inputs in an order of its own (GPTQ's desc_act), which is not read "
-            "here; take a checkpoint made without it"
-        )
+    _check_order(name, tensors.get(f"{name}.g_idx"), codes.shape[1], scales.shape[1])
     zeros = unpack(tensors[f"{name}.qzeros"], bits)
     if options.get("checkpoint_format") != "gptq_v2":
         zeros = zeros + 1
     return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros.t(), scales))
+
+
+def _check_order(name: str, order: torch.Tensor | None, columns: int, groups: int) -> None:
+    """Raises UnsupportedModelError where groups are not runs of neighbouring inputs."""
+    group, rest = divmod(columns, max(1, groups))
+    if order is None or rest or bool((order < 0).all()):  # -1: none is meant
+        return
+    if not torch.equal(order.long(), torch.arange(len(order)) // group):
+        raise UnsupportedModelError(
+            f"{name} has its inputs in an order of its own (GPTQ's desc_act or actorder), which is "
+            "not read here; take a checkpoint made without it"
+        )
 
 
 def _awq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
