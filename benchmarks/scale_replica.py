@@ -123,7 +123,7 @@ class Replica:
             own.batch, max(2048, own.prefill_chunk), own.prefill_chunk, blocks * BLOCK
         )
         self.cache = cache
-        self.scheduler = Scheduler(config, cache, lambda length: length)
+        self.scheduler = Scheduler(config, cache)
         self.controller = self._controller()
         self.dice = random.Random(self.seed)
         self._rates: dict[int, float] = {}
@@ -179,7 +179,9 @@ class Replica:
         return self.controller.lengths(seqs) if self.drafts else [0] * len(seqs)
 
     def _step(self) -> None:
-        plan = self.scheduler.plan(self._lengths)
+        plan = self.scheduler.plan(self._lengths, lambda length: length)
+        while self.scheduler.preempted:
+            self.controller.forget(self.scheduler.preempted.pop())
         drafting, rest = self._seconds(plan)
         self.now += drafting + rest
         known = self.scheduler.by_id()

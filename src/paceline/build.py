@@ -212,7 +212,7 @@ def build_engine(
         max_positions=min(target.max_positions, blocks * BLOCK_SIZE),
         max_scored_rows=most_rows(target.vocab_size),
     )
-    scheduler = Scheduler(limits, cache, drafter.max_nodes, drafter.forget)
+    scheduler = Scheduler(limits, cache)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
     draw_seed = _draw_seed(options, drafter)
     return Engine(target, cache, drafter, verifier, scheduler, controller, draw_seed)

@@ -13,7 +13,6 @@ from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import vocabulary_of
-from paceline.draft.predicted import PredictedDrafter
 from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import CacheMemoryError, PacelineError
 from paceline.model.backends.base import Ranks
@@ -310,8 +309,6 @@ class LLM:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all or, if one is refused, none. Raises CacheMemoryError."""
-        if any(request.seq.params.prediction for request in requests):
-            self._heed_predictions()
         try:
             for request in requests:
                 self.engine.add(request.seq)
@@ -319,12 +316,6 @@ class LLM:
         except CacheMemoryError:
             self.release(requests)
             raise
-
-    def _heed_predictions(self) -> None:
-        """From the first request on that brings one, its drafter is asked behind them."""
-        engine = self.engine
-        if engine.drafter.max_nodes(1) and not isinstance(engine.drafter, PredictedDrafter):
-            engine.drafter = PredictedDrafter(engine.drafter, self.target.device)
 
     def step(self) -> list[tuple[Request, Commit]]:
         """One step of the engine; every request has absorbed what was committed to it.

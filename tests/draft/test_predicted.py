@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.draft.predicted import PredictedDrafter
 from paceline.errors import ConfigError
 
 PROMPT = "Once upon a time"
@@ -40,8 +39,7 @@ def test_it_is_a_draft_and_nothing_else(
     steps = [completion.stats.target_steps for completion in found]
     assert steps[0] <= 8 and steps[1] <= 24  # 60 tokens
     assert sum(found[0].draft_mask) > 45
-    assert isinstance(llm.engine.drafter, PredictedDrafter)
-    assert not llm.engine.drafter._trees
+    assert not llm.engine.predictions._trees
 
 
 def test_unseeded_sampling_goes_on(target: LLM) -> None:

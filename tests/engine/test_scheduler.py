@@ -16,12 +16,10 @@ from paceline.errors import CacheMemoryError
 from paceline.model.paged.cache import PagedCache
 
 
-def scheduler(blocks: int = 16, forgotten: list[int] | None = None, **limits: int) -> Scheduler:
+def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
     cache = PagedCache([(1, 2, 2)], blocks, 4, torch.float32, "cpu")
     config = SchedulerConfig(**{"max_positions": 200, **limits})
-    return Scheduler(
-        config, cache, lambda n: n, (forgotten if forgotten is not None else []).append
-    )
+    return Scheduler(config, cache)
 
 
 def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> SequenceState:
@@ -31,7 +29,7 @@ def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> Sequen
 
 def advance(sched: Scheduler, asked: int = 0) -> dict[int, tuple[int, int]]:
     """Plan a step and pretend that it ran; every decoding sequence gains one token."""
-    plan = sched.plan(lambda seqs: [asked] * len(seqs))
+    plan = sched.plan(lambda seqs: [asked] * len(seqs), lambda length: length)
     done = {}
     for item in plan.slices:
         done[item.seq.seq_id] = (item.scheduled, item.draft_length)
@@ -151,13 +149,12 @@ def test_rows_of_logits_are_bounded() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back() -> None:
-    forgotten: list[int] = []
-    sched = scheduler(blocks=6, forgotten=forgotten)
+    sched = scheduler(blocks=6)
     sched.add(seq(0, 7, max_tokens=16))
     sched.add(seq(1, 6, max_tokens=16))
-    while not forgotten:
+    while not sched.preempted:
         assert 0 in advance(sched)
-    assert forgotten == [1] and [s.seq_id for s in sched.waiting] == [1]
+    assert sched.preempted == [1] and [s.seq_id for s in sched.waiting] == [1]
     assert sched.waiting[0].cached == 0 and len(sched.waiting[0].tokens) > 6
     sched.remove(0)
     assert 1 in advance(sched)

@@ -315,6 +315,21 @@ def test_reading_a_prompt_must_be_earned() -> None:
     assert first(50, 8) == 0 < first(50, 200), "few tokens to come do not pay for it"
 
 
+def test_a_head_that_follows_has_read_what_was_prefilled_again() -> None:
+    """After a preemption that is the prompt and all of the answer so far."""
+    control = controlled(dataclasses.replace(profile(0.3), reads=True, follows=True))
+    control.cost.learn_reading("fake", 0.05 * 4096, 4096)
+    request = seq()
+    control.lengths([request])
+    request.tokens += [1] * 400
+    request.cached = 0
+    control.forget(0)
+    control.lengths([request])  # the same batch, at once
+    assert all(draft.first == 0 for draft in control.drafts(request, "fake", 1))
+    control.forget(0)
+    assert not control._joined and not control._read
+
+
 def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:
     table = costs(slope=0.1)
     assert [table(b, 3) for b in (1, 2, 8)] == pytest.approx([1.2, 1.5, 3.3])

@@ -7,12 +7,11 @@ rejoins it, so that an insertion costs a few tokens and not the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Plan, Slice
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
@@ -24,27 +23,25 @@ _FACTOR, _OFFSET, _LEAST = 2.0, 6.0, 0.1  # as SuffixOptions has them
 _OTHERWISE = 4  # levels that the drafter may add where the answer has left the prediction
 
 
-class PredictedDrafter:
-    """Any drafter; requests with ``SamplingParams.prediction`` are asked first what they expect."""
+class Predictions:
+    """Requests with ``SamplingParams.prediction`` are drafted for by that, while it goes on; where
+    the answer has left it, and for all others, the engine's drafter drafts."""
 
-    def __init__(self, drafter: Drafter, device: torch.device | str) -> None:
-        self.members = (drafter,)
-        self.name, self.features = drafter.name, drafter.features
-        self._drafter, self._device = drafter, device
+    def __init__(self, device: torch.device | str) -> None:
+        """``device`` is the target's."""
+        self._device = device
         self._trees: dict[int, SuffixTree] = {}
 
-    def max_nodes(self, length: int) -> int:
-        return self._drafter.max_nodes(length)
-
-    def passes(self, length: int) -> int:
-        return self._drafter.passes(length)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
+    def propose(self, plan: Plan, drafter: Drafter) -> list[TokenTree]:
+        """One tree per slice, as ``Drafter.propose``."""
+        asked = any(item.seq.params.prediction for item in plan.slices)
+        if not asked or not drafter.max_nodes(1):
+            return drafter.propose(plan)
         found = {
             place: tree
             for place, item in enumerate(plan.slices)
             if item.seq.params.prediction and item.decodes and item.draft_length
-            for tree in [self._tree(item)]
+            for tree in [self._tree(item, drafter.max_nodes(item.draft_length))]
             if tree is not None
         }
         slices = [
@@ -53,10 +50,10 @@ class PredictedDrafter:
             else item
             for place, item in enumerate(plan.slices)
         ]
-        trees = self._drafter.propose(Plan(tuple(slices)))
+        trees = drafter.propose(Plan(tuple(slices)))
         return [found.get(place, tree) for place, tree in enumerate(trees)]
 
-    def _tree(self, item: Slice) -> TokenTree | None:
+    def _tree(self, item: Slice, most: int) -> TokenTree | None:
         """What follows in the prediction, if the end of the text stands in it."""
         seq = item.seq
         own = self._trees.get(seq.seq_id)
@@ -65,22 +62,12 @@ class PredictedDrafter:
             own.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
             own.extend(seq.params.prediction)
             own.finish()
-        length = min(item.draft_length, self._drafter.max_nodes(item.draft_length))
+        length = min(item.draft_length, most)
         text = seq.tokens[-_DEPTH:]
         guess = own.speculate(text, length, length, _FACTOR, _OFFSET, _LEAST)
         if not guess.tokens:
             return None
         return TokenTree(to_device(guess.tokens, self._device), guess.parents)
 
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        self._drafter.observe(commits, out)
-        for commit in commits:
-            if commit.finish_reason is not None:
-                self._trees.pop(commit.seq_id, None)
-
-    def rehearse(self, batch_size: int) -> None:
-        self._drafter.rehearse(batch_size)
-
     def forget(self, seq_id: int) -> None:
         self._trees.pop(seq_id, None)
-        self._drafter.forget(seq_id)

@@ -27,6 +27,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
+from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovering
 from paceline.engine.scheduler import Scheduler
@@ -61,6 +62,7 @@ class Engine:
         self.verifier = verifier
         self.scheduler = scheduler
         self.controller = controller
+        self.predictions = Predictions(target.device)
         self.draw_seed = draw_seed
         self.clock = PhaseClock(target.device)
         self.steps = 0
@@ -81,8 +83,8 @@ class Engine:
             penalties.forget(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """Drop what drafter and controller know of a sequence."""
-        for keeper in (self.drafter, self.controller):
+        """Drop what is known of a sequence for drafting: it has ended, or begins anew."""
+        for keeper in (self.drafter, self.controller, self.predictions):
             try:
                 keeper.forget(seq_id)
             except Exception as error:
@@ -135,16 +137,20 @@ class Engine:
 
     @phase("other")
     def plan(self, planned: Callable[[], Plan]) -> Plan:
-        """Who runs, and how long drafts may be."""
-        return planned()
+        """Who runs, and how long drafts may be. Drafts of the preempted begin anew."""
+        try:
+            return planned()
+        finally:
+            while self.scheduler.preempted:
+                self.forget(self.scheduler.preempted.pop())
 
     @phase("draft")
     def draft(self, plan: Plan) -> list[TokenTree]:
         """A tree for every slice; sequences that drafting failed for are kept from it."""
         if all(item.drafts for item in plan.slices):
-            return self.drafter.propose(plan)
+            return self.predictions.propose(plan, self.drafter)
         part = Plan(tuple(item for item in plan.slices if item.drafts))
-        trees = iter(self.drafter.propose(part) if part.slices else ())
+        trees = iter(self.predictions.propose(part, self.drafter) if part.slices else ())
         return [next(trees) if item.drafts else self._empty for item in plan.slices]
 
     @phase("other")

@@ -78,7 +78,7 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
     def safe(engine: Engine) -> list[Commit]:
         if not engine.ready:
             trial = partial(_attempt, engine, step)
-            failure = trial(partial(engine.scheduler.plan, engine.lengths))
+            failure = trial(_planner(engine, engine.lengths))
             if failure is not None:
                 _recover(engine, trial, failure)
         commits, engine.ready = engine.ready, []
@@ -88,6 +88,13 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
         return commits
 
     return safe
+
+
+def _planner(
+    engine: Engine, lengths: Callable[[Sequence[SequenceState]], Sequence[int]]
+) -> Planner:
+    """The whole batch, with drafts of these lengths."""
+    return partial(engine.scheduler.plan, lengths, engine.drafter.max_nodes)
 
 
 def _attempt(engine: Engine, step: Step, planned: Planner) -> Failure | None:
@@ -136,13 +143,13 @@ def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # of a device that is lost
             torch.cuda.empty_cache()  # it may have been memory in pieces
-    again = trial(partial(engine.scheduler.plan, engine.lengths))
+    again = trial(_planner(engine, engine.lengths))
     if again is None:
         return
     drafted = [seq for seq in engine.scheduler.running if seq.drafts]
     for seq in drafted:
         seq.drafts = False
-    plain = trial(partial(engine.scheduler.plan, _nothing))
+    plain = trial(_planner(engine, _nothing))
     if plain is None:
         _undraft(drafted, again)
         return

@@ -28,20 +28,13 @@ class SchedulerConfig:
 class Scheduler:
     """Waiting and running sequences; decides each step's plan and reserves its cache blocks."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        cache: PagedCache,
-        max_nodes: Callable[[int], int],
-        on_preempt: Callable[[int], None] = lambda seq_id: None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, cache: PagedCache) -> None:
         self.config = config
         self.cache = cache
-        self._max_nodes = max_nodes
-        self._on_preempt = on_preempt
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.preemptions = 0
+        self.preempted: list[int] = []  # whom drafter and controller are yet to forget
 
     @property
     def has_work(self) -> bool:
@@ -78,8 +71,13 @@ class Scheduler:
                     return True
         return False
 
-    def plan(self, draft_lengths: Callable[[Sequence[SequenceState]], Sequence[int]]) -> Plan:
-        """The next step; ``draft_lengths`` gives the requested length of each decoding sequence."""
+    def plan(
+        self,
+        draft_lengths: Callable[[Sequence[SequenceState]], Sequence[int]],
+        max_nodes: Callable[[int], int],
+    ) -> Plan:
+        """The next step; ``draft_lengths`` gives the requested length of each decoding sequence,
+        ``max_nodes`` the most nodes of a draft of some length."""
         self._admit()
         requested = dict(
             zip(
@@ -104,7 +102,7 @@ class Scheduler:
                 Slice(
                     seq.view(),
                     scheduled,
-                    self._draft_length(seq, scheduled, requested[seq.seq_id]),
+                    self._draft_length(seq, scheduled, requested[seq.seq_id], max_nodes),
                     seq.drafts,
                 )
                 for seq, scheduled in scheduled_parts
@@ -122,13 +120,19 @@ class Scheduler:
         scheduled = min(seq.num_pending, self.config.prefill_chunk, budget)
         return min(scheduled, rows) if seq.unscored > rows else scheduled
 
-    def _draft_length(self, seq: SequenceState, scheduled: int, requested: int) -> int:
+    def _draft_length(
+        self,
+        seq: SequenceState,
+        scheduled: int,
+        requested: int,
+        max_nodes: Callable[[int], int],
+    ) -> int:
         """The requested length, limited by the request, its context and the free cache blocks."""
         if scheduled < seq.num_pending:
             return 0
         length = self._draft_limit(seq, requested)
         try:
-            self.cache.reserve(seq.seq_id, seq.cached + scheduled + self._max_nodes(length))
+            self.cache.reserve(seq.seq_id, seq.cached + scheduled + max_nodes(length))
         except OutOfBlocksError:
             return 0
         return length
@@ -228,7 +232,7 @@ class Scheduler:
         seq.cached = 0
         self.waiting.appendleft(seq)
         self.preemptions += 1
-        self._on_preempt(seq.seq_id)
+        self.preempted.append(seq.seq_id)
 
 
 def _common_length(one: Sequence[int], other: Sequence[int], size: int) -> int:

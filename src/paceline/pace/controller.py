@@ -98,6 +98,7 @@ class AdaptiveLength(Controller):
         self._look_from = 0  # after a step: before that, looking in vain is not paid for
         self._seen: list[tuple[Decision, Sequence[Commit], float, float | None]] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
+        self._joined: dict[int, int] = {}  # tokens that a sequence came with, and are prefilled
         # Members that are known by what they proposed, whoever drafted.
         everyone = (name for team in self.teams.values() for name in team)
         self._followed = {name for name in everyone if cost.drafters[name].costless}
@@ -114,6 +115,8 @@ class AdaptiveLength(Controller):
 
     def _decide(self, ids: list[int], seqs: Sequence[SequenceState]) -> Decision:
         batch, given = len(seqs), [seq.params.draft_length for seq in seqs]
+        for seq in seqs:
+            self._joined.setdefault(seq.seq_id, len(seq.tokens))
         default = self._default or str(next(iter(self.teams or self.cost.drafters)))
         found = Decision(ids, [length or 0 for length in given], until=self._step + 1)
         found.given = any(length is not None for length in given)
@@ -177,7 +180,8 @@ class AdaptiveLength(Controller):
             gains = [min(gain, left) for gain in gains]
         if profile.reads:
             read = self._read.setdefault(seq.seq_id, {})
-            read.setdefault(name, seq.prompt_length if profile.follows else 0)
+            joined = self._joined.get(seq.seq_id, seq.prompt_length)
+            read.setdefault(name, joined if profile.follows else 0)
         unread = self._unread(seq.seq_id, name, len(seq.tokens))
         first = unread * self.cost.reading(name) if unread > _READ_ALONG else 0.0
         return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths)
@@ -326,7 +330,9 @@ class AdaptiveLength(Controller):
 
     def forget(self, seq_id: int) -> None:
         self._learn_all()
+        self.decision.until = 0  # the same sequences may be back at once
         self._read.pop(seq_id, None)
+        self._joined.pop(seq_id, None)
         self.ledger.forget(seq_id)
         self.cost.acceptance.forget(seq_id)
 

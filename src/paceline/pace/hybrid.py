@@ -261,8 +261,6 @@ class HybridDrafter:
         for member in self.members:
             member.forget(seq_id)
         self._trials.pop(seq_id, None)
-        if self._control is not None:
-            self._control.forget(seq_id)
 
 
 def _longest_best(options: Sequence[Draft]) -> Draft:
