@@ -55,7 +55,8 @@ class Span:
 
     Rows in the batch: the pending tokens, then nodes ``first_new ..``. A pending row attends to
     everything before it and itself; a node to context, pending, its ancestors and itself.
-    A tree drafted level by level runs its later levels with ``pending = 0``.
+    A tree drafted level by level runs its later levels with ``pending = 0``. ``long``: keys and
+    queries are rotated with the long factors of a model that has two sets (longrope).
     """
 
     seq_id: int
@@ -64,6 +65,7 @@ class Span:
     pending: int
     parents: tuple[int, ...] = ()
     first_new: int = 0
+    long: bool = False
 
     @property
     def rows(self) -> int:

@@ -84,7 +84,8 @@ class DraftModel(TreeSpec):
         def build(context: DraftContext) -> Drafter:
             texts = match is not None and match.method == "string"
             # The end of a re-tokenised text may change, and a shared block must not.
-            cache = context.new_cache(model.cache_shapes, model.dtype, not texts, model.device)
+            more = not texts, model.device, model.rope_switch
+            cache = context.new_cache(model.cache_shapes, model.dtype, *more)
             own, vocab = model.vocab_size, loading.target.vocab_size
             vocabulary = SharedVocabulary(own if texts else vocab, own)
             if match is not None and not texts:

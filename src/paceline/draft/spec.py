@@ -80,14 +80,16 @@ class DraftContext:
         dtype: torch.dtype,
         share: bool = True,
         device: torch.device | None = None,
+        rope_switch: int | None = None,
     ) -> PagedCache:
         """A cache for a drafter's own layers, of as many tokens as the target's, and where that
         is if no ``device`` is named.
 
         ``share``: requests that begin alike share blocks, if they do in the target's.
+        ``rope_switch``: see PagedCache.
         """
         own, share, place = self.cache, self.cache.shares and share, device or self.cache.device
-        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, place, share)
+        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, place, share, rope_switch)
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """The randomness of requests without a seed, for draws on another device, too."""

@@ -78,6 +78,9 @@ class Scheduler:
     ) -> Plan:
         """The next step; ``draft_lengths`` gives the requested length of each decoding sequence,
         ``max_nodes`` the most nodes of a draft of some length."""
+        for seq in list(self.running):
+            if self.cache.outgrown(seq.seq_id, len(seq.tokens)):
+                self._preempt(seq)  # it is read again with the rotations of a long sequence
         self._admit()
         requested = dict(
             zip(
@@ -143,8 +146,11 @@ class Scheduler:
             return 0
         if seq.params.draft_length is not None:
             requested = seq.params.draft_length
-        context_left = self.config.max_positions - len(seq.tokens)
-        return max(0, min(requested, seq.remaining - 1, context_left - 1))
+        left = self.config.max_positions - len(seq.tokens) - 1
+        switch = self.cache.rope_switch
+        if switch is not None and len(seq.tokens) <= switch:
+            left = min(left, switch - len(seq.tokens))  # nodes beyond are rotated otherwise
+        return max(0, min(requested, seq.remaining - 1, left))
 
     def _admit(self) -> None:
         """Let sequences run, in their order, while there is room.

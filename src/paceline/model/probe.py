@@ -8,21 +8,24 @@ and a layer that does not call the registered function is found before it can do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from paceline.core.batch import Batch, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.paged.cache import LayerShape
+from paceline.model.backends.reference.recognise import relative_error
+from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import FULL, Pattern
 
 ATTENTION = "paceline"
 PROBE = "paceline_probe"
 _FAR = 1 << 30  # a position beyond every window
+FARTHEST = 1 << 17  # positions that are tried: tables of more take too long to make
 
 
 @dataclass
@@ -33,6 +36,41 @@ class AttentionProbe:
     modules: list[torch.nn.Module] = field(default_factory=list)
     shapes: list[LayerShape] = field(default_factory=list)
     patterns: list[Pattern] = field(default_factory=list)
+
+
+def probe_batch(device: torch.device, lasts: Sequence[int], context: int = 0) -> Batch:
+    """Sequences of the tokens 1, 2 at the positions before and at each of ``lasts``, a block of two
+    each; with context 1 only their second tokens."""
+    new, copies = 2 - context, len(lasts)
+    ids = torch.tensor([1, 2][context:] * copies, device=device)
+    places = [last - 1 + index for last in lasts for index in range(context, 2)]
+    slots = [2 * number + index for number in range(copies) for index in range(context, 2)]
+    spans = tuple(Span(i, i * new, context, new) for i in range(copies))
+    positions, into = torch.tensor((places, slots), device=device).unbind()
+    return Batch(ids, positions, into, spans, tuple((i,) for i in range(copies)))
+
+
+@torch.inference_mode()
+def verify(model: Any, exact: bool) -> None:
+    """Two equal sequences beside one far behind, then a cached step, must give equal logits.
+
+    Recurrent state, convolutions over rows, ignored position ids and whatever is taken from the
+    whole batch break this. ``model`` is a CausalModel, ``exact`` whether its numbers are float32.
+    Raises UnsupportedModelError.
+    """
+    cache = PagedCache(model.cache_shapes, 3, 2, model.dtype, model.device)
+    far = min(model.max_positions, FARTHEST) - 1
+    first, second, _ = model(probe_batch(model.device, (1, 1, far)), cache).logits.chunk(3)
+    cached = model(probe_batch(model.device, (1,), context=1), cache).logits
+    # What is rounded otherwise elsewhere may turn a code of quantised activations.
+    limit = 1e-2 if exact else 0.25
+    for other in (second[-1:], cached):
+        if not relative_error(other, first[-1:]) <= limit:
+            raise UnsupportedModelError(
+                f"{type(model.hf).__name__}: a layer keeps state outside its keys and values "
+                "(recurrent, convolutional, position-blind or shared by all sequences of a "
+                "batch), which cannot be rolled back"
+            )
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
@@ -19,7 +19,6 @@ from paceline.model.backends.native.library import instructions
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
-from paceline.model.backends.reference.recognise import relative_error
 from paceline.model.gguf import gguf_file
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
@@ -30,6 +29,15 @@ from paceline.model.precision import (
     quantise_loaded,
     quantization_of,
 )
+from paceline.model.probe import (
+    ATTENTION,
+    PROBE,
+    AttentionProbe,
+    probe_batch,
+    register,
+    verify,
+)
+from paceline.model.rows import RowPositions
 from paceline.stages import say
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
@@ -74,9 +82,11 @@ class CausalModel:
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.note = ""  # what the user should know about how it was loaded
         self.ranks: Ranks | None = None  # the processes that share the weights, if several do
+        self._rows = RowPositions(hf, self.max_positions)
+        self.rope_switch = self._rows.switch  # longer sequences are rotated otherwise (longrope)
         with _naming_the_format(hf, name):
             self.vocab_size = self._probe()
-        self._verify()
+        verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
 
     @classmethod
     def load(
@@ -205,13 +215,15 @@ class CausalModel:
         step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
         batch = step.batch
         if self.lean is not None:
-            return self.lean(batch, partial(paged_attention, step=step), features)
+            with self._rows.of(batch):
+                return self.lean(batch, partial(paged_attention, step=step), features)
         for layer in features:
             if layer not in self._hooked:
                 self._hook(layer)
         self._captured = {} if features else None
         try:
-            logits = self._forward(batch, step)
+            with self._rows.of(batch):
+                logits = self._forward(batch, step)
             captured = self._captured or {}
         finally:
             self._captured = None
@@ -256,8 +268,8 @@ class CausalModel:
 
     def new_cache(self, num_blocks: int, block_size: int, share: bool = True) -> PagedCache:
         """An empty cache of its keys and values."""
-        shapes, dtype = self.cache_shapes, self.cache_dtype
-        return PagedCache(shapes, num_blocks, block_size, dtype, self.device, share)
+        shapes, dtype, switch = self.cache_shapes, self.cache_dtype, self.rope_switch
+        return PagedCache(shapes, num_blocks, block_size, dtype, self.device, share, switch)
 
     def free_memory(self) -> int:
         """Bytes that caches can have on the model's device, the least of all its devices."""
@@ -314,13 +326,11 @@ class CausalModel:
     @torch.inference_mode()
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""
-        from paceline.model.probe import ATTENTION, PROBE, AttentionProbe, register
-
         register()
         probe = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
-            logits = self._forward(_probe_batch(self.device), probe)
+            logits = self._forward(probe_batch(self.device, (1,)), probe)
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__
@@ -338,25 +348,6 @@ class CausalModel:
         self.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
         self._attention_modules = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
-
-    @torch.inference_mode()
-    def _verify(self) -> None:
-        """Two equal sequences in one batch, then a cached step, must give equal logits.
-
-        Recurrent state, convolutions over rows and ignored position ids all break this.
-        """
-        cache = PagedCache(self.cache_shapes, 2, 2, self.dtype, self.device)
-        first, second = self(_probe_batch(self.device, 2), cache).logits.chunk(2)
-        cached = self(_probe_batch(self.device, 1, context=1), cache).logits
-        # What is rounded otherwise elsewhere may turn a code of quantised activations.
-        exact = self.dtype == torch.float32 and not is_quantised(self.hf)
-        limit = 1e-2 if exact else 0.25
-        for other in (second[-1:], cached):
-            if not relative_error(other, first[-1:]) <= limit:
-                raise UnsupportedModelError(
-                    f"{type(self.hf).__name__}: a layer keeps state outside its keys and values "
-                    "(recurrent, convolutional or position-blind), which cannot be rolled back"
-                )
 
 
 @contextmanager
@@ -376,16 +367,6 @@ def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
             f"{name} is quantised in the format {options.get('quant_method')}, whose library "
             f"cannot run it here ({lines[0]}); take another form of the model"
         ) from None
-
-
-def _probe_batch(device: torch.device, copies: int = 1, context: int = 0) -> Batch:
-    """The sequence of tokens 1, 2, once or twice; with context 1 only its second token."""
-    new = 2 - context
-    ids = torch.tensor([1, 2][context:] * copies, device=device)
-    positions = torch.arange(context, 2, device=device).repeat(copies)
-    slots = torch.arange(context, context + new * copies, device=device)
-    spans = tuple(Span(i, i * new, context, new) for i in range(copies))
-    return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:

@@ -44,6 +44,14 @@ class Feed:
 class _Table:
     blocks: list[int]
     digests: list[bytes]  # of the full committed blocks, in order
+    long: bool = False  # rotated with the long factors, see PagedCache
+
+
+def _parent(table: _Table) -> bytes | None:
+    """What the digest of the next block follows: before the first one, what all blocks share."""
+    if table.digests:
+        return table.digests[-1]
+    return b"long" if table.long else None
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
@@ -72,7 +80,9 @@ class PagedCache:
     """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
 
     ``dtype`` int8 keeps them in 8 bits (codes.py). With ``share`` full blocks are found again by
-    their content, by any sequence that begins alike.
+    their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
+    tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
+    so; short and long ones share no blocks.
     """
 
     def __init__(
@@ -83,8 +93,9 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         share: bool = True,
+        rope_switch: int | None = None,
     ) -> None:
-        self.shares = share
+        self.shares, self.rope_switch = share, rope_switch
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype, self.device = dtype, torch.device(device)
@@ -118,7 +129,7 @@ class PagedCache:
         logits are wanted. Without ``share`` all of them are.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
-        table = self._found(tokens) if share else _Table([], [])
+        table = self._found(tokens) if share else _Table([], [], self._is_long(len(tokens)))
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
@@ -128,12 +139,19 @@ class PagedCache:
         """Blocks that ``admit`` would share with a sequence of these tokens."""
         return self._found(tokens).blocks
 
+    def _is_long(self, length: int) -> bool:
+        return self.rope_switch is not None and length > self.rope_switch
+
+    def outgrown(self, seq_id: int, length: int) -> bool:
+        """Whether a sequence has become long, so that its keys must be computed again."""
+        return self._is_long(length) and not self._tables[seq_id].long
+
     def _found(self, tokens: Sequence[int]) -> _Table:
         """The beginning of these tokens as far as it is cached."""
-        table = _Table([], [])
+        table = _Table([], [], self._is_long(len(tokens)))
         size = self.block_size
         for start in range(0, len(tokens) - size, size) if self.shares else ():
-            parent = table.digests[-1] if table.digests else None
+            parent = _parent(table)
             digest = prefix_digest(parent, tokens[start : start + size])
             block = self.pool.find(digest)
             if block is None:
@@ -149,10 +167,11 @@ class PagedCache:
         unlike shared prefixes, borrowed blocks may be unregistered.
         """
         assert seq_id not in self._tables and length % self.block_size == 0
-        blocks = self._tables[owner].blocks[: length // self.block_size]
+        table = self._tables[owner]
+        blocks = table.blocks[: length // self.block_size]
         for block in blocks:
             self.pool.retain(block)
-        self._tables[seq_id] = _Table(blocks, [])
+        self._tables[seq_id] = _Table(blocks, [], table.long)
 
     def blocks_of(self, seq_id: int) -> Sequence[int]:
         """The block table of a sequence."""
@@ -179,8 +198,7 @@ class PagedCache:
             self.pool.release(block)
         del table.blocks[keep:]
         while self.shares and (len(table.digests) + 1) * size <= length:
-            index = len(table.digests)
-            parent = table.digests[-1] if table.digests else None
+            index, parent = len(table.digests), _parent(table)
             digest = prefix_digest(parent, tokens[index * size : (index + 1) * size])
             table.digests.append(digest)
             self.pool.register(table.blocks[index], digest)
@@ -225,8 +243,8 @@ class PagedCache:
         nodes: list[tuple[int, torch.Tensor]] = []
         size = self.block_size
         for feed in feeds:
-            row, pending = len(ids), len(feed.pending)
-            span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new)
+            row, pending, long = len(ids), len(feed.pending), self._tables[feed.seq_id].long
+            span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new, long)
             spans.append(span)
             ids.extend(feed.pending)
             if feed.nodes is not None:

@@ -1,0 +1,197 @@
+"""Positions row by row, for the two kinds of module of transformers that would mix sequences.
+
+- A rotary embedding with short and long factors (longrope) takes one set of factors for the whole
+  batch, by its largest position. Here each row gets the set of its own sequence: the long one from
+  ``switch`` + 1 tokens on. That is what the model computes of that sequence without a cache, and
+  what ``generate`` of Phi-3 does, which drops its cache at that point.
+- Llama 4's attention without rotation scales queries by the length of the cache plus the row's
+  index in the batch. Here it is given the row's position.
+
+The corrections are hooks. They do nothing outside ``RowPositions.of``, so the module stays as it
+was for its other users.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from paceline.core.batch import Batch
+from paceline.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class _Rows:
+    positions: torch.Tensor  # int64 [T]
+    long: torch.Tensor | None  # bool [T]: rotated with the long factors; None: no row is
+
+
+_ROWS: ContextVar[_Rows | None] = ContextVar("paceline_rows", default=None)
+_HOOKED: WeakSet[torch.nn.Module] = WeakSet()
+
+
+class RowPositions:
+    """The modules of a model that need them, found by asking; ``switch`` is None without longrope.
+
+    Raises UnsupportedModelError if rotations depend on the batch in another way.
+    """
+
+    def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
+        modules = list(hf.modules())
+        switches = {module: _switch_of(module, max_positions) for module in modules}
+        rotated = {module: switch for module, switch in switches.items() if switch is not None}
+        if len(set(rotated.values())) > 1:
+            raise UnsupportedModelError(
+                f"{type(hf).__name__}: its layers change their rotary embeddings at different "
+                f"lengths ({sorted(set(rotated.values()))}); only one such length is supported"
+            )
+        self.switch = next(iter(rotated.values()), None)
+        scaled = [module for module in modules if _scales_by_row(module)]
+        self._needed = bool(rotated or scaled)
+        for module, switch in rotated.items():
+            if module not in _HOOKED:
+                hook = partial(_rotate_by_row, switch)
+                module.register_forward_hook(hook, with_kwargs=True)
+        for module in scaled:
+            if module not in _HOOKED:
+                module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
+        _HOOKED.update((*rotated, *scaled))
+
+    @contextmanager
+    def of(self, batch: Batch) -> Iterator[None]:
+        """While the model runs this batch, which lies on its device."""
+        if not self._needed:
+            yield
+            return
+        before = _ROWS.set(_Rows(batch.positions, self._long(batch)))
+        try:
+            yield
+        finally:
+            _ROWS.reset(before)
+
+    def _long(self, batch: Batch) -> torch.Tensor | None:
+        if self.switch is None:
+            return None
+        # A draft model's cache may not know that its sequence has become long: its rows there do.
+        long = [s.long or max(s.positions, default=0) >= self.switch for s in batch.spans]
+        if not any(long):
+            return None
+        rows = [own for own, span in zip(long, batch.spans, strict=True) for _ in range(span.rows)]
+        return torch.tensor(rows, device=batch.positions.device)
+
+
+# -- rotary embeddings ---------------------------------------------------------------------------
+
+
+def _rotate_by_row(
+    switch: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """Forward hook: both sets of cosines and sines, and of each row the one that it asks for."""
+    rows = _ROWS.get()
+    if rows is None or rows.long is None:
+        return None
+    given = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = given.arguments["position_ids"]  # [1, T]
+
+    def rotations(positions: torch.Tensor) -> Any:
+        given.arguments["position_ids"] = positions
+        return module.forward(*given.args, **given.kwargs)
+
+    # The module decides by the largest position: below the switch, and at it in a row that goes.
+    short = rotations(positions.clamp(max=switch - 1))
+    long = rotations(torch.cat((positions, torch.full_like(positions[:, :1], switch)), 1))
+    chosen = [
+        torch.where(rows.long[:, None], b[:, :-1], a)
+        for a, b in zip(_tensors(short), _tensors(long), strict=True)
+    ]
+    return tuple(chosen) if isinstance(output, tuple) else chosen[0]
+
+
+def _tensors(rotations: Any) -> tuple[torch.Tensor, ...]:
+    return rotations if isinstance(rotations, tuple) else (rotations,)
+
+
+@torch.no_grad()
+def _switch_of(module: Any, max_positions: int) -> int | None:
+    """The least position that changes the rotations of the others in its batch, if one does."""
+    if "rotary" not in type(module).__name__.lower():
+        return None
+    asked = inspect.signature(module.forward).parameters
+    if "position_ids" not in asked:
+        return None
+    kinds = getattr(module, "layer_types", None) if "layer_type" in asked else None
+    found = {_switch(module, {"layer_type": kind}, max_positions) for kind in kinds or ()}
+    found |= set() if kinds else {_switch(module, {}, max_positions)}
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: only some kinds of layers change their rotary embedding "
+            "with the length, which is not supported"
+        )
+    return found.pop()
+
+
+def _switch(module: Any, kind: dict[str, str], max_positions: int) -> int | None:
+    like = next(module.buffers(), torch.zeros(1)).float()
+
+    def beside(longest: int) -> tuple[torch.Tensor, ...]:
+        """The rotations of position 1 in a batch with another position."""
+        positions = torch.tensor([[1, longest]], device=like.device)
+        return tuple(part[:, 0] for part in _tensors(module(like[None, None], positions, **kind)))
+
+    def differ(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+        return not all(map(torch.equal, one, other))
+
+    try:
+        short, long = beside(1), beside(max_positions - 1)
+    except (RuntimeError, TypeError, KeyError, IndexError):  # it asks for more than positions
+        return None
+    if not differ(short, long):
+        return None
+    low, high = 1, max_positions - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if differ(short, beside(middle)) else (middle, high)
+    steady = not differ(long, beside(high)) and not differ(short, beside(1))
+    if not steady:
+        raise UnsupportedModelError(
+            f"the rotary embedding of type {getattr(module, 'rope_type', '?')} goes on changing "
+            f"with the length of the batch from {high} positions on, so one request would change "
+            "another's text; set max_position_embeddings to the length without scaling"
+        )
+    return high
+
+
+# -- scales of queries ---------------------------------------------------------------------------
+
+
+def _scales_by_row(module: Any) -> bool:
+    tuned = getattr(module, "attn_temperature_tuning", False)
+    return bool(tuned) and not getattr(module, "use_rope", True) and hasattr(module, "layer_idx")
+
+
+class _RowLengths:
+    """In place of a cache: how much of a row's sequence lies before the row, less its index."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._lengths = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int = 0) -> torch.Tensor:
+        return self._lengths
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return key, value
+
+
+def _count_by_row(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = _ROWS.get()
+    if rows is None:
+        return None
+    return args, {**kwargs, "past_key_values": _RowLengths(rows.positions)}
