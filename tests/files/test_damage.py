@@ -213,7 +213,7 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
     drafter = SuffixDrafter("cpu", 50)
     chooser = random.Random(5)
     for _ in range(20):
-        drafter._remember([chooser.randrange(50) for _ in range(30)])
+        drafter._finished.append([chooser.randrange(50) for _ in range(30)])
     drafter.save(file)
     texts = [list(text) for text in drafter._global.texts()]
     for content in damages(file.read_bytes(), 7, 30, 300):
@@ -230,7 +230,7 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
 def test_memories_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
     file = tmp_path / "memory"
     drafter = SuffixDrafter("cpu", 50)
-    drafter._remember([1, 2, 3])
+    drafter._finished.append([1, 2, 3])
     drafter.save(file)
     head, _, body = file.read_bytes().partition(b"\n")
     plain = {key: value for key, value in json.loads(head).items() if key != "sha256"}

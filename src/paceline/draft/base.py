@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 
@@ -83,14 +84,21 @@ def held_bytes(drafter: Any) -> int:
     return sum(own.held_bytes() for own in with_members(drafter) if hasattr(own, "held_bytes"))
 
 
+TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of n-grams
+_FOLLOWED = 256  # plans without a question after which prompts are not taken in any more
+
+
 class LookupDrafter:
     """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
 
-    It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does.
+    It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does, and
+    where it has an index of each text ``unread`` and ``read``: a long prompt enters it in parts, as
+    it is prefilled, and what is left beside the first look-ups, which find the parts that are in.
     """
 
     name: str
     features: tuple[int, ...] = ()
+    _unasked = 0  # plans since a draft was wanted
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is the target's."""
@@ -109,7 +117,32 @@ class LookupDrafter:
         parent of each (``TokenTree.parents``)."""
         raise NotImplementedError
 
+    def unread(self, seq: SequenceView) -> int:
+        """Tokens of a text that the index lacks."""
+        return 0
+
+    def read(self, seq: SequenceView, most: int) -> int:
+        """Take in the next ``most`` of these; returns how many there were."""
+        return 0
+
+    def take_in(self, slices: Sequence[Slice]) -> None:
+        """A step's share of the texts that drafts are wanted for now, or may be after their
+        prefill; those that lack least come first, so that no text holds up another."""
+        asked = any(item.decodes and item.draft_length for item in slices)
+        self._unasked = 0 if asked else self._unasked + 1
+        if self._unasked > _FOLLOWED:
+            return
+        wanted = [
+            item.seq
+            for item in slices
+            if (item.draft_length if item.decodes else item.seq.params.may_draft)
+        ]
+        left = TAKEN_IN
+        for seq in sorted(wanted, key=self.unread) if len(wanted) > 1 else wanted:
+            left -= self.read(seq, left)
+
     def propose(self, plan: Plan) -> list[TokenTree]:
+        self.take_in(plan.slices)
         trees = []
         for item in plan.slices:
             drafts = item.decodes and item.draft_length

@@ -27,22 +27,31 @@ class NGramIndex:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
-        self._ends: dict[tuple[int, ...], list[int]] = {}
+        # Tuples of numbers: unlike lists they are nothing to the garbage collector.
+        self._ends: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._indexed = 1  # n-grams that end before this position are in the table
 
-    def extend(self, tokens: Sequence[int], allowed: range) -> None:
-        """Take in the n-grams that have come to have a continuation; those ``allowed`` to end.
+    def missing(self, tokens: Sequence[int], allowed: range) -> range:
+        """Ends of n-grams that have come to have a continuation; those ``allowed``.
 
         The n-grams that end the text itself stay out, or every suffix would match itself.
         """
-        for end in range(max(self._indexed, allowed.start), min(len(tokens), allowed.stop)):
+        return range(max(self._indexed, allowed.start), min(len(tokens), allowed.stop))
+
+    def extend(self, tokens: Sequence[int], allowed: range, most: int | None = None) -> int:
+        """Take in the n-grams with the next ``most`` missing ends; returns how many there were."""
+        ends_here = self.missing(tokens, allowed)[:most]
+        if not ends_here:
+            return 0
+        begin = max(0, ends_here.start - self._lengths[0])
+        text, table = tuple(tokens[begin : ends_here.stop]), self._ends
+        for end in ends_here:
             for length in self._lengths:
                 if length <= end:
-                    ends = self._ends.setdefault(tuple(tokens[end - length : end]), [])
-                    ends.append(end)
-                    if len(ends) > _KEPT:
-                        del ends[0]
-        self._indexed = max(self._indexed, len(tokens))
+                    ngram = text[end - length - begin : end - begin]
+                    table[ngram] = (*table.get(ngram, ())[1 - _KEPT :], end)
+        self._indexed = ends_here.stop
+        return len(ends_here)
 
     def matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Where the suffix occurred: (position behind it, length), longest first, then latest."""
@@ -107,17 +116,25 @@ class NGramDrafter(LookupDrafter):
         return levels + (self._spec.candidates - 1) * min(levels, _BRANCH)
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        seq, spec = item.seq, self._spec
+        seq = item.seq
+        levels = min(item.draft_length, self._spec.length)
+        matches = list(self._index(seq).matches(seq.tokens))
+        self._matched[seq.seq_id] = matches[0][1] if matches else 0
+        found = (_continuation(seq.tokens, end, levels) for end, _ in matches)
+        return merge(found, self.max_nodes(item.draft_length), _BRANCH)
+
+    def unread(self, seq: SequenceView) -> int:
+        return len(self._index(seq).missing(seq.tokens, self._allowed(seq)))
+
+    def read(self, seq: SequenceView, most: int) -> int:
+        return self._index(seq).extend(seq.tokens, self._allowed(seq), most)
+
+    def _index(self, seq: SequenceView) -> NGramIndex:
         index = self._indices.get(seq.seq_id)
         if index is None:
-            index = self._indices[seq.seq_id] = NGramIndex(spec.min, spec.max)
-        tokens = seq.tokens[:]
-        index.extend(tokens, self._allowed(seq))
-        levels = min(item.draft_length, spec.length)
-        matches = list(index.matches(tokens))
-        self._matched[seq.seq_id] = matches[0][1] if matches else 0
-        found = (_continuation(tokens, end, levels) for end, _ in matches)
-        return merge(found, self.max_nodes(item.draft_length), _BRANCH)
+            index = NGramIndex(self._spec.min, self._spec.max)
+            self._indices[seq.seq_id] = index
+        return index
 
     def _allowed(self, seq: SequenceView) -> range:
         """Positions at which a continuation may begin."""

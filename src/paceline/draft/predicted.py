@@ -14,7 +14,7 @@ import torch
 from paceline.core.batch import Plan, Slice
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import TAKEN_IN, Drafter
 from paceline.draft.suffix_tree import SuffixTree
 
 _CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
@@ -60,8 +60,8 @@ class Predictions:
         if own is None:
             own = self._trees[seq.seq_id] = SuffixTree(_DEPTH)
             own.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
-            own.extend(seq.params.prediction)
-            own.finish()
+        taken = own.open_tokens - min(_CONTEXT, seq.prompt_length)
+        own.extend(seq.params.prediction[taken : taken + TAKEN_IN])
         length = min(item.draft_length, most)
         text = seq.tokens[-_DEPTH:]
         guess = own.speculate(text, length, length, _FACTOR, _OFFSET, _LEAST)

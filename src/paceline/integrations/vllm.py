@@ -151,8 +151,9 @@ class LookupProposer:
         if length < 1:
             return []
         best = 0.0
-        item = Slice(row.seq.view(), 1, length)
+        item = Slice(row.seq.view(), row.seq.num_pending, length)
         for number, member in enumerate(self._members):
+            member.take_in([item])
             chain = chain_of(*member.guess(item))[:length]
             match = member.confidence(row.seq.seq_id)  # of suffixes in bits already
             level = min(_BITS, match if isinstance(member, SuffixDrafter) else match.bit_length())

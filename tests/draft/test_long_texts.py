@@ -1,0 +1,164 @@
+"""A long text enters an index in parts: a step takes in so much, and in the end it is all there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
+from paceline.draft.base import TAKEN_IN, LookupDrafter
+from paceline.draft.ngram import NGram, NGramDrafter
+from paceline.draft.predicted import Predictions
+from paceline.draft.suffix import SuffixDrafter
+
+VOCAB, LONG = 500, 8 * TAKEN_IN
+OUT = ModelOutput(torch.empty(0, VOCAB))
+DRAFTERS: list[Callable[[], LookupDrafter]] = [
+    lambda: NGramDrafter("cpu"),
+    lambda: NGramDrafter("cpu", NGram(source="prompt")),
+    lambda: SuffixDrafter("cpu", VOCAB),
+]
+
+
+@dataclass
+class Watched(list[int]):
+    """Tokens that count how many of them are read at once."""
+
+    slices: list[int] = field(default_factory=list)
+
+    def __init__(self, tokens: Any) -> None:
+        super().__init__(tokens)
+        self.slices = []
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            self.slices.append(len(found))
+        return found
+
+    def most(self) -> int:
+        """Since it was asked last."""
+        most, self.slices = max(self.slices, default=0), []
+        return most
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    draws = random.Random(seed)
+    return [int(VOCAB * draws.random() ** 3) for _ in range(length)]
+
+
+def request(tokens: list[int], seq_id: int = 0, **params: Any) -> SequenceState:
+    seq = SequenceState(seq_id, tokens, len(tokens), SamplingParams(max_tokens=99, **params))
+    seq.cached = len(tokens) - 1
+    return seq
+
+
+def propose(drafter: Any, *seqs: SequenceState, scheduled: int = 1, length: int = 8) -> list[Any]:
+    trees = drafter.propose(Plan(tuple(Slice(seq, scheduled, length) for seq in seqs)))  # type: ignore[arg-type]
+    return [(tree.tokens.tolist(), tree.parents) for tree in trees]
+
+
+@pytest.mark.parametrize("made", DRAFTERS)
+def test_a_prompt_whose_prefix_is_cached(made: Callable[[], LookupDrafter]) -> None:
+    """Nothing is prefilled, so the first look-ups take it in; then drafts are those of a drafter
+    that has read all of it at once."""
+    drafter, whole = made(), made()
+    tokens = text(LONG)
+    tokens += tokens[5000:5020]  # how the middle went on is known as soon as it is in
+    seq = request(Watched(tokens))
+    for _ in range(-(-len(tokens) // TAKEN_IN)):
+        drafts = propose(drafter, seq)
+        assert seq.tokens.most() <= TAKEN_IN + 100  # type: ignore[attr-defined]
+    assert drafts[0][0][:8] == tokens[5020:5028]
+    for seq_id in range(1, 8):
+        other = request(tokens + text(12, seq_id) + tokens[: seq_id * 900], seq_id)
+        while drafter_behind(drafter, other):
+            found = propose(drafter, other)
+        read_at_once(whole, other)
+        assert propose(drafter, other) == propose(whole, other)
+        drafter.forget(seq_id), whole.forget(seq_id)
+    assert found[0][0]
+
+
+def drafter_behind(drafter: LookupDrafter, seq: SequenceState) -> bool:
+    if isinstance(drafter, SuffixDrafter):
+        drafter.begin(seq.view())
+    return drafter.unread(seq.view()) > 0
+
+
+def read_at_once(drafter: LookupDrafter, seq: SequenceState) -> None:
+    if isinstance(drafter, SuffixDrafter):
+        drafter.begin(seq.view())
+    drafter.read(seq.view(), len(seq.tokens))
+
+
+@pytest.mark.parametrize("made", DRAFTERS)
+def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], LookupDrafter]) -> None:
+    drafter = made()
+    tokens = text(LONG)
+    seq = request(Watched(tokens + tokens[100:110]))
+    for seq.cached in range(0, LONG - 512, 512):
+        assert propose(drafter, seq, scheduled=512, length=0) == [([], ())]
+        assert seq.tokens.most() <= TAKEN_IN + 100  # type: ignore[attr-defined]
+    seq.cached = len(seq.tokens) - 1
+    assert propose(drafter, seq)[0][0][:8] == tokens[110:118]
+    unwanted = request(Watched(text(3000)), 1, drafter="none")
+    for unwanted.cached in range(0, 2048, 512):
+        propose(drafter, unwanted, scheduled=512, length=0)
+    assert unwanted.tokens.most() <= 16  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("made", DRAFTERS)
+def test_where_nobody_asks_prompts_are_left_alone(made: Callable[[], LookupDrafter]) -> None:
+    drafter = made()
+    for number in range(300):
+        seq = request(Watched(text(40)), number)
+        seq.cached = 0
+        propose(drafter, seq, scheduled=20, length=0)
+    assert seq.tokens.most() <= 16  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("made", DRAFTERS)
+def test_a_long_text_holds_up_no_other(made: Callable[[], LookupDrafter]) -> None:
+    drafter = made()
+    long, short = request(text(LONG)), request(text(200, 1) * 2, 1)
+    drafts = propose(drafter, long, short)
+    assert drafts[1][0][:8] == short.tokens[:8]
+
+
+def test_finished_outputs_enter_in_parts() -> None:
+    """All that has been written while nobody asked, and an output that is long itself."""
+    drafter = SuffixDrafter("cpu", VOCAB)
+    output = text(LONG // 2)
+    for seq_id in range(3):
+        seq = request([seq_id, 7], seq_id)
+        propose(drafter, seq, length=0)
+        drafter.observe([Commit(seq_id, tuple(output), finish_reason="stop")], OUT)
+        drafter.forget(seq_id)
+    asked = request(output[40:60], 9)
+    sizes = [len(drafter._global)]
+    for _ in range(3 * LONG // 2 // TAKEN_IN + 1):
+        drafts = propose(drafter, asked)
+        sizes.append(len(drafter._global))
+    steps = [after - before for before, after in pairwise(sizes)]
+    assert max(steps) <= TAKEN_IN and sizes[-1] == 3 * (len(output) + 2)
+    assert drafts[0][0][:4] == output[60:64]
+
+
+def test_a_long_prediction_enters_in_parts() -> None:
+    predictions, drafter = Predictions("cpu"), NGramDrafter("cpu")
+    predicted = text(3 * TAKEN_IN)
+    seq = request(predicted[-30:-10], prediction=tuple(predicted))
+    plan = Plan((Slice(seq, 1, 8),))  # type: ignore[arg-type]
+    for step in range(1, 4):
+        (tree,) = predictions.propose(plan, drafter)
+        assert len(predictions._trees[0]) == 16 + step * TAKEN_IN
+    assert tree.tokens.tolist()[:8] == predicted[-10:-2]
