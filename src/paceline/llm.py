@@ -19,6 +19,7 @@ from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
+from paceline.request.defaults import SamplingDefaults, sampling_defaults
 from paceline.request.door import (
     ContextBudget,
     as_conversations,
@@ -62,8 +63,12 @@ class LLM:
     ``draft_offload`` those of draft models, which run on ``draft_device``. ``kv_cache_memory`` is
     in bytes, ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits,
     ``draft_length`` is in tokens or "auto". ``prefix_sharing`` shares what is cached of equal
-    beginnings, ``seed`` seeds requests that bring none. ``lossy`` accepts plausible drafts (typical
-    acceptance): sampled text is then NOT distributed as the target's own; completions say it.
+    beginnings, ``seed`` seeds requests that bring none. Requests without parameters sample as the
+    checkpoint's ``generation_config`` says ("none": as if it said nothing) or, where they are
+    given, as ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
+    ``default_repetition_penalty`` say (see ``default_params``). ``lossy`` accepts plausible
+    drafts (typical acceptance): sampled text is then NOT distributed as the target's own;
+    completions say it.
 
     ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
     and, with that draft, its length and, on the machine that it was made on, its costs, which are
@@ -99,6 +104,12 @@ class LLM:
         draft_offload: str | None = None,
         draft_device: str | None = None,
         kv_cache_dtype: str = "auto",
+        generation_config: str = "auto",
+        default_temperature: float | None = None,
+        default_top_p: float | None = None,
+        default_top_k: int | None = None,
+        default_min_p: float | None = None,
+        default_repetition_penalty: float | None = None,
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
@@ -115,8 +126,11 @@ class LLM:
                 known, note = tuned.costs_here(target, profile)
                 options, notes = replace(options, known=known), [*notes, note or ""]
         self.notes = tuple(filter(None, notes))
+        generation = getattr(target.hf, "generation_config", None)
+        self.sampling_defaults = sampling_defaults(vars(options), generation, model)
         self._assemble(target, load_tokenizer(model), draft, options)
 
+    sampling_defaults: SamplingDefaults
     notes: tuple[str, ...] = ()  # what the user should know about how it was set up
     _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
 
@@ -144,6 +158,7 @@ class LLM:
         """
         options = EngineOptions(dtype=self._dtype, **told(locals(), "beside"))
         other = LLM.__new__(LLM)
+        other.sampling_defaults = self.sampling_defaults
         other._assemble(self.target, self.tokenizer, draft, options)
         return other
 
@@ -187,6 +202,12 @@ class LLM:
         return self._engine
 
     @property
+    def default_params(self) -> SamplingParams:
+        """Those of a request that brings none: of ``default_temperature`` ..., else of the
+        checkpoint's generation config, else greedy."""
+        return SamplingParams(**self.sampling_defaults.filled())
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and answer, by model and cache; an answer that comes up
         against it ends with "length"."""
@@ -204,9 +225,10 @@ class LLM:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
-        one per prompt; the default is greedy. ``progress`` shows a bar. A request that fails ends
-        alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before anything is
-        decoded, PacelineError after ``close``, EngineLostError if the model cannot run any more.
+        one per prompt; the default is ``default_params``. ``progress`` shows a bar. A request that
+        fails ends alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before
+        anything is decoded, PacelineError after ``close``, EngineLostError if the model cannot run
+        any more.
         """
         requests = self._prepared(prompts, params, streams=False)
         self.enqueue(requests)
@@ -269,7 +291,8 @@ class LLM:
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
         prompt_list = as_prompts(prompts)
-        param_list = as_params(params, len(prompt_list))
+        own = self.default_params if params is None else params
+        param_list = as_params(own, len(prompt_list))
         return [
             request
             for number, (prompt, own_params) in enumerate(zip(prompt_list, param_list, strict=True))

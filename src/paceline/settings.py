@@ -195,6 +195,12 @@ def entries(table: type, place: str) -> Iterator[TableEntry]:
 _model, _engine = under("Model"), under("Engine")
 
 
+def _sampled(name: str, **bounds: float) -> Any:
+    """What requests get that do not name a sampling parameter."""
+    help = f"{name} of requests that name none."
+    return _model(None, help, shown="the checkpoint's", but=("command", "beside"), **bounds)
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """How a model is loaded."""
@@ -295,6 +301,18 @@ class EngineSettings(LoadSettings):
         choices=("auto", "token", "block", "coupled"),
         shown="auto",
     )
+    generation_config: str = _model(
+        "auto",
+        "Sampling of requests that do not say it: auto, as the checkpoint's generation_config.json "
+        "has it; none, neutral.",
+        choices=("auto", "none"),
+        but=("command", "beside"),
+    )
+    default_temperature: float | None = _sampled("temperature", low=0, high=100)
+    default_top_p: float | None = _sampled("top_p", high=1)
+    default_top_k: int | None = _sampled("top_k", low=-1)
+    default_min_p: float | None = _sampled("min_p", low=0, high=1)
+    default_repetition_penalty: float | None = _sampled("repetition_penalty", low=0.01, high=100)
     lossy: bool = _model(
         False,
         "Typical acceptance: faster sampling that is NOT the model's own distribution.",

@@ -22,6 +22,12 @@ draft_length = 4
 rule = "block"
 profile = "tuned.toml"
 served_model_name = "mine"
+generation_config = "none"
+default_temperature = 0.7
+default_top_p = 0.9
+default_top_k = 20
+default_min_p = 0.05
+default_repetition_penalty = 1.1
 [engine]
 backend = "reference"
 quantize = "int8"

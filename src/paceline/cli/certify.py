@@ -140,7 +140,7 @@ _RELATIVE = (
 class CertifiedSampling(DistributionOptions):
     """Sampling parameters to certify; greedy decoding is tested in any case."""
 
-    temperature: float = changed(
+    temperature: float | None = changed(
         DistributionOptions, "temperature", 1.0, help="0 tests greedy decoding only."
     )
 

@@ -53,9 +53,10 @@ def generate(
     ] = False,
 ) -> None:
     """Continue one or several prompts."""
-    params = sampling.params()
+    sampling.params()  # what is wrong is said before anything is loaded
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     llm = engine.open(engine.resolved_draft)
+    params = sampling.params(llm.sampling_defaults)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
@@ -77,8 +78,9 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to the model: one turn a line; /reset starts again, /quit or Ctrl-D ends."""
-    params = sampling.params()
+    sampling.params()  # what is wrong is said before anything is loaded
     llm = engine.open(engine.resolved_draft)
+    params = sampling.params(llm.sampling_defaults)
     opening: Messages = [{"role": "system", "content": system}] if system else []
     if prompt is not None:
         text = sys.stdin.read() if prompt == "-" else prompt

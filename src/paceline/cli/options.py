@@ -6,7 +6,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -15,11 +16,21 @@ import typer
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
 from paceline.errors import ConfigError, PacelineError
 from paceline.foreign import ForeignDraft, read_foreign
-from paceline.settings import SPELT, EngineSettings, LoadSettings, TableEntry, entries, told, under
+from paceline.settings import (
+    SPELT,
+    EngineSettings,
+    LoadSettings,
+    TableEntry,
+    changed,
+    entries,
+    told,
+    under,
+)
 from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, Grammar, SamplingParams
+    from paceline.request.defaults import SamplingDefaults
 
 DEFAULT_MODEL = EMBEDDED  # of the commands that train
 DEFAULT_DRAFT = "paceline/tiny-draft"
@@ -286,33 +297,46 @@ _sampling = under("Sampling")
 @dataclass(frozen=True)
 class DistributionOptions:
     """What shapes a request's distribution; names, defaults and meanings are those of
-    SamplingParams."""
+    SamplingParams. What is None is as the model's default (``SamplingDefaults``)."""
 
-    temperature: float = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
-    top_k: int = _sampling(0, "Keep the k likeliest; 0 is off.")
-    top_p: float = _sampling(1.0, "Keep this much probability.")
-    min_p: float = _sampling(0.0, "Drop tokens below this share of the likeliest.")
-    repetition_penalty: float = _sampling(1.0, "Above 1 discourages repeats.")
+    temperature: float | None = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
+    top_k: int | None = _sampling(0, "Keep the k likeliest; 0 is off.")
+    top_p: float | None = _sampling(1.0, "Keep this much probability.")
+    min_p: float | None = _sampling(0.0, "Drop tokens below this share of the likeliest.")
+    repetition_penalty: float | None = _sampling(1.0, "Above 1 discourages repeats.")
     presence_penalty: float = _sampling(0.0, "From -2 to 2, once a token.")
     frequency_penalty: float = _sampling(0.0, "From -2 to 2, per occurrence.")
     logit_bias: tuple[str, ...] = _sampling(
         (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
     )
 
-    def params(self) -> SamplingParams:
-        """Raises ConfigError on a value out of range."""
+    def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
+        """``defaults`` are the model's. Raises ConfigError on a value out of range."""
         from paceline import SamplingParams
+        from paceline.request.defaults import SamplingDefaults
 
-        values = vars(self) | {"logit_bias": parse_logit_bias(self.logit_bias)}
+        own = SamplingDefaults(
+            **{item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
+        )
+        values = vars(self) | own.over(defaults or SamplingDefaults()).filled()
+        values["logit_bias"] = parse_logit_bias(self.logit_bias)
         if values.get("grammar") is not None:
             values["grammar"] = parse_grammar(values["grammar"])
         return SamplingParams(**values)
+
+
+_of_model = partial(changed, DistributionOptions, default=None, shown="the model's")
 
 
 @dataclass(frozen=True)
 class SamplingOptions(DistributionOptions):
     """One request's parameters."""
 
+    temperature: float | None = _of_model("temperature")
+    top_k: int | None = _of_model("top_k")
+    top_p: float | None = _of_model("top_p")
+    min_p: float | None = _of_model("min_p")
+    repetition_penalty: float | None = _of_model("repetition_penalty")
     max_tokens: int = _sampling(128, "Stop after so many.")
     min_tokens: int = _sampling(0, "Do not stop before so many.")
     seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")

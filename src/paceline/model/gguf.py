@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _END_ROLES = ("eos", "eot", "eom")  # of a text, of a turn, of a message
 ROPE_FACTORS = {f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")}
 PLAIN = {"F32", "F16", "BF16", "F64"}
@@ -92,6 +99,16 @@ class GgufFile:
         """Ids that end an answer."""
         ids = [self.fields.get(f"tokenizer.ggml.{role}_token_id") for role in _END_ROLES]
         return list(dict.fromkeys(int(token) for token in ids if token is not None))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the file says of sampling, as a generation config does."""
+        found: dict[str, Any] = {}
+        for name, key in _SAMPLING.items():
+            value = self.fields.get(f"general.sampling.{key}")
+            if value is not None:  # float32: 0.95 and not 0.94999998
+                found[name] = int(value) if name == "top_k" else float(f"{value:.6g}")
+        return found and found | {"do_sample": found.get("temperature") != 0}
 
     @property
     def pre_tokenizer(self) -> str | None:

@@ -111,6 +111,8 @@ def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | 
         owner.__dict__.pop(left, None)
     if file.end_tokens:
         module.generation_config.eos_token_id = file.end_tokens
+    for key, value in file.sampling.items():
+        setattr(module.generation_config, key, value)
     return module
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.request.defaults import SamplingDefaults
 from paceline.request.door import ContextBudget
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Facts(WireRecord):
     backend: str
     notes: tuple[str, ...] = ()
     max_batch_size: int = 1
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -95,6 +97,7 @@ class Facts(WireRecord):
             llm.target.backend_reason,
             tuple(llm.notes),
             llm.engine.scheduler.config.max_batch_size,
+            llm.sampling_defaults,
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.core.params import SamplingParams
+    from paceline.request.defaults import SamplingDefaults
     from paceline.server.client import EngineClient, Ticket
     from paceline.server.records import CompletionRecord
 
@@ -49,6 +50,11 @@ class Service:
     @property
     def drafters(self) -> tuple[str, ...]:
         return self.loop.facts.drafters
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        """Of requests that do not say it."""
+        return self.loop.facts.sampling
 
     @property
     def max_model_len(self) -> int:

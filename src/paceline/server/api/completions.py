@@ -39,6 +39,7 @@ def router(service: Service) -> APIRouter:
             remaining if body.max_tokens is None else max(1, body.max_tokens),
             (body.logprobs or 0) if traced or scored else None,
             service.drafters,
+            service.sampling,
         )
         params = replace(params, n=body.best_of or body.n)
         if body.echo and body.logprobs is not None:

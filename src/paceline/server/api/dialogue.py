@@ -44,6 +44,7 @@ class Dialogue:
             limit,
             logprobs,
             service.drafters,
+            service.sampling,
             forced_grammar(body),
             visible=bool(body.shown_tools),
         )

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
+from paceline.request.defaults import SamplingDefaults
 from paceline.server.api.protocol import Generation, Speculation, StructuredOutputs
 from paceline.server.errors import APIError
 
@@ -19,10 +20,12 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     drafters: tuple[str, ...],
+    defaults: SamplingDefaults,
     grammar: Grammar | None = None,
     visible: bool = False,
 ) -> SamplingParams:
-    """``drafters`` are the loaded ones; ``grammar`` that of a tool call, else the request's own.
+    """``drafters`` are the loaded ones; ``defaults`` hold for what the request leaves open;
+    ``grammar`` that of a tool call, else the request's own.
 
     ``visible``: special tokens are part of the text, as calls are marked by them. As OpenAI and
     vLLM have it, seed -1 is no seed, and top_p 0 the likeliest token alone.
@@ -31,11 +34,7 @@ def sampling_params(
     """
     speculation = request.speculation or Speculation()
     return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k if request.top_p else 1,
-        top_p=request.top_p or 1.0,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        **sampling_of(request, defaults),
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=_biases(request.logit_bias or {}),
@@ -56,6 +55,18 @@ def sampling_params(
         skip_end_tokens=request.skip_special_tokens,
         grammar=grammar or _grammar(request),
     )
+
+
+def sampling_of(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Temperature, truncation and repetition penalty of a request. Raises ConfigError."""
+    own = SamplingDefaults(
+        request.temperature,
+        request.top_p or (None if request.top_p is None else 1.0),
+        1 if request.top_p == 0 else request.top_k,
+        request.min_p,
+        request.repetition_penalty,
+    )
+    return own.over(defaults).filled()
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

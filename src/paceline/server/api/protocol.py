@@ -93,8 +93,8 @@ class Generation(Body):
     """What all ways to ask have in common. Without a ``model`` it is the one that is served."""
 
     model: str | None = Field(default=None, max_length=512)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -105,9 +105,9 @@ class Generation(Body):
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
     response_format: ResponseFormat | None = None
     # beyond OpenAI
-    top_k: int = Field(default=0, ge=-1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from paceline.server.api.blocks import BlocksAnswer
 from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.params import sampling_of
 from paceline.server.api.responses_api import MessageFields, ResponsesRequest, messages_of
 from paceline.server.api.responses_kept import KeptResponse, ResponseStore
 from paceline.server.errors import APIError, error_body
@@ -89,7 +90,7 @@ class ResponsesAnswer(BlocksAnswer):
         return shown
 
     def _response(self) -> dict[str, Any]:
-        asked = self._asked
+        asked, sampling = self._asked, sampling_of(self._asked, self._service.sampling)
         cut = self._reason == "length"
         done = "incomplete" if cut else "completed"
         tools = [tool.model_dump() for tool in asked.tools]
@@ -112,11 +113,11 @@ class ResponsesAnswer(BlocksAnswer):
             "previous_response_id": asked.previous_response_id,
             "reasoning": asked.reasoning.model_dump(),
             "store": asked.store,
-            "temperature": asked.temperature,
+            "temperature": sampling["temperature"],
             "text": {"format": format},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": tools,
-            "top_p": asked.top_p,
+            "top_p": sampling["top_p"] if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": self._usage(),
             "metadata": asked.metadata,

@@ -17,9 +17,11 @@ from paceline.tools.bench.peers.served import (
     events,
 )
 
-# What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer.
+# What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
+# and none of the sampling that a server may have by default.
 _IDS, _NO_END, _TELL_IDS, _USAGE = "ids", "ignore_eos", "return_token_ids", "stream_options"
-_WANTED = (_IDS, _NO_END, _TELL_IDS, _USAGE)
+_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_WANTED = (_IDS, _NO_END, _TELL_IDS, _USAGE, *_NEUTRAL)
 
 
 @dataclass
@@ -41,10 +43,12 @@ class CompletionsDialect:
             "prompt": prompt,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
+            "top_p": 1.0,
             "stream": True,
         }
         if params.seed is not None:
             found["seed"] = params.seed
+        found |= {name: value for name, value in _NEUTRAL.items() if name in self.takes}
         if _NO_END in self.takes and params.ignore_eos:
             found[_NO_END] = True
         if _TELL_IDS in self.takes:

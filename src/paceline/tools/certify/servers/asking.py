@@ -21,6 +21,12 @@ from paceline.tools.certify.servers.answers import (
 # Nats. Two logits of a bf16 model may each be off by a rounding step, which is 0.125 from 16 on.
 TIE = 0.3
 TOP = 5  # likeliest tokens asked for at each place; what /v1/completions gives everywhere
+# What is asked for, until a server takes it. Some have a penalty of their model's own.
+_WAYS: tuple[dict[str, float], ...] = (
+    {"logprobs": TOP, "repetition_penalty": 1.0},
+    {"logprobs": TOP},
+    {},
+)
 
 
 class RequestsSpentError(Exception):
@@ -43,6 +49,7 @@ class Asking:
     sent: int = 0
     values: list[float] = field(default_factory=list)
     _greedy: dict[str, tuple[Said, int | None]] = field(default_factory=dict)
+    _taken: dict[int, int] = field(default_factory=dict)  # by server: which of _WAYS
 
     def count(self) -> None:
         """One more request. Raises RequestsSpentError."""
@@ -62,10 +69,16 @@ class Asking:
     ) -> tuple[list[Said], dict[str, Any]]:
         """Choices of a completion with logprobs where the server gives them, and its answer."""
         body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **more}
-        try:
-            answer = self.whole(server, "completions", {**body, "logprobs": TOP})
-        except ServerRefusedError:
-            answer = self.whole(server, "completions", body)
+        ways = _WAYS[self._taken.get(id(server), 0) :]
+        for way in ways:
+            try:
+                answer = self.whole(server, "completions", {**body, **way})
+            except ServerRefusedError:
+                if way is ways[-1]:
+                    raise
+                continue
+            self._taken[id(server)] = _WAYS.index(way)
+            break
         found = choices_of(answer)
         if server is self.server:
             self.values += [value for said in found for value in said.logprobs]

@@ -22,7 +22,7 @@ _FEW = 10  # samples of both in a cell of its own
 # Sampling from the whole distribution. Some servers cut it unless they are told not to, and some
 # know no such fields.
 _WHOLE: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
-_UNCUT: dict[str, float] = {**_WHOLE, "top_k": -1, "min_p": 0.0}
+_UNCUT: dict[str, float] = {**_WHOLE, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
