@@ -27,9 +27,9 @@ def schemes() -> Iterator[tuple[str, Scheme | None, bool]]:
     yield f"float32{CODED_CACHE}", None, False
     yield "int8, head int8", Scheme("int8", head="int8"), False
     yield "int8", Scheme("int8"), False
-    yield "int4, free offsets, head int8", Scheme("int4", head="int8", zero="free"), False
-    yield "int4, whole zero points, GPTQ", Scheme("int4"), True
-    yield "int4, whole zero points", Scheme("int4"), False
+    yield "int4, free offsets, head int8", Scheme("int4", head="int8"), False
+    yield "int4, whole zero points, GPTQ", Scheme("int4", zero="whole"), True
+    yield "int4, whole zero points", Scheme("int4", zero="whole"), False
     yield "int4, no zero points", Scheme("int4", zero="none"), False
 
 

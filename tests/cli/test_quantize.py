@@ -37,7 +37,10 @@ def test_a_checkpoint_and_what_it_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["paceline/tiny", "--to", "int3"], "precision 'int3' is not known; use int8 or int4"),
+        (
+            ["paceline/tiny", "--to", "int3"],
+            "precision 'int3' is not known; use int8, int4 or w4a16",
+        ),
         (["nowhere/at/all", "--to", "int8"], "does not exist"),
         (["paceline/tiny", "--to", "int4", "--calibrate", "none.jsonl"], "none.jsonl"),
     ],

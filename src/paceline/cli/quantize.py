@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder, GGUF file, built-in or hub name.")],
-    to: Annotated[str, typer.Option(metavar="int8|int4", help="Precision of the weights.")],
+    to: Annotated[
+        str, typer.Option(metavar="int8|int4|w4a16", help="Precision; w4a16 is 4 bits for vLLM.")
+    ],
     out: Annotated[
         Path, typer.Option(help="Folder to write; replaced if Paceline wrote all that is in it.")
     ],
@@ -59,14 +61,14 @@ def quantize(
 ) -> None:
     """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
 
-    The folder has the layout of compressed-tensors, which vLLM and transformers load as well.
+    The layout is that of compressed-tensors, which transformers loads, too, and vLLM but for int4.
     """
-    from paceline.model.quantised.convert import Scheme
+    from paceline.model.quantised.convert import scheme_named
     from paceline.tools.quantize import QuantizeOptions
     from paceline.tools.quantize import quantize as run
 
     replace_anything(force)
-    options = QuantizeOptions(Scheme(to, group, head), calibrate, tokens, evaluate, seed)
+    options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
     with showing():
         report = run(model, out, options)
     if as_json:
@@ -84,6 +86,6 @@ def _table(report: QuantizeReport) -> Table:
             [f"{found.layers} linear layers", bytes_before, f"{found.after / 1e6:.1f} MB"],
             ["perplexity", f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"],
         ],
-        f"{report.model} in {report.scheme.precision}, rounding {report.kind}: {report.out}",
+        f"{report.model} in {report.what}, rounding {report.kind}: {report.out}",
         f"Perplexity of {before.tokens:,} tokens ({report.text}), as the engine computes it.",
     )

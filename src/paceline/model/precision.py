@@ -112,7 +112,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
             "checkpoint by paceline quantize and serve that"
         )
     with stage(f"quantising {name} to {precision}"):
-        quantise_module(hf, Scheme(precision, head="int8", zero="free", finer=True))
+        quantise_module(hf, Scheme(precision, head="int8", finer=True))
     return hf
 
 

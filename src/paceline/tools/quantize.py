@@ -61,6 +61,12 @@ class QuantizeReport:
         """Share by which the perplexity rose."""
         return self.after.value / self.before.value - 1
 
+    @property
+    def what(self) -> str:
+        """The scheme, as it is asked for."""
+        whole = self.scheme.precision == "int4" and self.scheme.zero == "whole"
+        return "w4a16" if whole else self.scheme.precision
+
     def record(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -154,15 +160,18 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
 def card(report: QuantizeReport) -> str:
     """The README of the checkpoint."""
     scheme, found = report.scheme, report.found
-    what = (
-        f"4 bits in groups of {scheme.group}"
-        if scheme.precision == "int4"
-        else "8 bits per output channel"
-    )
+    what = "8 bits per output channel"
+    readers = "vLLM and transformers load"
+    if scheme.precision == "int4":
+        points = {"free": "any zero point", "whole": "whole zero points", "none": "no zero points"}
+        what = f"4 bits in groups of {scheme.group} with {points[scheme.zero]}"
+        if scheme.zero == "free":
+            readers = "transformers loads (vLLM reads whole zero points: `--to w4a16`)"
     return (
-        f"# {Path(report.model).name}, {scheme.precision}\n\n"
-        f"Made of `{report.model}` by `paceline quantize`: {found.layers} linear layers in {what}, "
-        f"rounding {report.kind}, in the layout of {METHOD}, which vLLM and transformers load.\n\n"
+        f"# {Path(report.model).name}, {report.what}\n\n"
+        f"Made of `{report.model}` by `paceline quantize --to {report.what}`: {found.layers} "
+        f"linear layers in {what}, rounding {report.kind}, in the layout of {METHOD}, which "
+        f"{readers}.\n\n"
         "| | before | after |\n|---|---|---|\n"
         f"| bytes of these layers | {found.before // 2:,} (bf16) | {found.after:,} |\n"
         f"| perplexity ({report.text}, {report.before.tokens:,} tokens) "

@@ -19,8 +19,9 @@ from paceline.errors import (
     UnsupportedModelError,
 )
 from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.precision import quantise_loaded
 from paceline.model.quantised.checkpoint import pack, unpack
-from paceline.model.quantised.convert import Scheme
+from paceline.model.quantised.convert import Scheme, scheme_named
 from paceline.model.quantised.rounding import nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
@@ -49,13 +50,14 @@ def test_packing_four_bits_is_undone_by_unpacking() -> None:
     assert pack(codes).shape == (5, 3)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "w4a16"])
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_what_was_written_is_read_again(
     plain_folder: Path, tmp_path: Path, text: Path, precision: str, calibrated: bool
 ) -> None:
     out = tmp_path / "out"
-    options = QuantizeOptions(Scheme(precision), text if calibrated else None, tokens=600)
+    scheme = scheme_named(precision)
+    options = QuantizeOptions(scheme, text if calibrated else None, tokens=600)
     report = quantize(str(plain_folder), out, options)
     assert report.kind == ("GPTQ" if calibrated else "nearest")
     assert report.found.layers == 14
@@ -66,13 +68,31 @@ def test_what_was_written_is_read_again(
     assert {m.quantised.bits for m in kept.values()} == {8 if precision == "int8" else 4}
     plain = load_module(str(plain_folder), "float32", "cpu").get_submodule(LAYER).weight
     if not calibrated:
-        wanted = nearest(plain.detach(), *((8, 64) if precision == "int8" else (4, 32, "whole")))
+        wanted = nearest(
+            plain.detach(), *((8, 64) if precision == "int8" else (4, 32, scheme.zero))
+        )
         assert torch.equal(kept[LAYER].quantised.codes, wanted.codes)
         assert torch.equal(kept[LAYER].quantised.scales, wanted.scales)
         assert torch.equal(kept[LAYER].weight, wanted.dense())
     card = (out / "README.md").read_text(encoding="utf-8")
     assert f"{report.before.value:.3f}" in card
     assert f"{report.after.value:.3f}" in card
+    assert f"--to {precision}`" in card
+    assert ("vLLM and transformers load" in card) == (precision != "int4")
+
+
+def test_int4_is_one_model_written_or_made_when_loaded(plain_folder: Path, tmp_path: Path) -> None:
+    """The very codes, scales and offsets of ``--quantize int4``, and their arithmetic."""
+    quantize(str(plain_folder), tmp_path / "four", QuantizeOptions(scheme_named("int4")))
+    written = layers(load_module(str(tmp_path / "four"), "float32", "cpu"))
+    made = layers(quantise_loaded("x", load_module(str(plain_folder), "float32", "cpu"), "int4"))
+    assert len(written) == len(made) - 1  # the head is left as it is
+    for name, module in written.items():
+        one, other = module.quantised, made[name].quantised
+        assert (one.bits, one.from_zero) == (other.bits, other.from_zero) == (4, True)
+        assert one.offsets is not None and other.offsets is not None
+        assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales), name
+        assert torch.equal(one.offsets, other.offsets), name
 
 
 def test_the_library_of_the_layout_reads_the_same_numbers(
@@ -81,9 +101,9 @@ def test_the_library_of_the_layout_reads_the_same_numbers(
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    for precision in ("int8", "int4"):
+    for precision in ("int8", "int4", "w4a16"):
         out = tmp_path / precision
-        quantize(str(plain_folder), out, QuantizeOptions(Scheme(precision)))
+        quantize(str(plain_folder), out, QuantizeOptions(scheme_named(precision)))
         ours = layers(load_module(str(out), "float32", "cpu"))
         theirs = AutoModelForCausalLM.from_pretrained(
             out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
@@ -91,7 +111,11 @@ def test_the_library_of_the_layout_reads_the_same_numbers(
         for name, module in ours.items():
             weight = theirs.get_submodule(name).weight.detach()
             rounded = module.weight.bfloat16().float()  # 5.23 works in bf16, 5.17 in float32
-            assert any(torch.equal(weight, own) for own in (module.weight, rounded)), name
+            if precision == "int4":  # multiplied in the half precision of the scales
+                step = module.quantised.scales.repeat_interleave(32, 1)
+                assert float(((weight - module.weight) / step).abs().max()) < 0.02, name
+            else:
+                assert any(torch.equal(weight, own) for own in (module.weight, rounded)), name
 
 
 def test_the_engine_writes_the_text_of_the_quantised_model(

@@ -7,7 +7,12 @@ int-quantized    ``L.weight`` int8 ``[out, in]``, ``L.weight_scale`` ``[out, 1]`
 pack-quantized   ``L.weight_packed`` int32 ``[out, in / 8]``: element k in bits 4 (k % 8) of
                  word k // 8, plus 8; ``L.weight_scale`` ``[out, in / group]``;
                  ``L.weight_shape`` int64 ``[2]``; ``L.weight_zero_point`` packed along out
+the same, of     ``L.weight_zero_point`` float32 ``[out, in / group]``, any number;
+tensor groups    ``L.weight_global_scale`` 1
 ===============  ======================================================================
+
+Of tensor groups the library unpacks no zero points and takes them in the number that is stored: so
+offsets that are no multiple of the scale have a place. vLLM reads whole zero points only.
 
 and config.json says under ``quantization_config`` which layers they are.
 """
@@ -20,10 +25,11 @@ import torch
 from torch import nn
 
 from paceline.model.quantised.convert import Scheme
-from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 
 METHOD = "compressed-tensors"
 _FORMATS = {8: "int-quantized", 4: "pack-quantized"}
+FROM_ZERO = 8  # between codes 0 to 15 and those that are stored
 _PER_WORD = 8  # four-bit codes in an int32
 
 
@@ -53,18 +59,33 @@ def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         tensors.pop("lm_head.weight", None)
     for name, module in quantised.items():
         weight = module.quantised
-        tensors[f"{name}.weight_scale"] = weight.scales.to(torch.bfloat16).contiguous()
+        stored = _scale_dtype(weight)
+        tensors[f"{name}.weight_scale"] = weight.scales.to(stored).contiguous()
         if module.bias is not None:
             tensors[f"{name}.bias"] = module.bias.to(dtype).contiguous()
         if weight.bits == 8:
             tensors[f"{name}.weight"] = weight.codes.contiguous()
         else:
-            tensors[f"{name}.weight_packed"] = pack(weight.codes).contiguous()
-            if weight.offsets is not None:
+            codes = weight.codes - FROM_ZERO if weight.from_zero else weight.codes
+            tensors[f"{name}.weight_packed"] = pack(codes).contiguous()
+            if weight.from_zero and weight.offsets is not None:
+                points = -weight.offsets.double() / weight.scales - FROM_ZERO
+                tensors[f"{name}.weight_zero_point"] = points.float().contiguous()
+                tensors[f"{name}.weight_global_scale"] = torch.ones(1)
+            elif weight.offsets is not None:
                 points = (-weight.offsets / weight.scales).round().to(torch.int8)
                 tensors[f"{name}.weight_zero_point"] = pack(points.t()).t().contiguous()
             tensors[f"{name}.weight_shape"] = torch.tensor(weight.shape)
     return tensors
+
+
+def _scale_dtype(weight: QuantisedWeight) -> torch.dtype:
+    """That loses nothing of what the grid's scales are rounded to (rounding.py)."""
+    if not weight.from_zero:
+        return torch.bfloat16
+    return (
+        torch.float16 if torch.equal(weight.scales.half().float(), weight.scales) else torch.float32
+    )
 
 
 def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
@@ -87,14 +108,16 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
 def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]:
     """Of the layers of one precision."""
     four = precision == "int4"
+    free = four and scheme.zero == "free"
     weights = {
         "num_bits": 4 if four else 8,
         "type": "int",
         "symmetric": not four or scheme.zero == "none",
-        "strategy": "group" if four else "channel",
+        "strategy": ("tensor_group" if free else "group") if four else "channel",
         "group_size": scheme.group if four else None,
         "dynamic": False,
         "observer": "minmax",
+        **({"zp_dtype": "torch.float32"} if free else {}),
     }
     # Engines with products of 8 by 8 bits round activations per token, ours per group of it.
     activations = {

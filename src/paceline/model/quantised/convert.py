@@ -27,7 +27,7 @@ class Scheme:
 
     ``finer``: eight bits have a scale for each 64 inputs where these divide a layer's, which no
     engine but ours reads; half of the error is gone for 3 % more bytes.
-    ``zero`` says where the codes of four bits may stand (see rounding.py).
+    ``zero`` (of four bits) says where the codes of four bits may stand (see rounding.py).
     ``head``: the precision of the language-model head, or None for that of the file. (A head is
     read whole in every step, and errors in it move every logit; docs/quantise.md has the figures.)
     """
@@ -35,7 +35,7 @@ class Scheme:
     precision: str
     group: int = GROUP
     head: str | None = None
-    zero: Zero = "whole"
+    zero: Zero = "free"
     finer: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +47,16 @@ class Scheme:
                 f"group {self.group} is not a multiple of {ROW_GROUP}, in which activations are "
                 f"rounded; use {ROW_GROUP}, 64 or 128"
             )
+
+
+def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Scheme:
+    """Of a checkpoint to be written. "w4a16", as vLLM calls it, has whole zero points, which int4
+    has not: a model of its own. Raises ConfigError."""
+    if name == "w4a16":
+        return Scheme("int4", group, head, "whole")
+    if name not in BITS:
+        raise ConfigError(f"precision {name!r} is not known; use int8, int4 or w4a16")
+    return Scheme(name, group, head)
 
 
 @dataclass

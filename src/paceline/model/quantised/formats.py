@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.model.quantised.checkpoint import METHOD, unpack
+from paceline.model.quantised.checkpoint import FROM_ZERO, METHOD, unpack
 from paceline.model.quantised.weights import QuantisedWeight
 
 Tensors = Mapping[str, torch.Tensor]
@@ -134,7 +134,7 @@ def is_kept(options: Mapping[str, Any]) -> bool:
     return all(
         item.get("type", "int") == "int"
         and item.get("num_bits") in (4, 8)
-        and item.get("strategy") in ("group", "channel", "tensor")
+        and item.get("strategy") in ("group", "channel", "tensor", "tensor_group")
         and not item.get("actorder")
         for item in weights
     )
@@ -143,14 +143,16 @@ def is_kept(options: Mapping[str, Any]) -> bool:
 def owned(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Endings of the tensor names that belong to quantised layers, besides their biases."""
     if options.get("quant_method") == METHOD:
-        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight")
-        return tuple(f".{name}" for name in names)
+        names = ("packed", "scale", "shape", "zero_point", "global_scale", "g_idx")
+        return (".weight", *(f".weight_{name}" for name in names))
     return (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
     scales = tensors[f"{name}.weight_scale"].float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    whole = tensors.get(f"{name}.weight_global_scale")
+    scales = scales if whole is None else scales / whole.float()
     packed = tensors.get(f"{name}.weight_packed")
     zeros = tensors.get(f"{name}.weight_zero_point")
     if packed is None:
@@ -161,7 +163,7 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
         rows, columns = (int(size) for size in tensors[f"{name}.weight_shape"])
         bits = _packed_bits(name, packed.shape[1], columns)
         codes = unpack(packed, bits)[:, :columns]
-        if zeros is not None:
+        if zeros is not None and zeros.dtype == torch.int32:
             zeros = unpack(zeros.t(), bits)[:, :rows].t()
     if codes.dtype != torch.int8:
         raise ModelLoadError(
@@ -170,6 +172,11 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
         )
     _check_order(name, tensors.get(f"{name}.weight_g_idx"), codes.shape[1], scales.shape[1])
     scales = scales.expand(len(codes), -1).contiguous()  # a tensor's one scale is every row's
+    if bits == 4 and zeros is not None and zeros.is_floating_point():
+        offsets = -(zeros.double() + FROM_ZERO) * scales
+        halves = tensors[f"{name}.weight_scale"].dtype == torch.float16
+        offsets = (offsets.half() if halves else offsets).float()  # as they were rounded
+        return QuantisedWeight((codes + FROM_ZERO).contiguous(), scales, bits, offsets, True)
     return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
 
 
