@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -41,8 +44,32 @@ class Pattern:
         return (span.context + span.pending) % self.chunk if self.chunk is not None else 0
 
 
+class _Kept:
+    """Tensors made before, those used last: as many as so many bytes hold."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.bytes = most_bytes, 0
+        self._made: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        made = make()
+        with self._lock:
+            if key not in self._made and made.nbytes <= self.most_bytes:
+                self._made[key] = made
+                self.bytes += made.nbytes
+            while self.bytes > self.most_bytes:
+                self.bytes -= self._made.popitem(last=False)[1].nbytes
+        return made
+
+
 FULL = Pattern()
 _FEW_ROWS = 64  # masks of spans of more rows are not kept
+_masks = _Kept(32 << 20)
 
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
@@ -55,8 +82,8 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     """
     if span.rows > _FEW_ROWS:
         return _visible(*_shape(span, pattern), columns, ancestors)
-    capacity = _capacity(columns)
-    return _kept(*_shape(span, pattern), capacity, ancestors)[:, capacity - columns :]
+    key = (*_shape(span, pattern), _capacity(columns), ancestors)
+    return _masks.get(key, lambda: _visible(*key))[:, key[-2] - columns :]
 
 
 _MaskShape = tuple[int, tuple[int, ...], int, Pattern, int]
@@ -101,9 +128,6 @@ def _visible(
     return mask
 
 
-_kept = lru_cache(maxsize=64)(_visible)
-
-
 def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
     """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere.
 
@@ -115,11 +139,6 @@ def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tens
     return zeros.masked_fill_(~folded, float("-inf"))
 
 
-@lru_cache(maxsize=64)
-def _template(shape: _MaskShape, capacity: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
-    return additive(_visible(*shape, capacity), dtype, repeats)
-
-
 def short_mask(
     span: Span, pattern: Pattern, columns: int, repeats: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -127,5 +146,7 @@ def short_mask(
 
     A view of one that was built when this shape of draft was first seen.
     """
-    capacity = _capacity(columns)
-    return _template(_shape(span, pattern), capacity, repeats, dtype)[:, capacity - columns :]
+    shape, capacity = _shape(span, pattern), _capacity(columns)
+    key = (shape, capacity, repeats, dtype)
+    template = _masks.get(key, lambda: additive(_visible(*shape, capacity), dtype, repeats))
+    return template[:, capacity - columns :]

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.model.backends.base import Backend
-from paceline.model.backends.native.compile import NativeUnavailableError
+from paceline.model.backends.native.compile import NativeUnavailableError, is_off
 from paceline.model.backends.native.library import library
 from paceline.model.backends.native.model import NativeModel, unpack_modules
 from paceline.model.backends.native.packing import PackedLinear
@@ -45,7 +45,7 @@ def adopt(model: Adoptable) -> bool:
     To be asked before anything else lays out the weights.
     """
     model.refused = _refusal(model)
-    if model.refused is not None:
+    if model.refused is not None and not is_off():
         warn(f"{model.name} runs on the reference backend: {model.refused}")
     return model.refused is None
 

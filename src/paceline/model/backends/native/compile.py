@@ -1,7 +1,10 @@
 """Building the kernels, on first use, with whatever C++ compiler the machine has.
 
 The sources lie beside this file. What they become is kept in the user's cache folder, under a name
-made of their content, the compiler, its options and the OpenMP library, so that it is built once.
+made of their content, the options, the OpenMP library and, behind a dash, the compiler: so it is
+built once, and found where there is no compiler, as in an image that was built with one.
+
+    python -m paceline.model.backends.native.compile    # builds it now, and prints where it is
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +28,8 @@ from paceline.files import cache_folder, folder_aside
 from paceline.stages import say, stage
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-_COMPILERS = ("g++", "clang++", "c++")
+OFF = "off"  # of PACELINE_NATIVE: no kernels
+_COMPILERS = ("g++", "c++")
 _OPTIONS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
     # Sums are as they are written: no product is joined with a sum unless the source says so.
@@ -68,13 +73,12 @@ def library_file() -> Path:
 
     Raises NativeUnavailableError.
     """
-    if os.name != "posix":
-        raise NativeUnavailableError("only Linux and macOS are supported")
+    built = _built()
+    if built is not None:
+        return built
     compiler = _compiler()
-    folder = _kept() / _digest(compiler)
+    folder = _kept() / f"{_of_sources()}-{_of_compiler(compiler)}"
     file = folder / _LIBRARY
-    if file.is_file():
-        return file
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -87,11 +91,31 @@ def library_file() -> Path:
     return file
 
 
+def is_off() -> bool:
+    """Whether the user wants no kernels: ``PACELINE_NATIVE=off``."""
+    return os.environ.get("PACELINE_NATIVE") == OFF
+
+
 def is_built() -> bool:
     """Whether the kernels are there already. Raises NativeUnavailableError where they cannot be."""
+    return _built() is not None or not _compiler()
+
+
+def _built() -> Path | None:
+    """The kernels of the compiler that is there or, where there is none, of any.
+
+    Raises NativeUnavailableError.
+    """
+    if is_off():
+        raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
     if os.name != "posix":
         raise NativeUnavailableError("only Linux and macOS are supported")
-    return (_kept() / _digest(_compiler()) / _LIBRARY).is_file()
+    try:
+        which = _of_compiler(_compiler())
+    except NativeUnavailableError:
+        which = "*"
+    found = [file for file in _kept().glob(f"{_of_sources()}-{which}/{_LIBRARY}") if file.is_file()]
+    return max(found, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def are_kernels_here() -> bool:
@@ -144,14 +168,21 @@ def _run(command: list[str]) -> None:
 
 
 def _compiler() -> str:
-    """Raises NativeUnavailableError if there is none."""
+    """Raises NativeUnavailableError if there is none that serves.
+
+    clang's objects need an OpenMP library of its own beside the one that torch has loaded: two
+    pools of threads, each of which waits for the other's processors.
+    """
     wanted = os.environ.get("CXX")
+    missing = "no g++ is there" if wanted is None else f"CXX={wanted} is not there"
     for name in (wanted,) if wanted else _COMPILERS:
         found = shutil.which(name)
-        if found is not None:
+        if found is None:
+            continue
+        if "clang" not in _version(found, Path(found).stat().st_mtime):
             return found
-    what = f"CXX={wanted} is not there" if wanted else "no C++ compiler (g++ or clang++) is there"
-    raise NativeUnavailableError(what)
+        missing = f"{name} is clang, and the kernels need g++"
+    raise NativeUnavailableError(missing)
 
 
 def _openmp() -> list[str]:
@@ -175,11 +206,23 @@ def _version(compiler: str, modified: float) -> str:
     return done.stdout
 
 
-def _digest(compiler: str) -> str:
+def _of_compiler(compiler: str) -> str:
+    version = _version(compiler, Path(compiler).stat().st_mtime)
+    return hashlib.sha256(repr((compiler, version)).encode()).hexdigest()[:8]
+
+
+def _of_sources() -> str:
     digest = hashlib.sha256()
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    version = _version(compiler, Path(compiler).stat().st_mtime)
-    place = (platform.machine(), compiler, version, _OPTIONS, _X86, _openmp())
-    digest.update(repr(place).encode())
+    digest.update(repr((platform.machine(), _OPTIONS, _X86, _openmp())).encode())
     return digest.hexdigest()[:20]
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401  (whose OpenMP library the kernels use)
+
+    try:
+        print(library_file())
+    except NativeUnavailableError as error:
+        sys.exit(f"the native kernels: {error}")

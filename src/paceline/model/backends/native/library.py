@@ -158,7 +158,7 @@ def library() -> Any:
     """The loaded library, built first where needed. Raises NativeUnavailableError.
 
     ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
-    that the processor has.
+    that the processor has; "off" leaves the kernels out.
     """
     try:
         loaded = ctypes.CDLL(str(library_file()))
@@ -170,7 +170,7 @@ def library() -> Any:
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):
         raise NativeUnavailableError(
-            f"PACELINE_NATIVE={wanted} cannot run here; use one of {', '.join(INSTRUCTIONS)}"
+            f"PACELINE_NATIVE={wanted} cannot run here; use {', '.join(INSTRUCTIONS)} or off"
         )
     return loaded
 

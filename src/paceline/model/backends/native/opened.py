@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,23 +17,27 @@ class Ropes:
 
     def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
         self._module, self._kinds = rotary_emb, kinds
-        self.tables: list[torch.Tensor] = []
+        self._tables: list[torch.Tensor] = []
         self._length = 0
+        self._growing = threading.Lock()
 
     def reach(self, length: int) -> list[torch.Tensor]:
         """Tables of at least so many positions."""
-        if length > self._length:
-            self._length = max(256, 1 << (length - 1).bit_length())
-            every = torch.arange(self._length)
-            like = torch.zeros(1)
-            self.tables = []
-            for kind in self._kinds:
-                more = () if kind is None else (kind,)
-                cos, sin = self._module(like, every[None], *more)
-                half = cos.shape[-1] // 2
-                both = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
-                self.tables.append(both.float().contiguous())
-        return self.tables
+        with self._growing:  # several engines may decode with one model
+            if length > self._length:
+                longest = max(256, 1 << (length - 1).bit_length())
+                self._tables, self._length = self._made(longest), longest
+            return self._tables
+
+    def _made(self, length: int) -> list[torch.Tensor]:
+        tables, like = [], torch.zeros(1)
+        for kind in self._kinds:
+            more = () if kind is None else (kind,)
+            cos, sin = self._module(like, torch.arange(length)[None], *more)
+            half = cos.shape[-1] // 2
+            both = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+            tables.append(both.float().contiguous())
+        return tables
 
 
 class Opened:

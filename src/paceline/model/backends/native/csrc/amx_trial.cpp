@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <vector>
 
@@ -45,10 +46,22 @@ bool agree(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& pl
 bool amx_works(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes) {
   if (syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA)) return false;
   std::vector<float> memory(40000);  // before the fork: the child may not ask for any
+  int ends[2];
+  if (pipe(ends)) return false;
   pid_t child = fork();
-  if (child == 0) _exit(agree(tiled, tiled_codes, plain, plain_codes, memory) ? 0 : 1);
-  int status = 1;
-  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  if (child == 0) {
+    char same = agree(tiled, tiled_codes, plain, plain_codes, memory) ? 1 : 0;
+    _exit(write(ends[1], &same, 1) == 1 ? 0 : 1);
+  }
+  close(ends[1]);
+  // The answer comes through a pipe: where SIGCHLD is ignored, no exit status can be waited for.
+  char same = 0;
+  while (child > 0 && read(ends[0], &same, 1) < 0 && errno == EINTR) {
+  }
+  close(ends[0]);
+  while (child > 0 && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
+  }
+  return same == 1;
 }
 #else
 bool amx_works(const Kernels&, const Quantised&, const Kernels&, const Quantised&) { return false; }

@@ -70,13 +70,15 @@ inline long first_seen(const Attention& a, const Row& row) {
   return from > 0 ? from : 0;
 }
 
-void fold(const Attention& a, float* partial, long row, long step_rows) {
+void fold(const Attention& a, const Partial& p, long row) {
   long width = round_up(a.model->head_dim, STRIPE), heads = a.model->heads;
   const Row& own = a.row[row];
-  Results all(a.scratch, heads, width);
-  start(all, heads, width);
-  for (long block = first_seen(a, own) / BLOCK; block <= own.position / BLOCK; block++)
-    merge(all, Results(partial + (block * step_rows + row) * result_size(*a.model), heads, width), heads, width);
+  long first = first_seen(a, own) / BLOCK, last = own.position / BLOCK;
+  Results all(p.folded + row * result_size(*a.model), heads, width);
+  if (p.from == 0) start(all, heads, width);
+  for (long block = first > p.from ? first : p.from; block <= last && block < p.to; block++)
+    merge(all, Results(p.at(block, row, *a.model), heads, width), heads, width);
+  if (last < p.from || last >= p.to) return;
   for (long head = 0; head < heads; head++) finish(a, all.sums + head * width, all.l[head], row, head);
 }
 
@@ -306,8 +308,7 @@ struct Tile {
 
   void keep(long number) {
     for (long r = 0; r < item.rows; r++) {
-      float* memory = item.partial + (number * item.step_rows + item.first + r) * result_size(*a.model);
-      Results to(memory, a.model->heads, width);
+      Results to(item.partial->at(number, item.first + r, *a.model), a.model->heads, width);
       long head = item.kv_head * group;
       memcpy(to.sums + head * width, block.sums + r * group * width, static_cast<size_t>(group * width) * sizeof(float));
       memcpy(to.l + head, block.l + r * group, static_cast<size_t>(group) * sizeof(float));

@@ -7,6 +7,8 @@
 namespace {
 
 constexpr long ITEMS = 6;  // of attention, a thread
+constexpr long PARTIAL = 8 << 20;  // floats of partial results, at most, and
+constexpr long KEPT = 1 << 20;     // those that stay for the next forward
 
 bool is_chain(const int32_t* parents, long nodes) {
   for (long i = 0; i < nodes; i++)
@@ -55,7 +57,7 @@ void Forward::lay_out() {
       if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
-      items_.push_back({span.start + r, std::min(tile, rows - r), 0, 0, 0, 0, nullptr, b_.rows});
+      items_.push_back({span.start + r, std::min(tile, rows - r), 0, 0, 0, 0, nullptr});
   }
 }
 
@@ -93,7 +95,14 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   long all = static_cast<long>(items_.size()) * blocks_, enough = ITEMS * threads;
   heads_ = all < enough ? 1 : m_.kv_heads;
   each_ = std::max<long>(1, all * m_.kv_heads / heads_ / enough);
-  if (each_ < blocks_) partial_.shape(blocks_ * b_.rows, result_size(m_));
+  together_ = blocks_;
+  if (each_ < blocks_) {
+    // As many blocks at a time as there is memory for: long contexts with many rows have too many.
+    long size = result_size(m_);
+    together_ = std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1));
+    each_ = std::max<long>(1, each_ * together_ / blocks_);
+    partial_.shape((together_ + 1) * b_.rows, size, false);
+  }
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
 #pragma omp single
@@ -101,6 +110,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
     FlushToZero flush;
     work(omp_get_thread_num(), omp_get_num_threads());
   }
+  partial_.keep(KEPT);
 }
 
 void Forward::work(int thread, int threads) {
@@ -173,23 +183,28 @@ void Forward::attention(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
   Attention a{&m_,     b_.keys[index], b_.values[index], b_.coded != 0, b_.block_size,     l.window, qkv_.at(0),
               qkv_.ld, attended_.at(0), attended_.ld,    row_.data(),   scratch_.at(thread)};
-  float* partial = each_ < blocks_ ? partial_.at(0) : nullptr;
+  bool divided = each_ < blocks_;
   long parts = m_.kv_heads / heads_, items = static_cast<long>(items_.size()) * parts;
-  for (long next = team_.next(); next / items * each_ < blocks_; next = team_.next()) {
-    AttentionItem item = items_[(items - 1 - next % items) / parts];  // the longest first
-    int32_t last = 0;
-    for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
-    item.kv_head = next % parts * heads_;
-    item.kv_heads = heads_;
-    item.from = next / items * each_;
-    item.to = std::min(item.from + each_, last / BLOCK + 1);
-    item.partial = partial;
-    if (item.from < item.to) k_.attend(a, item);
+  for (long begin = 0; begin < blocks_; begin += together_) {
+    long end = std::min(begin + together_, blocks_);
+    Partial partial{divided ? partial_.at(b_.rows) : nullptr, partial_.at(0), b_.rows, begin, end};
+    for (long next = team_.next(); begin + next / items * each_ < end; next = team_.next()) {
+      AttentionItem item = items_[(items - 1 - next % items) / parts];  // the longest first
+      int32_t last = 0;
+      for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
+      item.kv_head = next % parts * heads_;
+      item.kv_heads = heads_;
+      item.from = begin + next / items * each_;
+      item.to = std::min({item.from + each_, last / BLOCK + 1L, end});
+      item.partial = divided ? &partial : nullptr;
+      if (item.from < item.to) k_.attend(a, item);
+    }
+    if (!divided) return;
+    team_.meet();
+    Share share(b_.rows, thread, threads);
+    for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r);
+    if (end < blocks_) team_.meet();
   }
-  if (!partial) return;
-  team_.meet();
-  Share share(b_.rows, thread, threads);
-  for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r, b_.rows);
 }
 
 // x += the product, or its norm.

@@ -11,10 +11,10 @@
 #include "threads.h"
 
 // Rows of floats. Columns behind a row's numbers are zeros, and stay so as long as the width is the
-// same: products read them.
+// same: products read them. (What no product reads need not be `zeros`.)
 class Rows {
  public:
-  void shape(long rows, long width) {
+  void shape(long rows, long width, bool zeros = true) {
     ld = round_up(width, PANEL);
     if (rows * ld <= size_) return;
     size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
@@ -22,10 +22,14 @@ class Rows {
     size_ = 0;
     data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(static_cast<long>(bytes), 64))));
     if (!data_) throw std::bad_alloc();
-    std::memset(data_.get(), 0, bytes);
+    if (zeros) std::memset(data_.get(), 0, bytes);
     size_ = rows * ld;
   }
   float* at(long row) const { return data_.get() + row * ld; }
+  // Gives the memory back if it is more than so many floats.
+  void keep(long most) {
+    if (size_ > most) data_.reset(), size_ = 0;
+  }
   long ld = 0;
 
  private:
@@ -100,6 +104,7 @@ class Forward {
   std::vector<long> begin_;      // where each expert's rows begin
   long blocks_ = 1, each_ = 1;  // of keys; and how many of them an item takes,
   long heads_ = 1;              // and how many KV heads
+  long together_ = 1;           // blocks of which partial results are there at a time
 };
 
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.

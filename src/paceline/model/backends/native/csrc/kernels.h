@@ -87,13 +87,26 @@ struct Attention {
   float* scratch;  // of this thread: attention_scratch() floats
 };
 
+// Floats of all heads' results of a row.
+inline long result_size(const pl_model& m) {
+  return m.heads * round_up(m.head_dim, STRIPE) + 2 * round_up(m.heads, 16);
+}
+
+// Results of all rows over each of the blocks `from .. to`, and over all blocks before those.
+struct Partial {
+  float *results, *folded;
+  long rows, from, to;
+  float* at(long block, long row, const pl_model& m) const {
+    return results + ((block - from) * rows + row) * result_size(m);
+  }
+};
+
 // Rows `first .. first + rows` and blocks `from .. to` of some KV heads. Partial results of a row and
 // query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
-// each block's results go to partial + (block * step rows + row) * result_size: see attention.h.
+// each block's results go there: see attention.h.
 struct AttentionItem {
   long first, rows, kv_head, kv_heads, from, to;
-  float* partial;
-  long step_rows;
+  const Partial* partial;
 };
 
 // One of the experts that a row goes through; `place`: its row among all that do.
@@ -106,7 +119,7 @@ struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
   void (*attend)(const Attention&, const AttentionItem&);
-  void (*fold)(const Attention&, float* partial, long row, long step_rows);
+  void (*fold)(const Attention&, const Partial&, long row);
   void (*embed)(const pl_model&, int32_t id, float* x);
   // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
   void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
@@ -131,17 +144,12 @@ inline long product_scratch(long rows, long inputs) {
   return STRIPE * PANEL + CHUNK * PANEL + round_up(inputs, STRIPE) * (few > many / 2 ? few : many / 2);
 }
 
-// Floats of all heads' results of a row.
-inline long result_size(const pl_model& m) {
-  return m.heads * round_up(m.head_dim, STRIPE) + 2 * round_up(m.heads, 16);
-}
-
 // Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
 constexpr long ATTEND_TILE = 96;
 inline long attention_scratch(const pl_model& m) {
   long group = m.heads / m.kv_heads, tile = ATTEND_TILE > group ? ATTEND_TILE : group;
   long width = round_up(m.head_dim, STRIPE), panels = (BLOCK + PANEL) * width;
-  return tile * (3 * width + BLOCK * 3 / 2) + 4 * round_up(tile, 16) + panels + result_size(m);
+  return tile * (3 * width + BLOCK * 3 / 2) + 4 * round_up(tile, 16) + panels;
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;

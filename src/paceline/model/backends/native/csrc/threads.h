@@ -13,7 +13,10 @@
 
 class Team {
  public:
-  void start(int threads) { size_ = threads; }
+  void start(int threads) {
+    size_ = threads;
+    patience_ = threads > processors() ? 0 : kPatience;
+  }
 
   // Everybody waits for everybody. Also gives out the numbers of next() afresh.
   void meet() {
@@ -25,10 +28,10 @@ class Team {
       return;
     }
     for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-      if (spins < kPatience)
+      if (spins < patience_)
         pause();
       else
-        sched_yield();  // more threads than processors: somebody else must run
+        sched_yield();
     }
   }
 
@@ -37,13 +40,21 @@ class Team {
 
  private:
   static constexpr int kPatience = 4000;
+  // That this thread may use. With more threads than these, who waits keeps another from arriving.
+  static int processors() {
+#if defined(__linux__)
+    cpu_set_t mine;
+    if (!sched_getaffinity(0, sizeof mine, &mine)) return CPU_COUNT(&mine);
+#endif
+    return omp_get_num_procs();
+  }
   static void pause() {
 #if defined(__x86_64__)
     _mm_pause();
 #endif
   }
 
-  int size_ = 1;
+  int size_ = 1, patience_ = kPatience;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> round_{0};
   alignas(64) std::atomic<long> next_{0};
