@@ -91,10 +91,29 @@ def test_the_line_of_the_start(target: LLM) -> None:
     config = ServeConfig(served_model_name="mine")
     said = run.describe(Facts.of(llm), config, Keys(), "http://127.0.0.1:1")
     assert said == (
-        "serving mine at http://127.0.0.1:1 (drafters: ngram, suffix; float32 on cpu; no API key)"
+        "serving mine at http://127.0.0.1:1 (drafters: ngram, suffix; float32 on cpu; "
+        f"backend {llm.target.backend_reason}; no API key)"
     )
     assert "drafters: none; " in run.describe(Facts.of(target), config, Keys(), "")
     assert "2 API keys" in run.describe(Facts.of(target), config, Keys.of(["a", "b"]), "")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "warned"),
+    [
+        ("cpu", "reference (no g++ is there)", True),
+        ("cpu", "native (avx2)", False),
+        ("cuda:0", "reference (the device is cuda:0)", False),
+    ],
+)
+def test_a_slow_backend_is_a_warning_with_its_cure(
+    target: LLM, device: str, backend: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = Facts.of(target)
+    facts.device, facts.backend = device, backend
+    run.warn_of_backend(facts)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [backend in line and "install g++" in line for line in said] == [True] * warned
 
 
 def test_what_the_configuration_means_for_the_service() -> None:

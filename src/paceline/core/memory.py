@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from paceline.core.cgroup import memory_left, processors
 
 
 def free_memory(device: torch.device) -> int:
@@ -20,13 +23,17 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Not MemFree: what the system keeps of files is given up when it is asked for.
     kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    free = int(kilobytes) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    free, left = int(kilobytes) * 1024, memory_left()
+    return free if left is None else min(free, left)
+
+
+@lru_cache(maxsize=1)
+def limit_threads() -> None:
+    """No more threads than the process may use processors: torch counts the machine's, and in a
+    container with ``--cpus=2`` 64 threads would take turns. OMP_NUM_THREADS says otherwise."""
+    allowed = processors()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > allowed:
+        torch.set_num_threads(allowed)
 
 
 def trim() -> None:

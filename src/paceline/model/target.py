@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
-from paceline.core.memory import free_memory
+from paceline.core.memory import free_memory, limit_threads
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
@@ -118,6 +118,7 @@ class CausalModel:
         from paceline.model.loading import dtype_to_load, resolve_device, resolve_dtype
         from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 
+        limit_threads()
         if backend not in BACKENDS:
             raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         if offload is not None:

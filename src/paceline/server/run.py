@@ -129,6 +129,7 @@ def run(
         lifespan="on",
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
+    warn_of_backend(service.loop.facts)
     announcement = describe(service.loop.facts, config, keys, url_of(listener, config.host))
     server = DrainingServer(uvicorn_config, service.loop, config.drain_seconds, announcement)
     server.run([listener])
@@ -144,7 +145,20 @@ def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
     guard = f"{len(keys)} API keys" if keys else "no API key"
     return (
         f"serving {config.name} at {url} (drafters: {drafters}; {facts.dtype} on {facts.device}; "
-        f"{guard})"
+        f"backend {facts.backend}; {guard})"
+    )
+
+
+def warn_of_backend(facts: Facts) -> None:
+    """A server that could decode about twice as fast says so, and how."""
+    if facts.device != "cpu" or facts.backend.startswith("native"):
+        return
+    log.warning(
+        "the backend is %s: about half as fast as the native kernels, and texts may differ in near "
+        "ties. Cure: leave out --backend, install g++, and let PACELINE_CACHE be a folder that the "
+        "server may write; or ship the kernels (docs/deploy.md). paceline doctor says what a model "
+        "lacks",
+        facts.backend,
     )
 
 

@@ -225,6 +225,39 @@ def test_without_a_compiler(fresh: Path, said: Said, monkeypatch: pytest.MonkeyP
     assert said == [f"llama runs on the reference backend: {what}"]
 
 
+def test_a_library_that_lies_there_needs_no_compiler(
+    fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = 'while [ "$1" != -o ]; do shift; done\n: > "$2"'
+    monkeypatch.setenv("CXX", compiler(fresh, body))
+    built = library_file()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(fresh))
+    assert library_file() == built and compiling.is_built()
+    monkeypatch.setattr(compiling, "_OPTIONS", ("-O0",))
+    with pytest.raises(NativeUnavailableError, match=r"no g\+\+ is there"):
+        library_file()
+
+
+def test_clang_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its objects want its own OpenMP library, and torch has loaded another."""
+    file = fresh / "clang++"
+    file.write_text("#!/bin/sh\necho Debian clang version 14.0.6\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("CXX", str(file))
+    with pytest.raises(NativeUnavailableError, match=r"is clang, and the kernels need g\+\+"):
+        library_file()
+
+
+def test_switched_off(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who asks for it, so nothing need be said."""
+    monkeypatch.setenv("PACELINE_NATIVE", "off")
+    library.cache_clear()
+    model, _ = tiny_pair("llama")
+    assert not adopt(model) and "asks for no kernels" in model.backend_reason and not said
+    library.cache_clear()
+
+
 def test_a_compiler_that_fails(fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = compiler(fresh, "echo 'vec.h:1:1: error: what is this' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)

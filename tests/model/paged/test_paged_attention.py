@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.paged import pieces
+from paceline.model.paged import masks, pieces
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.paged.codes import decode, encode
 from paceline.model.paged.masks import FULL, Pattern, visible
@@ -159,3 +160,14 @@ def test_long_contexts_are_read_in_place():
         (1, True),
         (2, False),
     ]
+
+
+def test_masks_that_are_kept_are_bounded() -> None:
+    """Of 64 rows over 128k keys one additive mask is 33 MB, and there were 128 of them."""
+    kept = masks._masks
+    for nodes in range(1, 40):
+        span = Span(0, 0, 100_000 + nodes, 1, tuple(range(-1, nodes - 1)))
+        masks.short_mask(span, Pattern(), 60_000, 4, torch.float32)
+        masks.visible(span, Pattern(window=nodes), 60_000)
+    assert 0 < kept.bytes <= kept.most_bytes == 32 << 20
+    assert kept.bytes == sum(tensor.nbytes for tensor in kept._made.values())

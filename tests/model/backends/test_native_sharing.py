@@ -1,0 +1,122 @@
+"""What several engines, threads and programs share: tables, memory, processors, signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.model.backends.native.library import choose
+from paceline.model.backends.native.opened import Ropes
+
+
+class Slow:
+    """A rotary module that takes its time over tables."""
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        time.sleep(0.05)
+        return (torch.ones(1, positions.shape[1], 8),) * 2
+
+
+def test_tables_are_there_for_whoever_comes_second() -> None:
+    """Two engines over one model, on two threads: the first sets nothing before it has made it."""
+    ropes, seen = Ropes(Slow(), [None]), dict[int, int]()
+
+    def reach(length: int) -> None:
+        seen[length] = min((len(table) for table in ropes.reach(length)), default=0)
+
+    threads = [threading.Thread(target=reach, args=(length,)) for length in (300, 200, 700, 50)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert all(seen[length] >= length for length in (300, 200, 700, 50)), seen
+
+
+CHOOSES = """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from paceline.model.backends.native.library import choose
+print(choose("amx"))
+"""
+
+
+def test_tiles_are_found_where_children_are_ignored() -> None:
+    """The trial of tile instructions runs in a child; its answer does not hang on SIGCHLD."""
+    if not choose("amx"):
+        pytest.skip("no tile instructions here")
+    done = subprocess.run(
+        [sys.executable, "-c", CHOOSES], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+# In a process of its own: the most memory that it ever held is asked for.
+ATTENDS = """
+import resource, sys, torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from paceline.core.batch import Batch, Span
+from paceline.model.backends.native.adopt import adopt
+from paceline.model.probe import register
+from paceline.model.target import CausalModel
+
+register()
+context, rows = 32768, 96
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=context,
+    attn_implementation="paceline",
+)
+torch.manual_seed(0)
+model = CausalModel(LlamaForCausalLM(config).to(torch.bfloat16), "long")
+assert adopt(model)
+cache = model.new_cache(context // 16, 16)
+for part in cache.kv(0):
+    part.normal_()
+at = torch.arange(context - rows, context)
+span = Span(0, 0, context - rows, rows)
+batch = Batch(at % 64, at, at, (span,), (tuple(range(context // 16)),))
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with torch.inference_mode():
+    before = peak()
+    torch.set_num_threads(int(sys.argv[1]))
+    many = model(batch, cache).logits
+    most = peak() - before
+    torch.set_num_threads(1)
+    alone = model(batch, cache).logits
+assert torch.equal(alone, many)
+print(most)
+"""
+
+
+@pytest.mark.parametrize("threads", [16])
+def test_scratch_does_not_grow_with_context_and_rows(threads: int) -> None:
+    """Partial results of all blocks would take 104 MB of this small shape (1.1 GB of
+    an 8B's at 32k); as many blocks at a time as 32 MB hold give the same bits."""
+    done = subprocess.run(
+        [sys.executable, "-c", ATTENDS, str(threads)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 80 << 20
+
+
+def test_many_threads_on_few_processors() -> None:
+    """Who waits at a barrier lets the others run: seconds without, where all spin."""
+    from paceline import LLM
+
+    llm = LLM("paceline/tiny", dtype="float32")
+    wanted = llm.generate("Once upon a time")[0].token_ids
+    before = torch.get_num_threads()
+    torch.set_num_threads(16 * (os.cpu_count() or 1))
+    try:
+        assert llm.generate("Once upon a time")[0].token_ids == wanted
+    finally:
+        torch.set_num_threads(before)
