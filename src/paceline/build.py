@@ -107,7 +107,7 @@ def cache_blocks(
     ``feature_bytes`` of a token are those that a drafter may have to keep (draft/heads/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
-    of the device, less what scoring prompts takes. Raises CacheMemoryError if not even a few blocks
+    of the device, less what forwards and scoring prompts take. Raises CacheMemoryError if not even a few blocks
     fit.
     """
     own_bytes = bytes_per_token(target.cache_shapes, target.cache_dtype)
@@ -124,8 +124,9 @@ def cache_blocks(
     wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
     memory = options.kv_cache_memory
     if memory is None:
-        scoring = scoring_bytes(target.vocab_size, _step_tokens(options.prefill_chunk))
-        affordable = fitting(max(0, target.free_memory() - scoring) // 4)
+        rows = _step_tokens(options.prefill_chunk)
+        taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
+        affordable = fitting(max(0, target.free_memory() - taken) // 4)
     else:
         affordable = wanted = fitting(memory)
     blocks = min(wanted, affordable)

@@ -276,6 +276,10 @@ class CausalModel:
         """Bytes that caches can have on the model's device, the least of all its devices."""
         return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
+    def scratch_bytes(self, rows: int) -> int:
+        """Memory that forwards over so many rows take of this process, beside weights and cache."""
+        return 0 if self.native is None else self.native.scratch_bytes(rows)
+
     # -- features --------------------------------------------------------------------------
 
     def _check_feature(self, layer: int) -> None:

@@ -95,6 +95,9 @@ class SharedForward:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.head(hidden)
 
+    def scratch_bytes(self, rows: int) -> int:
+        return 0  # torch's own, as in one process
+
     def without(self, skipped: frozenset[int]) -> NoReturn:
         raise ConfigError(
             f"a target on {self.size} ranks cannot draft with a part of its own layers; "

@@ -30,6 +30,10 @@ class Backend(Protocol):
         """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
         ...
 
+    def scratch_bytes(self, rows: int) -> int:
+        """Memory of a forward over so many rows, beside weights and cache."""
+        ...
+
     def without(self, skipped: frozenset[int]) -> Backend:
         """The same with some layers left out; the others keep their numbers, so their cache."""
         ...

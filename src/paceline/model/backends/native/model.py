@@ -37,6 +37,7 @@ from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
 _TRIM_BYTES = 64 << 20
+_PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 
 
 class Packing:
@@ -195,6 +196,12 @@ class NativeModel:
         """Grows drafts with this model; None if layers are left out."""
         parts = self._opened, self._ropes, self._caches  # made anew: kept, it would keep the model
         return None if self.skipped else NativeGrowth(*parts, "grow", self._work)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """As Backend: float32 activations, and partial results of attention."""
+        shape = self.decoder
+        width: int = 4 * self.hidden_size + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        return 4 * rows * (width + shape.ffn) + _PARTIAL_BYTES
 
     def _work(self, spans: Sequence[Span], cache: KeyValueStore, wanted: int) -> NativeWork:
         width, layers = self.decoder.heads * self.decoder.head_dim, self.num_layers
