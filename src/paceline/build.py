@@ -107,8 +107,8 @@ def cache_blocks(
     ``feature_bytes`` of a token are those that a drafter may have to keep (draft/heads/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
-    of the device, less what forwards and scoring prompts take. Raises CacheMemoryError if not even a few blocks
-    fit.
+    of the device, less what forwards and scoring prompts take. Raises CacheMemoryError if not even
+    a few blocks fit.
     """
     own_bytes = bytes_per_token(target.cache_shapes, target.cache_dtype)
     per_token = own_bytes + draft_bytes
