@@ -139,6 +139,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "backend": "auto",
                 "tensor_parallel": 1,
                 "kv_cache_dtype": "auto",
+                "generation_config": "auto",
             },
         )
     ]
