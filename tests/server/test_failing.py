@@ -71,7 +71,7 @@ def break_steps(server: Running, monkeypatch: pytest.MonkeyPatch, error: Excepti
 
     def fail() -> Any:
         scheduler = server.service.loop.llm.engine.scheduler
-        scheduler.plan(lambda seqs: [0] * len(seqs))
+        scheduler.plan(lambda seqs: [0] * len(seqs), lambda length: length)
         raise error
 
     monkeypatch.setattr(server.service.loop.llm, "step", fail)
