@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-tables test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real mode
 
 test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-tables: $(VENV)/.installed-test  ## tests that depend on a model's numbers, on every instruction set and on torch
+	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m tables --workers $(WORKERS) $(ARGS)
 
 # A virtual environment of its own, with the oldest versions that pyproject.toml allows.
 OLDEST := .venv-oldest
