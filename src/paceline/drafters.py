@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
@@ -36,6 +37,7 @@ from paceline.draft.spec import (
 from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
 from paceline.foreign import read_foreign
+from paceline.model.hub import is_path
 from paceline.pace.joined import Hybrid
 
 RECORDS: tuple[type[DraftSpec], ...] = (
@@ -134,15 +136,22 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:
-    """A spec string; anything whose first word is not a known kind is a model's path, and
+    """A spec string; a first word that is not a known kind begins a model's path or hub name, and
     ``@FILE`` is another engine's configuration.
 
-    Raises ConfigError.
+    Raises ConfigError, also for what is none of these.
     """
     if text is not None and text.startswith("@"):
         text = read_foreign(text[1:]).spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
-    return DRAFTERS[kind].read(rest, DRAFTERS) if kind in DRAFTERS else DraftModel(text or "")
+    if kind in DRAFTERS:
+        return DRAFTERS[kind].read(rest, DRAFTERS)
+    assert text is not None  # else it is the kind none
+    if "/" not in text and not is_path(text):
+        near = get_close_matches(kind.lower(), DRAFTERS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DRAFTERS)}"
+        raise ConfigError(f"there is no drafter {kind!r} and no model folder {text!r}; {advice}")
+    return DraftModel(text)
 
 
 def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ from paceline.cli.options import (
     expand,
     parse_grammar,
     parse_logit_bias,
+    set_threads,
 )
 from paceline.config import parse_bytes
 from paceline.settings import Key
@@ -162,3 +164,18 @@ def test_expand_puts_groups_back_together() -> None:
     result = CliRunner().invoke(own, arguments)
     assert result.exit_code == 0, result.output
     assert seen == [("hello", SamplingOptions(top_k=5, stop=("a", "b")), True)]
+
+
+def test_more_threads_than_processors_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """999 of them stall two processors for minutes."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr("paceline.cli.options.processors", lambda: 2)
+    for threads in (None, 1, 2):
+        set_threads(threads)
+    assert capsys.readouterr().err == ""
+    set_threads(999)
+    assert asked == [1, 2, 2]
+    assert "999 threads are too many for the 2 processors here; using 2" in capsys.readouterr().err

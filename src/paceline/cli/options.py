@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from paceline.core.processors import processors
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
 from paceline.errors import ConfigError, PacelineError
 from paceline.foreign import ForeignDraft, read_foreign
@@ -145,12 +146,17 @@ def quiet_libraries() -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many processor threads; None keeps torch's own choice."""
+    """Use this many processor threads, at most one for each processor that this process may run
+    on: more wait for each other, for minutes. None keeps torch's own choice."""
     if threads is None:
         return
     import torch
 
-    torch.set_num_threads(threads)
+    most = processors()
+    if threads > most:
+        line = f"note: {threads} threads are too many for the {most} processors here; using {most}"
+        print(line, file=sys.stderr)
+    torch.set_num_threads(min(threads, most))
 
 
 def chosen_model(given: str) -> str:

@@ -25,8 +25,9 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Fetch a real model into the cache folder, once; nothing else fetches anything.
+    """Fetch a built-in model into the cache folder, once.
 
+    Nothing else fetches it; names of the model hub (OWNER/NAME) are fetched where they are used.
     What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
     $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """

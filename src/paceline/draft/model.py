@@ -31,8 +31,8 @@ from paceline.errors import ConfigError
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.gguf import gguf_file
+from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
-from paceline.model.names import resolve
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
@@ -113,7 +113,7 @@ class DraftModel(TreeSpec):
         )
         if draft.note:
             say(f"the draft: {draft.note}")
-        folder = Path(resolve(self.path))
+        folder = Path(fetched(self.path))
         own = tokenizer
         if (
             not folder.is_dir()

@@ -14,10 +14,11 @@ import torch
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.compile import are_kernels_here
-from paceline.model.gguf import SUFFIX, dequantising, gguf_file, meant_instead, read_gguf
+from paceline.model.gguf import dequantising, gguf_file, meant_instead, read_gguf
 from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
-from paceline.model.names import located
+from paceline.model.hub import check_hub_name, fetched, hub_message
+from paceline.model.hub import is_path as is_path
 from paceline.model.precision import (
     dense_tensors,
     keeps,
@@ -59,16 +60,15 @@ def load_module(
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
-    path = located(name)
+    path = fetched(name)
     gguf = gguf_file(path)
     if gguf is not None:
         module = _of_gguf(name, gguf, number, attention)
         if packed and place.type == "cpu" and read_gguf(gguf).quantised:
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
         return module.to(place)
-    if is_path(path):
-        check_folder(name, Path(path))
-        _check_weights(name, Path(path))
+    check_folder(name, Path(path))
+    _check_weights(name, Path(path))
     from paceline.model.probe import ATTENTION, register
 
     register()
@@ -76,7 +76,7 @@ def load_module(
         config = read_config(name, path)
         check_architecture(config)
         options = quantization_of(config)
-        if options is not None and is_path(path) and keeps(options, place):
+        if options is not None and keeps(options, place):
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
@@ -176,13 +176,6 @@ def cpu_has_bf16() -> bool:
 # -- before any weight is read ---------------------------------------------------------------
 
 
-def is_path(path: str) -> bool:
-    """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
-    looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
-    looks = looks or path.endswith(SUFFIX)
-    return looks or Path(path).exists()
-
-
 def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
@@ -246,6 +239,8 @@ def read_config(name: str, path: str) -> Any:
     from transformers import AutoConfig
 
     place, options = _source(path)
+    if not is_path(path):
+        check_hub_name(name)
     try:
         config = AutoConfig.from_pretrained(place, **options)
         if options:
@@ -343,11 +338,7 @@ def _weights(
             f"{library_of(quantization)}, or take another form of the model"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if is_path(path):
-            raise ModelLoadError(
-                f"the weights of {name} cannot be read: {first_line(error)}"
-            ) from None
-        raise ModelLoadError(hub_message(name, error)) from None
+        raise ModelLoadError(f"the weights of {name} cannot be read: {first_line(error)}") from None
     asks = "config.json asks for; the two files do not belong together"
     if options:
         asks = "architecture asks for; take another GGUF file of the model"
@@ -359,21 +350,6 @@ def _weights(
                 f"the checkpoint {name} {what} the weight {bad[0]}{more}, which its {asks}"
             )
     return module
-
-
-def hub_message(name: str, error: Exception) -> str:
-    """One line for a name that is no folder and could not be had from the hub."""
-    reason = first_line(error)
-    offline = any(word in reason.lower() for word in ("offline", "connect", "internet", "reach"))
-    if offline or "cached files" in reason:
-        return (
-            f"{name} is no local folder, and the model hub cannot be reached; "
-            "give the path of a downloaded model, or go online"
-        )
-    return (
-        f"{name} is neither a local folder nor a model on the hub that can be read ({reason}); "
-        "check the spelling"
-    )
 
 
 @contextmanager

@@ -25,16 +25,15 @@ from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder
 from paceline.model.gguf import gguf_file
+from paceline.model.hub import fetched
 from paceline.model.loading import (
     check_folder,
-    is_path,
     load_module,
     read_config,
     resolve_device,
     resolve_dtype,
     weight_files,
 )
-from paceline.model.names import located
 from paceline.model.precision import quantization_of
 from paceline.model.tensorfile import read_table
 
@@ -160,15 +159,13 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
             f"{asked} on a processor: the weights are in its memory already; use disk for those "
             "that do not fit, or a device that has its own"
         )
-    path = located(name)
+    path = fetched(name)
     if gguf_file(path) is not None:
         raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
-    files: list[Path] = []
-    if is_path(path):
-        check_folder(name, Path(path))
-        files = weight_files(Path(path))
-        if not files:
-            raise ModelLoadError(f"{asked}: folder {name} has no *.safetensors to read layers from")
+    check_folder(name, Path(path))
+    files = weight_files(Path(path))
+    if not files:
+        raise ModelLoadError(f"{asked}: folder {name} has no *.safetensors to read layers from")
     config = read_config(name, path)
     if quantization_of(config) is not None:
         raise ConfigError(f"{asked}: {name} is quantised, and is not moved layer by layer")

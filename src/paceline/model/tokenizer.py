@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import gguf_file, mended, read_gguf
-from paceline.model.names import resolve
+from paceline.model.hub import fetched
+from paceline.model.hub import first_line as first_line
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = resolve(name)
+    path = fetched(name)
     gguf = gguf_file(path)
     if gguf is not None:
         return _of_gguf(gguf)
@@ -54,9 +55,3 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     if end is not None and 0 <= int(end) < len(tokenizer):  # transformers 5.17 takes <s> for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end))
     return tokenizer
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message, without the full stop."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

@@ -14,8 +14,8 @@ import torch
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.gguf import gguf_file
-from paceline.model.loading import is_path, load_module, read_config
-from paceline.model.names import resolve
+from paceline.model.hub import fetched
+from paceline.model.loading import check_folder, load_module, read_config
 from paceline.model.precision import quantization_of
 from paceline.model.target import CausalModel
 
@@ -36,19 +36,14 @@ def check_shareable(name: str, size: int) -> None:
 
     Raises ConfigError, UnsupportedModelError and ModelLoadError.
     """
-    path = resolve(name)
+    path = fetched(name)
     asked = f"tensor_parallel={size}"
-    if path.startswith("~"):
-        path = str(Path(path).expanduser())
     if gguf_file(path) is not None:
         raise ConfigError(
             f"{asked}: {name} is a GGUF file, which ranks cannot read parts of; "
             "give the model in safetensors"
         )
-    if is_path(path):
-        from paceline.model.loading import check_folder
-
-        check_folder(name, Path(path))
+    check_folder(name, Path(path))
     config = read_config(name, path)
     if quantization_of(config) is not None:
         raise ConfigError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.errors import ModelLoadError
 from paceline.files import telling
-from paceline.model.tokenizer import first_line
+from paceline.model.hub import first_line
 from paceline.stages import stage
 
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")

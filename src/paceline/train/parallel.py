@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
+from paceline.core.processors import processors
 from paceline.errors import ConfigError, PacelineError
+from paceline.ownership import force
 from paceline.stages import say, stage
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
     if trainer.alone:
         raise ConfigError(f"--processes {processes}: {trainer.alone}")
     before = torch.get_num_threads()
-    threads = threads or max(1, before // processes)
+    threads = min(threads or max(1, before // processes), processors())
     context = multiprocessing.get_context("spawn")
     numbers = sum(p.numel() for p in trainer.learnt())
     table = torch.zeros(processes, numbers + 1).share_memory_()  # type: ignore[no-untyped-call]
@@ -226,6 +228,7 @@ def _learn(
     """What a further process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one ends us, where weights are whole
     torch.set_num_threads(threads)
+    force(lambda line: None)  # the first one has checked what is there, and alone writes
     try:
         trainer = build()
         trainer.team = _Further(rank, table, pipe)

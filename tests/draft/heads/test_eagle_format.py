@@ -19,6 +19,7 @@ from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
+from paceline.ownership import MANIFEST
 from random_heads import eagle_config, write_eagle
 
 TARGET = TargetShape(hidden_size=24, vocab_size=40, num_layers=6)
@@ -66,7 +67,11 @@ def test_round_trip(config: EagleConfig, dtype: torch.dtype, tmp_path: Path) -> 
     head = head_of(config).to(dtype)
     save_eagle(head, tmp_path)
     assert_equal_heads(load_eagle(str(tmp_path), TARGET), head)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        MANIFEST,
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +238,8 @@ def test_old_and_new_names_of_rotary_options(tmp_path: Path) -> None:
     scaled = load_eagle(str(tmp_path), TARGET).config
     assert scaled.rope_scaling == {"rope_type": "linear", "factor": 2.0}
     new = {"rope_type": "default", "rope_theta": 1234.0}
-    edit(EAGLE3, tmp_path, lambda c: c.update(rope_parameters=new, rope_theta=None))
-    plain = load_eagle(str(tmp_path), TARGET).config
+    edit(EAGLE3, tmp_path / "new", lambda c: c.update(rope_parameters=new, rope_theta=None))
+    plain = load_eagle(str(tmp_path / "new"), TARGET).config
     assert plain.rope_scaling is None and plain.rope_theta == 1234.0
 
 

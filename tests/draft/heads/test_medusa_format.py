@@ -216,7 +216,7 @@ def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message
     ("name", "message"),
     [
         ("./no/such/heads", "does not exist"),
-        ("nobody/heads-that-are-not-there", "no local folder, and no Medusa heads of that name"),
+        ("nobody/heads-that-are-not-there", "no local folder, and the model hub cannot be reached"),
         ("paceline/other", "no built-in model"),
     ],
 )

@@ -17,10 +17,9 @@ import torch
 from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 from paceline.files import replace_in
+from paceline.model.hub import fetched, first_line
 from paceline.model.loading import read_options
-from paceline.model.names import located
 from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
-from paceline.model.tokenizer import first_line
 
 _WEIGHTS = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
 
@@ -40,24 +39,18 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     ``kind`` names what is read in messages, as in "Medusa heads". Pickled files are read with
     ``weights_only=True``: they can hold tensors, not code. Raises ModelLoadError.
     """
-    path = located(name)
-    local = Path(path).is_dir()
-    if not local and (path.startswith((".", "/")) or path.count("/") != 1):
+    folder = Path(fetched(name))
+    if not folder.is_dir():
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
-    found = _file(name, path, "config.json", local, kind)
-    if found is None and not local:
-        raise ModelLoadError(
-            f"{name} is no local folder, and no {kind} of that name can be had from the hub; "
-            "check the spelling, go online, or give the path of a downloaded folder"
-        )
-    if found is None:
+    found = folder / "config.json"
+    if not found.is_file():
         raise ModelLoadError(
             f"folder {name} has no config.json; {kind} need one beside the weights"
         )
     config = read_options(found)
     for file in files:
-        weights = _file(name, path, file, local, kind)
-        if weights is not None:
+        weights = folder / file
+        if weights.is_file():
             tensors = _tensors(weights, config)
             check_finite(tensors, f"the {kind} {name} cannot be used")
             return Checkpoint(name, config, tensors)
@@ -130,23 +123,6 @@ def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Te
         raise ModelLoadError(
             f"{what} {problem}; its config.json and weights do not belong together"
         )
-
-
-def _file(name: str, path: str, file: str, local: bool, kind: str) -> Path | None:
-    """The file in a folder, or fetched from the hub; None if there is none."""
-    if local:
-        found = Path(path) / file
-        return found if found.is_file() else None
-    from transformers.utils import cached_file
-
-    try:
-        fetched = cached_file(path, file, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"{name} is neither a local folder nor {kind} on the hub that can be read "
-            f"({first_line(error)}); check the spelling, or give the path of a downloaded folder"
-        ) from None
-    return None if fetched is None else Path(fetched)
 
 
 def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:

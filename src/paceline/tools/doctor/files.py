@@ -18,7 +18,8 @@ import torch
 
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import GgufFile, gguf_file, read_gguf
-from paceline.model.loading import check_folder, hub_message, is_path
+from paceline.model.hub import check_hub_name, hub_message, is_path
+from paceline.model.loading import check_folder
 from paceline.model.names import resolve
 from paceline.model.tensorfile import read_table
 
@@ -171,6 +172,7 @@ def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    check_hub_name(name)
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:

@@ -1,0 +1,99 @@
+"""Where a model or a head is read from: a built-in one, a folder or file, or the model hub.
+
+The hub is asked once for each name and process, and only for names such as OWNER/NAME; whatever
+reads a file of that model reads it from the folder that came. No torch is needed here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from paceline.errors import ModelLoadError
+from paceline.model.gguf import SUFFIX
+from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, located
+from paceline.model.store import PULLABLE
+from paceline.stages import stage
+
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
+_OTHERS = ("*/*", "consolidated*")  # the same weights in other layouts
+_asked: dict[str, str | ModelLoadError] = {}
+
+
+def fetched(name: str) -> str:
+    """The folder or GGUF file of a model or of heads; that of a hub name is downloaded first.
+
+    Raises ModelLoadError: a built-in name that is not here, no name of a hub, no answer.
+    """
+    path = located(name)
+    if is_path(path):
+        return path
+    check_hub_name(name)
+    if name not in _asked:
+        _asked[name] = _ask(name)
+    found = _asked[name]
+    if isinstance(found, ModelLoadError):
+        raise ModelLoadError(str(found))
+    return found
+
+
+def is_path(path: str) -> bool:
+    """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
+    looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    looks = looks or path.endswith(SUFFIX)
+    return looks or Path(path).exists()
+
+
+def check_hub_name(name: str) -> None:
+    """Raise ModelLoadError for what no hub is to be asked for."""
+    owner, slash, own = name.partition("/")
+    if not (owner and slash and own):
+        known = [*BUILT_IN, *FOR_SMOLLM2, *(entry.full_name for entry in PULLABLE.values())]
+        short = {each.removeprefix(PREFIX): each for each in known}
+        near = difflib.get_close_matches(name.lower(), short, 1)
+        hint = f"did you mean {short[near[0]]}?" if near else "check the spelling"
+        raise ModelLoadError(
+            f"{name} is no local folder and no built-in name; {hint} (Names on the model hub have "
+            "an owner, as in OWNER/NAME.)"
+        )
+
+
+def _ask(name: str) -> str | ModelLoadError:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        with stage(f"asking the model hub for {name}"):
+            for weights in ("*.safetensors", "*.bin"):
+                folder = Path(
+                    snapshot_download(
+                        name, allow_patterns=[*_SMALL, weights], ignore_patterns=list(_OTHERS)
+                    )
+                )
+                if any(folder.glob(weights)):
+                    break
+    except Exception as error:  # the client's own errors and those of its HTTP library
+        return ModelLoadError(hub_message(name, error))
+    return str(folder)
+
+
+def hub_message(name: str, error: Exception) -> str:
+    """One line for a name that is no folder and could not be had from the hub."""
+    reason = first_line(error)
+    words = ("offline", "connect", "internet", "reach", "resolution", "local cache")
+    if any(word in reason.lower() for word in words) or "cached files" in reason:
+        return (
+            f"{name} is no local folder, and the model hub cannot be reached; "
+            "give the path of a downloaded model, or go online"
+        )
+    return (
+        f"{name} is neither a local folder nor a model on the hub that can be read ({reason}); "
+        "check the spelling"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, without the full stop."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

@@ -1,0 +1,164 @@
+"""What is asked of the model hub: nothing for what cannot be there, and one thing at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+
+from paceline.draft.heads.checkpoint import read_checkpoint
+from paceline.drafters import parse_draft
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model import hub
+from paceline.model.hub import fetched
+from paceline.model.loading import load_module, load_tokenizer, read_config
+from paceline.tools.doctor.files import read_files
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_asked", {})
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(*_: object, **__: object) -> None:
+        raise AssertionError("a hub was asked")
+
+    for name in ("snapshot_download", "hf_hub_download", "HfApi"):
+        monkeypatch.setattr(huggingface_hub, name, asks)
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("draft", "meant"),
+    [
+        ("ngarm", "did you mean ngram?"),
+        ("Ngram", "did you mean ngram?"),
+        ("sufix:memory", "did you mean suffix?"),
+        ("hybird:ngram+sufix", "did you mean hybrid?"),
+        ("egale3:head", "did you mean eagle3?"),
+        ("qwertyuiop", "use one of none, ngram"),
+    ],
+)
+def test_a_near_miss_of_a_drafter_is_answered_at_once(draft: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match="there is no drafter") as caught:
+        parse_draft(draft)
+    assert meant in str(caught.value)
+
+
+def test_folders_and_hub_names_are_no_near_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngarm").mkdir()
+    for name in ("ngarm", "./ngrma", "owner/ngarm", "ngrma.gguf"):
+        assert str(parse_draft(name)) in (name, f"model:{name}")
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", ["smolm2", "tinny", "gpt2", "owner/"])
+def test_no_hub_is_asked_for_names_without_an_owner(name: str) -> None:
+    ways = (
+        lambda: fetched(name),
+        lambda: load_module(name, "float32", "cpu"),
+        lambda: load_tokenizer(name),
+        lambda: read_config(name, name),
+        lambda: read_checkpoint(name, ("model.safetensors",), "Medusa heads"),
+        lambda: read_files(name),
+    )
+    for way in ways:
+        with pytest.raises(ModelLoadError) as caught:
+            way()
+        assert "\n" not in str(caught.value)
+    meant = {"smolm2": "paceline/smollm2?", "tinny": "paceline/tiny?"}.get(name, "")
+    assert meant in str(caught.value)
+
+
+def test_all_files_of_a_model_come_at_one_asking(
+    monkeypatch: pytest.MonkeyPatch, tiny_pair: object
+) -> None:
+    asked = []
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.append((name, options["allow_patterns"]))
+        return tiny_pair.target  # type: ignore[attr-defined,no-any-return]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    name = "owner/model"
+    load_module(name, "float32", "cpu", attention="sdpa")
+    load_tokenizer(name)
+    assert read_config(name, fetched(name)).model_type == "llama"
+    assert len(asked) == 1 and asked[0][0] == name
+    assert "*.safetensors" in asked[0][1]
+
+
+def test_a_hub_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def snapshot(name: str, **_: object) -> str:
+        asked.append(name)
+        raise ConnectionError("Connection refused")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    for _ in range(3):
+        for way in (fetched, load_tokenizer):
+            with pytest.raises(ModelLoadError, match="the model hub cannot be reached"):
+                way("owner/model")
+    assert asked == ["owner/model"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One that knows nothing, and notes what it was asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(404)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Hub.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("draft", "said", "requests"),
+    [("ngarm", "did you mean ngram?", 0), ("owner/ngarm", "on the hub that can be read", 1)],
+)
+def test_requests_over_http(
+    server: str, tmp_path: Path, draft: str, said: str, requests: int
+) -> None:
+    """The finding: six requests for a drafter that was misspelt."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "http", "HTTP"))}
+    environment |= {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    words = ["generate", "Once", "--model", "paceline/tiny", "--draft", draft]
+    done = subprocess.run(
+        [sys.executable, "-c", "from paceline.cli.main import main; main()", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    # The client may ask about itself, too.
+    assert sum(draft in path for path in Hub.asked) == requests, Hub.asked
+    assert requests or not Hub.asked
