@@ -49,6 +49,13 @@ def test_stream_joins_to_the_completion(llm: LLM) -> None:
         assert drafted[place] == completion.draft_mask
 
 
+def test_without_a_draft_nothing_was_accepted_or_refused(llm: LLM) -> None:
+    plain = llm.beside(None)
+    (completion,) = plain.generate(PROMPT, FREE)
+    assert completion.stats.drafted_tokens == 0
+    assert completion.stats.acceptance_rate is None
+
+
 def test_statistics_add_up(llm: LLM) -> None:
     (completion,) = llm.generate(PROMPT, FREE)
     stats = completion.stats

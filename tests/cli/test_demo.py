@@ -38,6 +38,11 @@ def test_figures() -> None:
     assert item.mean_accepted_length == 2.5
 
 
+def test_no_draft_is_not_an_acceptance_of_zero() -> None:
+    assert Measurement("y", 100, 100, 6.0, 4.0, 0, 0, 100, None).acceptance_rate is None
+    assert Measurement("y", 100, 100, 6.0, 4.0, 9, 0, 100, None).acceptance_rate == 0
+
+
 def test_total_adds_tokens_and_seconds() -> None:
     slow = Measurement("y", 100, 100, 6.0, 4.0, 20, 0, 100, None)
     whole = total([measurement("x"), slow])

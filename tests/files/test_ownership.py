@@ -240,9 +240,10 @@ def test_pull_and_the_kernels_leave_a_users_folder(
         pull(SMOLLM2.name)
     assert content_of(model_folder(SMOLLM2)) == before
     monkeypatch.setenv("PACELINE_NATIVE_CACHE", str(tmp_path / "native"))
-    monkeypatch.setattr(kernels, "_digest", lambda *_: "digest")
+    monkeypatch.setattr(kernels, "_of_sources", lambda *_: "di")
+    monkeypatch.setattr(kernels, "_of_compiler", lambda *_: "gest")
     monkeypatch.setattr(kernels, "_run", lambda command: Path(command[-1]).touch())
-    before = planted(tmp_path / "native" / "digest")
+    before = planted(tmp_path / "native" / "di-gest")
     with pytest.raises(kernels.NativeUnavailableError, match=r"thesis\.txt"):
         kernels.library_file()
-    assert content_of(tmp_path / "native" / "digest") == before
+    assert content_of(tmp_path / "native" / "di-gest") == before

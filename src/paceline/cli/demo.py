@@ -62,8 +62,9 @@ class Measurement:
         return self.speculative_rate / self.plain_rate
 
     @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
+    def acceptance_rate(self) -> float | None:
+        """None: no draft was tried."""
+        return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_accepted_length(self) -> float:

@@ -69,7 +69,7 @@ def summary(completion: Completion) -> str:
         f"{len(completion.token_ids)} tokens ({completion.error or completion.finish_reason})",
         f"{stats.tokens_per_second:.0f} tokens/s",
     ]
-    if stats.drafted_tokens:
+    if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
     if completion.lossy:

@@ -25,7 +25,7 @@ class CompletionStats:
 
     drafted_tokens: int
     accepted_tokens: int
-    acceptance_rate: float
+    acceptance_rate: float | None  # of drafted tokens; None: no draft was tried
     mean_accepted_length: float
     acceptance_per_position: list[float]
     target_steps: int
@@ -44,7 +44,7 @@ class CompletionStats:
         return cls(
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
-            acceptance_rate=counts.accepted / counts.drafted if counts.drafted else 0.0,
+            acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
             mean_accepted_length=generated / counts.target_steps if counts.target_steps else 0.0,
             acceptance_per_position=[
                 accepted / reached

@@ -35,7 +35,7 @@ class Stats(WireRecord):
 
     drafted_tokens: int
     accepted_tokens: int
-    acceptance_rate: float
+    acceptance_rate: float | None
     mean_accepted_length: float
     acceptance_per_position: list[float]
     target_steps: int

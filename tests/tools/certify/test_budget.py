@@ -100,6 +100,17 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     assert not certificate.lossless
 
 
+def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named) -> None:
+    """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
+    certifier, _ = ended_after(llm, prompts, 50)
+    assert certifier.certificate().lossless
+    for number in range(certifier.texts):
+        first = next(p for p in certifier._comparer.pieces([number]) if p.kind == "text")
+        certifier.evidence.done.remove(first.name)
+    certificate = certifier.certificate()
+    assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, and it takes 2")
+
+
 def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts: Named) -> None:
     certifier, said = ended_after(llm, prompts, 50)
     assert said[0].startswith("greedy") and any("speculative sampling" in what for what in said)

@@ -90,6 +90,7 @@ EXACT_COLUMNS = (
 )
 
 
+LEAST_TEXTS = 2  # compared in every setting, or as many as were asked for
 POWER = 0.9
 MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
 

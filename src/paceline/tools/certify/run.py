@@ -14,6 +14,7 @@ from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
 from paceline.pace.controller import FixedLength
 from paceline.tools.certify.certificate import (
+    LEAST_TEXTS,
     MOST_BIAS,
     Certificate,
     CertifySpending,
@@ -324,6 +325,9 @@ class Certifier:
         every = product(self._asked.kinds, (setting.name for setting in self.settings))
         unseen = [f"no {kind} text at {name}" for kind, name in every if (kind, name) not in seen]
         lacks = unseen[:1] or [f"nothing drafted yet for {kind} requests" for kind in idle]
+        least = min(LEAST_TEXTS, self.texts)
+        if self._compared < least:
+            lacks.append(f"{self._compared} whole texts were compared, and it takes {least}")
         bias = smallest_bias(results)
         if self.places and not results:
             lacks.append("no place has enough samples")
