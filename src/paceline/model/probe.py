@@ -26,6 +26,7 @@ ATTENTION = "paceline"
 PROBE = "paceline_probe"
 _FAR = 1 << 30  # a position beyond every window
 FARTHEST = 1 << 17  # positions that are tried: tables of more take too long to make
+_BOTH_WAYS = 1 << 40  # the code of a mask that hides a row's past or shows what follows it
 
 
 @dataclass
@@ -121,6 +122,11 @@ def _probing_attention(
     for name in ("position_bias", "head_mask", "block_mask", "indexer"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{kind} gives attention a {name}, which is not supported")
+    if attention_mask is not None and attention_mask.dtype != torch.int64:
+        raise UnsupportedModelError(
+            f"{kind} makes the attention mask from the text itself, which is not supported; "
+            "use another architecture"
+        )
     paceline_step.layers.append(layer)
     paceline_step.modules.append(module)
     paceline_step.shapes.append((key.shape[1], key.shape[-1], value.shape[-1]))
@@ -133,6 +139,8 @@ def _pattern(mask: torch.Tensor | None, window: int | None) -> Pattern:
     if mask is None:  # the model builds no masks through transformers' functions
         return Pattern(window=window)
     code = int(mask.flatten()[0].item())
+    if code == _BOTH_WAYS:
+        raise UnsupportedModelError("attention is bidirectional; only causal models can be decoded")
     if code == 0:
         return FULL
     return Pattern(window=code) if code > 0 else Pattern(chunk=-code)
@@ -164,8 +172,15 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
             low, high = (low, middle) if sees(query, middle) else (middle + 1, high)
         return low
 
-    if sees(_FAR, _FAR + 1) or not sees(_FAR, _FAR):
-        raise UnsupportedModelError("attention is bidirectional; only causal models can be decoded")
+    try:
+        other = sees(_FAR, _FAR + 1) or not sees(_FAR, _FAR)
+    except IndexError:
+        raise UnsupportedModelError(
+            "a layer's attention mask is a table of the tokens, images among them, which is not "
+            "supported; use the model's text-only checkpoint"
+        ) from None
+    if other:  # of no harm where no layer asks for it, as a window of 0 in Qwen2 MoE
+        return _BOTH_WAYS
     if sees(_FAR, 0):
         return 0
     windows = [query - first(query) + 1 for query in (_FAR, _FAR + 1, _FAR + 2)]
@@ -174,3 +189,27 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
     if chunk and all(first(query) == query // chunk * chunk for query in (_FAR, _FAR + chunk + 1)):
         return -chunk
     raise UnsupportedModelError("a layer's attention mask is neither full, a window nor chunks")
+
+
+def refuse_own_ways(hf: Any, patterns: Sequence[Pattern]) -> None:
+    """What no forward of two tokens shows. Raises UnsupportedModelError.
+
+    RoBERTa's kind numbers positions from its padding token on. Moshi's masks have no window, but
+    transformers keeps only one in the cache, so a text depends on how it was cut into forwards.
+    """
+    kind = type(hf).__name__
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in hf.modules()):
+        raise UnsupportedModelError(
+            f"{kind} numbers positions from its padding token on, which is not supported; "
+            "use a decoder-only language model"
+        )
+    config = hf.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    windowed = getattr(config, "sliding_window", None) is not None
+    for layer, pattern in enumerate(patterns):
+        cut = types[layer] == "sliding_attention" if types else windowed
+        if cut and pattern == FULL:
+            raise UnsupportedModelError(
+                f"{kind}: the attention of layer {layer} has no window, but its cache in "
+                "transformers has, so what is right depends on the forwards; use another model"
+            )

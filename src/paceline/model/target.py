@@ -34,6 +34,7 @@ from paceline.model.probe import (
     PROBE,
     AttentionProbe,
     probe_batch,
+    refuse_own_ways,
     register,
     verify,
 )
@@ -351,6 +352,7 @@ class CausalModel:
         known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
         found = (probe.patterns[call] for call in by_layer)
         self.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
+        refuse_own_ways(self.hf, self.patterns)
         self._attention_modules = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
 
