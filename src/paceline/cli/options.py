@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from paceline.core.processors import processors
+from paceline.core.cgroup import processors
 from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
 from paceline.errors import ConfigError, PacelineError
 from paceline.foreign import ForeignDraft, read_foreign

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from paceline.core.processors import processors
+from paceline.core.cgroup import processors
 from paceline.errors import ConfigError, PacelineError
 from paceline.ownership import force
 from paceline.stages import say, stage
