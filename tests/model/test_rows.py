@@ -26,6 +26,11 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.0, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": SWITCH,
 }
+MINISTRAL: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0},
+    **{"original_max_position_embeddings": SWITCH, "mscale_all_dim": 1.0},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5},
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # name -> configuration, its options, options of transformers' generate
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -45,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     # With a cache, generate lets keys with short factors stand beside those with long ones.
     "llama": ("LlamaConfig", {"rope_parameters": LONGROPE, "head_dim": 8}, {"use_cache": False}),
+    "ministral3": ("Ministral3Config", {"rope_parameters": MINISTRAL, "head_dim": 8}, {}),
     "llama4": (
         "Llama4TextConfig",
         {

@@ -25,7 +25,7 @@ from paceline.model.paged.masks import FULL, Pattern
 ATTENTION = "paceline"
 PROBE = "paceline_probe"
 _FAR = 1 << 30  # a position beyond every window
-FARTHEST = 1 << 17  # positions that are tried: tables of more take too long to make
+_FARTHEST = 1 << 17  # a position that is run: tables for more may take long to make
 _BOTH_WAYS = 1 << 40  # the code of a mask that hides a row's past or shows what follows it
 
 
@@ -60,7 +60,7 @@ def verify(model: Any, exact: bool) -> None:
     Raises UnsupportedModelError.
     """
     cache = PagedCache(model.cache_shapes, 3, 2, model.dtype, model.device)
-    far = min(model.max_positions, FARTHEST) - 1
+    far = min(model.max_positions, _FARTHEST) - 1
     first, second, _ = model(probe_batch(model.device, (1, 1, far)), cache).logits.chunk(3)
     cached = model(probe_batch(model.device, (1,), context=1), cache).logits
     # What is rounded otherwise elsewhere may turn a code of quantised activations.

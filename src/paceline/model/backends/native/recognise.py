@@ -2,8 +2,9 @@
 
 Llama-shaped ones are found as the reference backend finds them, by structure and by the results
 of their layers. Of Gemma, whose layers have two more norms, and of Mixtral, whose layers have
-experts, the classes are known; and whatever is recognised must also give the reference's logits
-before it is used (see adopt.py).
+experts, the classes are known. No field of the configuration may be set that is not known (see
+fields.py), and whatever is recognised must also give the reference's logits before it is used
+(see adopt.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.native.packing import same_form
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.reference.products import is_plain
-from paceline.model.backends.reference.recognise import is_llama_shaped
+from paceline.model.backends.reference.recognise import has_shape, is_llama_shaped
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
 from paceline.model.quantised.weights import QuantisedLinear
@@ -78,7 +80,13 @@ def describe(
     if len(set(shapes)) > 1 or shapes[0][1] != shapes[0][2]:
         return "layers differ in their heads"
     gemma = kind in _GEMMA
-    if not gemma and kind not in _EXPERTS and not is_llama_shaped(hf):
+    named = gemma or kind in _EXPERTS
+    if not named and not has_shape(hf):
+        return f"{kind} is no decoder of a known shape"
+    strange = unknown_field(hf)
+    if strange is not None:
+        return f"the configuration's {strange} is not known"
+    if not named and not is_llama_shaped(hf):
         return f"{kind} is no decoder of a known shape"
     if not all(_is_known(layer) for layer in (*hf.model.layers, hf.lm_head)):
         return "weights that are no plain numbers"

@@ -10,13 +10,13 @@ Two levels, each kept only where it gains and where results agree:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import trim
+from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.norms import quicken_norms
 from paceline.model.backends.reference.products import (
@@ -27,25 +27,17 @@ from paceline.model.backends.reference.products import (
     mergeable,
 )
 from paceline.model.backends.reference.recognise import is_llama_shaped, lean_model, relative_error
-from paceline.model.paged.cache import LayerShape, PagedCache
+from paceline.model.backends.trial import Tried, trial_logits
 
 
-class Adapted(Protocol):
+class Adapted(Tried, Protocol):
     """A model as ``CausalModel`` adapts it: what making it quick asks of it and sets in it."""
 
-    hf: Any
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
-    cache_shapes: list[LayerShape]
     lean: LeanModel | None
-
-    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 
 
 AnyModel = TypeVar("AnyModel", bound=Adapted)
 
-_PROBE_ROWS = 16
 _TRIM_BYTES = 64 << 20
 
 # Siblings that transformers feeds the same tensor. If some model does not, the parts are still
@@ -111,21 +103,15 @@ def quicken(model: AnyModel) -> AnyModel:
     """
     if model.lean is not None:
         return model
-    llama = is_llama_shaped(model.hf)
-    cache = PagedCache(model.cache_shapes, 1, _PROBE_ROWS, model.dtype, model.device)
-    batch = _probe_batch(model)
-    wanted = model(batch, cache).logits if llama else None
+    llama = is_llama_shaped(model.hf) and unknown_field(model.hf) is None
+    wanted = trial_logits(model) if llama else None
     prepack_modules(model.hf)
     if wanted is not None:
         lean = lean_model(model.hf)
         model.lean = lean
         limit = 1e-3 if model.dtype == torch.float32 else 0.1
-        if lean is not None and not relative_error(model(batch, cache).logits, wanted) < limit:
-            model.lean = None
+        if lean is not None:
+            pairs = zip(trial_logits(model), wanted, strict=True)
+            if not all(relative_error(ours, theirs) < limit for ours, theirs in pairs):
+                model.lean = None
     return model
-
-
-def _probe_batch(model: Adapted) -> Batch:
-    rows = torch.arange(_PROBE_ROWS, device=model.device)
-    ids = (rows * 7919 + 1) % model.vocab_size
-    return Batch(ids, rows, rows, (Span(0, 0, 0, _PROBE_ROWS),), ((0,),))

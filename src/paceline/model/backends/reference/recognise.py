@@ -38,7 +38,7 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _has_shape(hf: Any) -> bool:
+def has_shape(hf: Any) -> bool:
     """Whether the module tree is that of a Llama-like causal language model."""
     base: Any = getattr(hf, "model", None)
     if base is None or _children(hf) != {"model", "lm_head"}:
@@ -118,8 +118,9 @@ def _signature(layer: Any) -> tuple[object, ...]:
     )
 
 
-def _layer_agrees(layer: Any, rotary_emb: Any) -> bool:
-    """Whether the lean layer computes what the module does, in float32 and to rounding."""
+def _layer_agrees(layer: Any, rotary_emb: Any, length: int) -> bool:
+    """Whether the lean layer computes what the module does, in float32 and to rounding, all over a
+    context of ``length`` positions."""
     twin = copy.deepcopy(layer).float()
     for parent in (twin.self_attn, twin.mlp):
         for name, child in list(parent.named_children()):
@@ -129,10 +130,11 @@ def _layer_agrees(layer: Any, rotary_emb: Any) -> bool:
     twin.self_attn.config = copy.deepcopy(layer.self_attn.config)
     twin.self_attn.config._attn_implementation = "eager"
     device = twin.self_attn.q_proj.weight.device
-    rows = 6
+    places = [3, 4, 5, 17, length // 2, length // 2 + 1, length - 2, length - 1]
+    rows = len(places)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, twin.self_attn.q_proj.in_features, generator=generator).to(device)
-    positions = torch.tensor([3, 4, 5, 17, 18, 40], device=device)
+    positions = torch.tensor(places, device=device).clamp(0, length - 1)
     cos, sin = rotary_emb(x, positions[None])
     mask = torch.full((rows, rows), float("-inf"), device=device).triu_(1)
     wanted = twin(
@@ -194,11 +196,12 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @torch.inference_mode()
 def is_llama_shaped(hf: Any) -> bool:
     """Whether the lean forward may stand for this model. Asked before weights are prepacked."""
-    if not _has_shape(hf) or not _ends_agree(hf):
+    if not has_shape(hf) or not _ends_agree(hf):
         return False
     base: Any = hf.model
     kinds = {_signature(layer): layer for layer in base.layers}
-    return all(_layer_agrees(layer, base.rotary_emb) for layer in kinds.values())
+    length = int(getattr(hf.config, "max_position_embeddings", 0) or 64)
+    return all(_layer_agrees(layer, base.rotary_emb, length) for layer in kinds.values())
 
 
 @torch.inference_mode()

@@ -1,0 +1,46 @@
+"""What a backend is compared on before it is used: rows of several sequences, near and far."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.model.paged.cache import LayerShape, PagedCache
+
+_ROWS = 8  # of each sequence, a block
+# Positions that are tried: rows of a whole model read all keys before them. Single layers are
+# compared at the end of the context (reference/recognise.py).
+_LONGEST = 4096
+
+
+class Tried(Protocol):
+    """A model as ``CausalModel`` adapts it: what a trial asks of it."""
+
+    hf: Any
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_positions: int
+    cache_shapes: list[LayerShape]
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
+
+
+def trial_logits(model: Tried) -> tuple[torch.Tensor, ...]:
+    """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
+    middle and at the end of the context or of its first 4,096 positions. The first one's block is
+    repeated for all that lies before the others' rows."""
+    blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
+    before = torch.tensor((0, (blocks - 1) // 2, blocks - 1))  # blocks of each sequence
+    rows = torch.arange(3 * _ROWS)
+    batch = Batch(
+        ((rows * 7919 + 1) % model.vocab_size).to(model.device),
+        (before.repeat_interleave(_ROWS) * _ROWS + rows % _ROWS).to(model.device),
+        rows.to(model.device),
+        tuple(Span(n, n * _ROWS, count * _ROWS, _ROWS) for n, count in enumerate(before.tolist())),
+        tuple((*[0] * count, n) for n, count in enumerate(before.tolist())),
+    )
+    cache = PagedCache(model.cache_shapes, 3, _ROWS, model.dtype, model.device)
+    return torch.split(model(batch, cache).logits, _ROWS)

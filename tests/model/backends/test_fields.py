@@ -1,0 +1,118 @@
+"""What a model's configuration asks for and the quick forwards do not do keeps them from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from random_models import COMMON, tiny_pair
+
+from paceline.core.batch import Batch, ModelOutput
+from paceline.model.backends.fields import unknown_field
+from paceline.model.backends.native import adopt as adopting
+from paceline.model.backends.native.adopt import adopt
+from paceline.model.backends.reference.prepack import quicken
+from paceline.model.backends.reference.recognise import is_llama_shaped
+from paceline.model.backends.trial import trial_logits
+from paceline.model.paged.cache import PagedCache
+from paceline.model.probe import register
+from paceline.model.target import CausalModel
+
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+
+
+def built(kind: str, **changes: Any) -> CausalModel:
+    register()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | changes)
+    hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="paceline")
+    return CausalModel(hf.eval(), kind.lower())
+
+
+def scaled(beta: float) -> CausalModel:
+    return built("Ministral3", rope_parameters=YARN | {"llama_4_scaling_beta": beta})
+
+
+@pytest.mark.parametrize(
+    "model, found",
+    [
+        (built("Llama"), None),
+        (built("Llama", is_llama_config=True, max_seq_length=2048), None),  # nothing reads them
+        (built("Mistral", rope_parameters=YARN), None),
+        (built("Olmo"), None),
+        (built("Olmo", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (scaled(0.0), None),
+        (scaled(0.1), "llama_4_scaling_beta = 0.1"),
+    ],
+    ids=["llama", "unread", "yarn", "olmo", "clipped", "without scale", "scale"],
+)
+def test_fields_that_are_set_read_and_not_known(model: CausalModel, found: str | None) -> None:
+    assert unknown_field(model.hf) == found
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3"])
+def test_known_architectures_have_no_unknown_field(name: str) -> None:
+    assert unknown_field(tiny_pair(name)[0].hf) is None
+
+
+def test_an_unknown_field_leaves_the_model_to_its_own_modules() -> None:
+    model = scaled(1e-6)  # so little that no result shows it
+    assert is_llama_shaped(model.hf)
+    assert not adopt(model) and model.refused is not None
+    assert model.refused == "the configuration's llama_4_scaling_beta = 1e-06 is not known"
+    assert quicken(model).lean is None
+    other = scaled(0.0)
+    assert quicken(other).lean is not None
+
+
+def test_layers_are_compared_all_over_the_context() -> None:
+    """Queries are scaled from position 64 of 128 on."""
+    assert is_llama_shaped(scaled(0.0).hf)
+    assert not is_llama_shaped(scaled(0.5).hf)
+
+
+class Further:
+    """The kernels, but wrong for rows of some positions."""
+
+    def __init__(self, native: Any, wrong: range) -> None:
+        self._native, self._wrong = native, wrong
+
+    def __call__(self, batch: Batch, cache: PagedCache, features: Any = ()) -> ModelOutput:
+        out = self._native(batch, cache, features)
+        for row, position in enumerate(batch.positions.tolist()):
+            if position in self._wrong:
+                out.logits[row] = out.logits[row].flip(0)
+        return out
+
+
+@pytest.mark.parametrize("wrong", [range(8), range(50, 72), range(116, 128)])
+def test_kernels_that_are_wrong_in_one_part_of_the_context_are_not_used(
+    wrong: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = adopting.NativeModel
+    monkeypatch.setattr(adopting, "NativeModel", lambda *given: Further(real(*given), wrong))
+    model = built("Llama")
+    assert not adopt(model) and model.native is None
+    assert model.refused is not None and "% off" in model.refused
+
+
+def test_a_trial_has_rows_of_several_sequences_near_and_far() -> None:
+    model, seen = built("Llama"), list[Batch]()
+
+    class Noted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
+            seen.append(batch)
+            return model(batch, cache)
+
+    with torch.inference_mode():
+        assert [part.shape for part in trial_logits(Noted())] == [(8, 61)] * 3
+    places = [seen[0].positions[s.start : s.start + s.rows].tolist() for s in seen[0].spans]
+    assert places == [[*range(8)], [*range(56, 64)], [*range(120, 128)]]
