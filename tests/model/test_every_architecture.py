@@ -71,8 +71,6 @@ UNBUILT = {
 # Where generate is not the model: as a text passes the original length it goes on with keys rotated
 # for a short one, or (Phi-4 multimodal; transformers 5.17 with all of Phi) without the text.
 WHOLE = {"llama:longrope", "minicpm3", "phi3", "phi4_multimodal", "phimoe"}
-# Positions per sequence: known to be wrong, see the issue.
-PENDING = {"ministral3", "phi3:3.5", "phi3:4-mini"}
 KERNELS = {
     *("cwm", "gemma2", "gemma3_text", "granite", "internlm3", "iquestcoder", "llama", "ministral"),
     *("mistral", "mixtral", "qwen2", "qwen3", "seed_oss"),
@@ -182,15 +180,7 @@ def check(prompt: list[int], answer: Answer, wanted: list[int], rows: torch.Tens
         assert error < TOLERANCE, f"logits behind token {index} are {float(error):.1e} off"
 
 
-PARAMETERS = [
-    pytest.param(case, marks=pytest.mark.xfail(reason="positions", strict=False))
-    if case in PENDING
-    else case
-    for case in cases()
-]
-
-
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", list(cases()))
 def test_equal_or_refused(case: str) -> None:
     kind = case.partition(":")[0]
     if kind in UNBUILT:
