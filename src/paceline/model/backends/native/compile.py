@@ -113,6 +113,8 @@ def _built() -> Path | None:
     try:
         which = _of_compiler(_compiler())
     except NativeUnavailableError:
+        if os.environ.get("CXX"):
+            raise  # whoever names a compiler wants that one's
         which = "*"
     found = [file for file in _kept().glob(f"{_of_sources()}-{which}/{_LIBRARY}") if file.is_file()]
     return max(found, key=lambda file: file.stat().st_mtime, default=None)
