@@ -33,7 +33,7 @@ LAYERS = (
     {"engine", "train", "export", "pull"},
     {"defaults"},
     {"request"},
-    {"llm", "build", "drafters", "difference", "tuned"},
+    {"async_llm", "llm", "build", "drafters", "difference", "tuned"},
     {"integrations"},
     {"tools/report"},
     {"tools"},

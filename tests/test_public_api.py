@@ -13,7 +13,7 @@ import paceline
 
 NAMES = str.split(
     """
-    LLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar ModelLoadError
+    LLM AsyncLLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar ModelLoadError
     PacelineError PromptError SamplingParams UnsupportedModelError VocabularyMismatchError
     WriteError __version__
     """
@@ -62,8 +62,10 @@ def test_llm_signature() -> None:
         default_repetition_penalty
         """
     )
+    assert list(inspect.signature(paceline.AsyncLLM).parameters) == names[1:]
     for method in ("generate", "stream", "chat", "close"):
-        assert callable(getattr(paceline.LLM, method))
+        for kind in (paceline.LLM, paceline.AsyncLLM):
+            assert callable(getattr(kind, method))
 
 
 def test_completion_and_its_stats() -> None:

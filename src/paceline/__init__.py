@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.async_llm import AsyncLLM
     from paceline.core.params import Grammar, SamplingParams
     from paceline.errors import (
         CacheMemoryError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheMemoryError",
     "Completion",
     "ConfigError",
@@ -52,6 +54,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
+    "AsyncLLM": "paceline.async_llm",
     "Completion": "paceline.request.completion",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.draft.base import vocabulary_of
 from paceline.drafters import BLOCK_SIZE, DraftLike
-from paceline.errors import CacheMemoryError, PacelineError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
@@ -34,7 +34,8 @@ from paceline.request.door import Message as Message
 from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
-from paceline.request.request import Request, advance
+from paceline.request.request import Request, any_ended, any_events, completions_of
+from paceline.request.shared_engine import SharedEngine
 from paceline.settings import told
 from paceline.stages import stage, stage_or_bar
 from paceline.tuned import TunedProfile
@@ -77,7 +78,10 @@ class LLM:
     draft, length "auto". ``notes`` says what did not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
-    ConfigError, all PacelineErrors with a one-line message. Not thread-safe.
+    ConfigError, all PacelineErrors with a one-line message.
+
+    Calls may come from several threads at the same time: they share the engine's steps, and each
+    gets its own answers. ``AsyncLLM`` does the same for coroutines.
     """
 
     def __init__(
@@ -178,7 +182,9 @@ class LLM:
             prepared = load_draft(draft, target, tokenizer, options)
         self.drafters = prepared.names
         with stage("making the cache and measuring what steps cost"):
-            self._engine: Engine | None = build_engine(target, prepared, options, self._generator)
+            engine = build_engine(target, prepared, options, self._generator)
+        ranks = self._ranks
+        self.shared = SharedEngine(engine) if ranks is None else SharedEngine(engine, ranks.close)
         self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
@@ -189,17 +195,14 @@ class LLM:
         )
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._ids = itertools.count()
-        self._requests: dict[int, Request] = {}
-        self._stepping = False
-        self._dropped: list[Request] = []  # in the middle of a step; released at its end
+        self._ids: Iterator[int] = SEQUENCE_IDS
+        self._requests = self.shared.requests
+        self._preparing = threading.Lock()  # the grammar compiler's tokenizer serves one thread
 
     @property
     def engine(self) -> Engine:
         """Raises PacelineError after ``close``."""
-        if self._engine is None:
-            raise PacelineError("this LLM has been closed; make another one")
-        return self._engine
+        return self.shared.engine
 
     @property
     def default_params(self) -> SamplingParams:
@@ -230,17 +233,19 @@ class LLM:
         anything is decoded, PacelineError after ``close``, EngineLostError if the model cannot run
         any more.
         """
-        requests = self._prepared(prompts, params, streams=False)
-        self.enqueue(requests)
+        requests = self.prepare_all(prompts, params, streams=False)
         with stage_or_bar("decoding", len(requests), "answers", progress) as begun:
             try:
-                while any(request.completion is None for request in requests):
-                    before = sum(request.completion is not None for request in requests)
-                    self.step()
-                    begun.advance(sum(r.completion is not None for r in requests) - before)
+                self.enqueue(requests)
+                left = requests
+                while left:
+                    self.shared.until(partial(any_ended, left))
+                    before = len(left)
+                    left = [request for request in left if request.completion is None]
+                    begun.advance(before - len(left))
             finally:
                 self.release(requests)
-        return [request.completion for request in requests if request.completion is not None]
+        return completions_of(requests)
 
     def stream(
         self,
@@ -253,7 +258,7 @@ class LLM:
         Closing the iterator, or dropping it, cancels what is unfinished. Several streams may be
         read in turn.
         """
-        return self._events(self._prepared(prompts, params, streams=True))
+        return self._events(self.prepare_all(prompts, params, streams=True))
 
     def chat(
         self,
@@ -266,7 +271,8 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
-        return rendered(self.tokenizer, self.target.name, messages)
+        with self._preparing:
+            return rendered(self.tokenizer, self.target.name, messages)
 
     @property
     def draft_vocabulary(self) -> str | None:
@@ -275,15 +281,13 @@ class LLM:
         return vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
-        """Cancel everything and let go of the engine; closing twice is fine."""
-        self.release(list(self._requests.values()))
-        self._engine = None
-        if self._ranks is not None:
-            self._ranks.close()
+        """Cancel everything and let go of the engine; closing twice is fine. Callers on other
+        threads get a PacelineError."""
+        self.shared.close()
 
     # -- requests ----------------------------------------------------------------------------
 
-    def _prepared(
+    def prepare_all(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -308,6 +312,12 @@ class LLM:
         Raises PromptError or ConfigError, PacelineError after ``close``.
         """
         _ = self.engine
+        with self._preparing:
+            return self._prepared(prompt, params, number, streams)
+
+    def _prepared(
+        self, prompt: Prompt, params: SamplingParams, number: int, streams: bool
+    ) -> list[Request]:
         width = min(self._width, self.target.vocab_size)
         tokens = encode(self.tokenizer, prompt, width, self.context_budget)
         check_params(params, self._width, width, self.drafters)
@@ -332,47 +342,26 @@ class LLM:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all or, if one is refused, none. Raises CacheMemoryError."""
-        try:
-            for request in requests:
-                self.engine.add(request.seq)
-                self._requests[request.seq.seq_id] = request
-        except CacheMemoryError:
-            self.release(requests)
-            raise
+        self.shared.enqueue(requests)
 
     def step(self) -> list[tuple[Request, Commit]]:
         """One step of the engine; every request has absorbed what was committed to it.
 
         Raises EngineLostError when the engine cannot go on; every request has then ended.
         """
-        self._stepping = True
-        try:
-            return advance(self.engine, self._requests)
-        finally:
-            self._stepping = False
-            dropped, self._dropped = self._dropped, []
-            self.release(dropped)
+        return self.shared.step()
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
             self.enqueue(requests)
-            while True:
+            while any(request.completion is None or request.events for request in requests):
+                self.shared.until(partial(any_events, requests))
                 for request in requests:
                     while request.events:
                         yield request.events.popleft()
-                if all(request.completion is not None for request in requests):
-                    return
-                self.step()
         finally:
             self.release(requests)
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
-        if self._stepping:
-            # A stream that nobody holds any more may be collected, and so closed, at any moment.
-            self._dropped.extend(requests)
-            return
-        for request in requests:
-            if request.completion is None and self._engine is not None:
-                self._engine.abort(request.seq.seq_id)
-            self._requests.pop(request.seq.seq_id, None)
+        self.shared.release(requests)

@@ -143,7 +143,11 @@ def test_a_step_that_fails_takes_only_its_own_requests(
     scheduler = engine.scheduler
     plan = scheduler.plan
 
-    monkeypatch.setattr(engine, "step", lambda: (plan(lambda seqs: [0] * len(seqs)), step())[1])
+    monkeypatch.setattr(
+        engine,
+        "step",
+        lambda: (plan(lambda seqs: [0] * len(seqs), lambda length: length), step())[1],
+    )
     status, _, body = ask(small, max_tokens=8)
     assert status == 500
     assert body["error"]["type"] == "server_error" and "secret" not in json.dumps(body)

@@ -68,7 +68,7 @@ _KEPT = 256  # sequences; the one longest not asked for is counted anew if it co
 
 
 class _Kept(threading.local):
-    """By sequence. Of each thread its own: engines of two threads may number alike."""
+    """By sequence. Of each thread its own: engines of two threads may change theirs at once."""
 
     def __init__(self) -> None:
         self.by_id: OrderedDict[int, Occurrences] = OrderedDict()
@@ -78,7 +78,7 @@ _kept = _Kept()
 
 
 def forget(seq_id: int) -> None:
-    """Drop what was counted of a sequence: it has ended."""
+    """Drop what was counted of a sequence on this thread: it has ended."""
     _kept.by_id.pop(seq_id, None)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 from paceline.core.constraint import Constraint, Reader, enlisted
 from paceline.core.params import SamplingParams
+
+# Of requests: no two in a process have the same, whatever engine or thread they run on.
+SEQUENCE_IDS = itertools.count(1)
 
 
 @dataclass

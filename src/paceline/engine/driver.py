@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts, SequenceState
+from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState
 from paceline.engine.clock import PHASES
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
-
-_IDS = itertools.count(1 << 40)  # away from those of LLM's own requests
 
 
 class StandstillError(Exception):
@@ -35,7 +33,7 @@ def sequence(
 ) -> SequenceState:
     """A request with a number of its own. Tokens behind ``prompt_length`` are output already."""
     length = len(tokens) if prompt_length is None else prompt_length
-    return SequenceState(next(_IDS), list(tokens), length, params, stop_ids)
+    return SequenceState(next(SEQUENCE_IDS), list(tokens), length, params, stop_ids)
 
 
 @dataclass

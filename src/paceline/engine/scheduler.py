@@ -45,10 +45,15 @@ class Scheduler:
         return {seq.seq_id: seq for seq in self.running}
 
     def add(self, seq: SequenceState) -> None:
-        """Queue a sequence behind those of its priority.
+        """Queue a sequence behind those of its priority. Raises CacheMemoryError, as ``check``."""
+        self.check(seq)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].params.priority > seq.params.priority:
+            place -= 1
+        self.waiting.insert(place, seq)
 
-        Raises CacheMemoryError if it could not run even alone.
-        """
+    def check(self, seq: SequenceState) -> None:
+        """Raises CacheMemoryError if it could not run even alone. Touches nothing."""
         longest = min(len(seq.tokens) + seq.remaining, self.config.max_positions)
         if -(-longest // self.cache.block_size) > self.cache.num_blocks:
             raise CacheMemoryError(
@@ -56,10 +61,6 @@ class Scheduler:
                 f"{self.cache.num_blocks * self.cache.block_size}; "
                 "lower max_tokens or raise kv_cache_memory"
             )
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].params.priority > seq.params.priority:
-            place -= 1
-        self.waiting.insert(place, seq)
 
     def remove(self, seq_id: int) -> bool:
         """Drop a sequence wherever it is (finished or cancelled); False if it is unknown."""

@@ -65,8 +65,9 @@ class CompletionStats:
 class Completion:
     """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
 
-    ``finish_reason`` is "stop" (end token or stop string), "length" or "error": the request failed
-    by itself, ``error`` says in a line what happened, and text and tokens are those it had by then.
+    ``finish_reason`` is "stop" (end token or stop string), "length", "abort" (it was ended by
+    ``AsyncLLM.abort``) or "error" (it failed, ``error`` says in a line why); text and tokens are
+    then those it had.
     ``draft_mask[i]`` is true where token i was proposed by the draft. ``index`` counts the n
     completions of a prompt.
     ``lossy`` is true if the engine was asked for typical acceptance: sampled text is then not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.batch import Commit, TokenLogprob
@@ -34,6 +34,7 @@ class Request:
         hidden: frozenset[int] | None = None,
     ) -> None:
         """``hidden`` are the special tokens that are no text; None is all of them."""
+        self.lost = False  # together with the engine
         self.whole_characters = False  # one that max_tokens cuts is left out, not U+FFFD
         self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
         self.seq = seq
@@ -171,6 +172,7 @@ def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Reque
         commits = engine.step()
     except EngineLostError as error:
         for request in requests.values():
+            request.lost = request.completion is None
             request.fail(str(error))
         raise
     advanced = [(requests[c.seq_id], c) for c in commits if c.seq_id in requests]
@@ -179,3 +181,20 @@ def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Reque
         if request.completion is not None and commit.finish_reason is None:
             engine.abort(commit.seq_id)  # its text failed
     return advanced
+
+
+def any_ended(requests: Sequence[Request]) -> bool:
+    return any(request.completion is not None for request in requests)
+
+
+def any_events(requests: Sequence[Request]) -> bool:
+    return any(request.events for request in requests)
+
+
+def completions_of(requests: Sequence[Request]) -> list[Completion]:
+    """Those of requests that have ended. Raises EngineLostError if the engine was lost with one."""
+    done = [request.completion for request in requests if request.completion is not None]
+    lost = [own.error for own, request in zip(done, requests, strict=True) if request.lost]
+    if lost:
+        raise EngineLostError(lost[0])
+    return done

@@ -1,0 +1,159 @@
+"""``LLM`` for coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec
+
+from paceline.core.params import SamplingParams, shown
+from paceline.errors import ConfigError
+from paceline.llm import LLM, Message, Prompt
+from paceline.request.completion import Completion, StreamEvent
+from paceline.request.door import as_conversations
+from paceline.request.request import Request, any_ended, any_events, completions_of
+from paceline.request.shared_engine import Waiter
+
+_P = ParamSpec("_P")
+
+
+def _as_llm(
+    _: Callable[Concatenate[LLM, _P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[AsyncLLM, _P], None]]:
+    """The parameters of ``LLM``, for type checkers and ``help``."""
+    return wraps(LLM.__init__, ("__annotations__",))
+
+
+class AsyncLLM:
+    """``LLM`` with ``await``: requests of all coroutines ride in the same steps.
+
+    Takes what ``LLM`` takes and raises what it does; loading waits, so make it before the loop has
+    other work. ``llm`` is the LLM underneath: threads may call it at the same time. Steps run on a
+    thread of the engine, so the event loop goes on. Cancelling a coroutine, or leaving a stream
+    early and closing it, cancels its requests. ``async with`` closes it at the end.
+    """
+
+    @_as_llm(LLM.__init__)
+    def __init__(self, *args: object, **settings: object) -> None:
+        self._over(LLM(*args, **settings))  # type: ignore[arg-type]
+
+    @classmethod
+    def over(cls, llm: LLM) -> AsyncLLM:
+        """Over an LLM that is there already."""
+        made = cls.__new__(cls)
+        made._over(llm)
+        return made
+
+    def _over(self, llm: LLM) -> None:
+        self.llm = llm
+        self._calls: dict[str, _Call] = {}
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> list[Completion]:
+        """As ``LLM.generate``. ``request_id``, if given, is a name for ``abort``.
+
+        Raises what that does, and ConfigError for a name that is in use.
+        """
+        async with self._running(prompts, params, request_id, streams=False) as requests:
+            left = requests
+            while left:
+                await self._until(partial(any_ended, left))
+                left = [request for request in left if request.completion is None]
+        return completions_of(requests)
+
+    async def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[StreamEvent]:
+        """As ``LLM.stream``, with ``async for``; wrong arguments are raised by its first event."""
+        async with self._running(prompts, params, request_id, streams=True) as requests:
+            while any(request.completion is None or request.events for request in requests):
+                await self._until(partial(any_events, requests))
+                for request in requests:
+                    while request.events:
+                        yield request.events.popleft()
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> list[Completion]:
+        """As ``LLM.chat``."""
+        prompts: list[Prompt] = [
+            await asyncio.to_thread(self.llm.render_chat, item)
+            for item in as_conversations(messages)
+        ]
+        return await self.generate(prompts, params, request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". A name
+        that is unknown, or whose call has ended, is ignored."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.aborted = True
+            self.llm.shared.abort(call.requests)
+
+    async def close(self) -> None:
+        """As ``LLM.close``; calls that are under way raise PacelineError."""
+        await asyncio.to_thread(self.llm.close)
+
+    @asynccontextmanager
+    async def _running(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        request_id: str | None,
+        streams: bool,
+    ) -> AsyncIterator[list[Request]]:
+        call = _Call()
+        name = f"call {id(call)}" if request_id is None else request_id
+        if self._calls.setdefault(name, call) is not call:
+            raise ConfigError(f"request_id {shown(name)} is in use; give each call its own")
+        shared = self.llm.shared
+        try:
+            # Reading a long prompt, or compiling a grammar, must not hold up the event loop.
+            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams)
+            shared.enqueue(made)
+            call.requests = made
+            if call.aborted:
+                shared.abort(made)
+            yield made
+        finally:
+            del self._calls[name]
+            shared.release(call.requests)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""
+        ready, loop = asyncio.Event(), asyncio.get_running_loop()
+        waiter = Waiter(done, partial(loop.call_soon_threadsafe, ready.set))
+        try:
+            self.llm.shared.await_steps(waiter)
+            await ready.wait()
+        finally:
+            self.llm.shared.leave(waiter)
+        if waiter.error is not None:
+            raise waiter.error
+
+
+class _Call:
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.aborted = False

@@ -1,0 +1,275 @@
+"""One engine for callers on any thread and in any event loop.
+
+    a caller that is alone     takes the steps itself, on its own thread
+    several at the same time   the engine's thread takes the steps for all, and wakes each caller
+                               when its own requests have got what it waits for
+
+Only the holder of one lock touches the engine. What others want of it, a request queued or
+dropped, lies in an inbox until the step under way has ended: nobody waits for that, so a stream
+may be collected, and so closed, at any moment and on any thread. Steps are taken only while
+somebody waits for one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from weakref import WeakSet
+
+from paceline.core.batch import Commit
+from paceline.engine.engine import Engine
+from paceline.engine.recovery import Failure
+from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
+from paceline.request.request import Request, advance
+
+_IDLE_SECONDS = 1.0  # after which the engine's thread ends, and callers take the steps again
+_EXIT_SECONDS = 10.0  # that the interpreter's end waits for the step under way
+
+
+def _closed() -> PacelineError:
+    return PacelineError("this LLM has been closed; make another one")
+
+
+class Waiter:
+    """A caller that waits until ``done()``; ``wake`` is then called, on the engine's thread."""
+
+    def __init__(self, done: Callable[[], bool], wake: Callable[[], object]) -> None:
+        self.done, self.wake = done, wake
+        self.error: PacelineError | None = None  # why nothing will come any more
+
+
+class SharedEngine:
+    """An engine, its requests, and who takes its steps. All methods may be called on any thread."""
+
+    def __init__(self, engine: Engine, on_close: Callable[[], None] = lambda: None) -> None:
+        """``on_close`` is called once nothing uses the engine any more."""
+        self.requests: dict[int, Request] = {}  # by sequence
+        self._engine: Engine | None = engine
+        self._on_close = on_close
+        self._owned = threading.Lock()  # its holder, and nobody else, touches the engine
+        self._owner: int | None = None  # the holder's thread
+        self._inbox: deque[Callable[[Engine], None]] = deque()  # in order
+        self._waiters: dict[int, Waiter] = {}
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()  # for beginning and ending the thread
+        self._work = threading.Event()
+        self._closing = self._exiting = False
+        _LIVE.add(self)
+
+    @property
+    def engine(self) -> Engine:
+        """Raises PacelineError after ``close``."""
+        if self._engine is None or self._closing:
+            raise _closed()
+        return self._engine
+
+    # -- what callers want of it -----------------------------------------------------------------
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Queue all or, if one is refused, none. Raises CacheMemoryError."""
+        for request in requests:
+            self.engine.scheduler.check(request.seq)
+        now = time.perf_counter()
+        for request in requests:
+            self._inbox.append(partial(self._add, request, now))
+        self._tidy()
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
+        for request in requests:
+            self._inbox.append(partial(self._drop, request))
+        self._tidy()
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End what is unfinished with what it has; ``finish_reason`` is "abort"."""
+        for request in requests:
+            self._inbox.append(partial(self._end, request))
+        self._tidy()
+
+    def close(self) -> None:
+        """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless it
+        is called in that step: the engine is then let go of behind it."""
+        self._closing = True
+        if self._owner != threading.get_ident():
+            with self._owned:
+                self._settle()
+        self._work.set()
+
+    def _add(self, request: Request, moment: float, engine: Engine) -> None:
+        try:
+            engine.add(request.seq)
+        except CacheMemoryError as error:  # checked before, but then the cache was another one
+            request.fail(str(error))
+            return
+        request.seq.queued = moment
+        self.requests[request.seq.seq_id] = request
+
+    def _drop(self, request: Request, engine: Engine) -> None:
+        if request.completion is None:
+            engine.abort(request.seq.seq_id)
+        self.requests.pop(request.seq.seq_id, None)
+
+    def _end(self, request: Request, engine: Engine) -> None:
+        if request.completion is None:
+            engine.abort(request.seq.seq_id)
+            request.absorb(Commit(request.seq.seq_id, (), finish_reason="abort"))
+
+    # -- taking steps ----------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[Request, Commit]]:
+        """One step, for a caller with a loop of its own, who then takes all of them.
+
+        Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
+        """
+        with self._owned:
+            self._owner = threading.get_ident()
+            try:
+                advanced = self._step()
+            finally:
+                self._owner = None
+        self._tidy()
+        return advanced
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Return once ``done()``: take steps, or wait for them if others want some as well.
+
+        Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
+        """
+        if self._thread is None and self._take():
+            try:
+                while not done():
+                    if self._waiters:
+                        break
+                    self._step()
+                else:
+                    return
+            finally:
+                self._give_back()
+        ready = threading.Event()
+        waiter = Waiter(done, ready.set)
+        try:
+            self.await_steps(waiter)
+            ready.wait()
+        finally:
+            self.leave(waiter)
+        if waiter.error is not None:
+            raise waiter.error
+
+    def await_steps(self, waiter: Waiter) -> None:
+        """Have steps taken until the waiter is done, or has an ``error``; it is then woken."""
+        self._waiters[id(waiter)] = waiter
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._serve, name="paceline-steps", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._work.set()
+
+    def leave(self, waiter: Waiter) -> None:
+        """It does not wait any more."""
+        self._waiters.pop(id(waiter), None)
+
+    def _step(self) -> list[tuple[Request, Commit]]:
+        self._settle()
+        engine = self.engine
+        if not engine.has_work:  # nothing would ever come of these
+            for request in self.requests.values():
+                request.fail("the engine has dropped this request")
+        return advance(engine, self.requests)
+
+    def _take(self) -> bool:
+        """Own the engine, if nobody else does."""
+        if not self._owned.acquire(blocking=False):
+            return False
+        self._owner = threading.get_ident()
+        return True
+
+    def _give_back(self) -> None:
+        self._owner = None
+        self._owned.release()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """See to the inbox if nobody owns the engine; who does looks after its step, and here."""
+        while (self._inbox or (self._closing and self._engine is not None)) and self._take():
+            try:
+                self._settle()
+            finally:
+                self._owner = None
+                self._owned.release()
+
+    def _settle(self) -> None:
+        """What is in the inbox. By the owner, between two steps."""
+        engine = self._engine
+        while self._inbox:
+            wanted = self._inbox.popleft()
+            if engine is not None:
+                wanted(engine)
+        if self._closing and engine is not None:
+            for request in list(self.requests.values()):
+                self._drop(request, engine)
+            self._engine = None
+            self._on_close()
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            if self._waiters and not self._exiting:
+                with self._owned:
+                    self._owner = threading.get_ident()
+                    try:
+                        self._serve_waiters()
+                    finally:
+                        self._owner = None
+                self._tidy()
+            idle = not self._work.wait(_IDLE_SECONDS)
+            self._work.clear()
+            if idle or self._exiting:
+                with self._starting:
+                    if self._exiting or not self._waiters:
+                        self._thread = None
+                        return
+
+    def _serve_waiters(self) -> None:
+        """Until nobody waits any more."""
+        while not self._exiting:
+            for key, waiter in self._waiters.copy().items():
+                if waiter.done():
+                    self._wake(key, waiter)
+            if not self._waiters:
+                return
+            try:
+                self._step()
+            except BaseException as error:  # each caller gets one of its own
+                lost = isinstance(error, EngineLostError)
+                text = str(error) if isinstance(error, PacelineError) else str(Failure.of(error))
+                for key, waiter in self._waiters.copy().items():
+                    waiter.error = (EngineLostError if lost else PacelineError)(text)
+                    self._wake(key, waiter)
+
+    def _wake(self, key: int, waiter: Waiter) -> None:
+        self._waiters.pop(key, None)
+        with suppress(RuntimeError):  # of an event loop that has been closed
+            waiter.wake()
+
+    def _exit(self) -> None:
+        thread, self._exiting = self._thread, True
+        self._work.set()
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)
+
+
+_LIVE: WeakSet[SharedEngine] = WeakSet()
+
+
+@atexit.register
+def _exit_all() -> None:
+    """No step is under way when the interpreter, and the libraries under it, are torn down."""
+    for shared in list(_LIVE):
+        shared._exit()
