@@ -99,7 +99,7 @@ def test_each_thread_gets_the_answer_that_it_gets_alone(llm: LLM) -> None:
     for _ in range(2):
         assert in_threads(work) == alone
     together = llm.engine.steps - steps
-    assert together < 2 * sum(len(one[0]) for own in alone for one in own) / 2, "not batched"
+    assert together < sum(len(one[0]) for own in alone for one in own), "not batched"
 
 
 def test_coroutines_and_threads_share_the_steps(llm: LLM) -> None:
@@ -201,7 +201,7 @@ def test_a_lost_engine_reaches_every_caller(llm: LLM, monkeypatch: pytest.Monkey
     assert llm.generate(*asked(0))[0].error is None
 
 
-@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("count", [1, 4])
 def test_closing_ends_those_who_generate(llm: LLM, count: int) -> None:
     own = llm.beside(max_batch_size=4)
     begun = threading.Semaphore(0)
@@ -254,13 +254,13 @@ def test_a_request_that_the_engine_has_dropped_ends(llm: LLM) -> None:
 def test_an_interrupt_ends_the_call_that_it_hits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a caller are taken over by the engine's thread, others have their answers."""
     expected = answers(llm.generate(*asked(0)))
-    propose, hit = llm.engine.forward, []
+    forward, hit = llm.engine.forward, []
 
     def once(batch: Any) -> Any:
         if threading.current_thread().name == "hit" and not hit:
             hit.append(True)
             raise KeyboardInterrupt
-        return propose(batch)
+        return forward(batch)
 
     ended: list[str] = []
 
