@@ -64,7 +64,7 @@ def _nothing_left(llm: LLM) -> Iterator[None]:
     deadline = time.monotonic() + 10
     while (llm.engine.has_work or llm._requests) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not llm.engine.has_work and not llm._requests and not llm.shared._waiters
+    assert not llm.engine.has_work and not llm._requests and not llm.owner._waiters
     llm.engine.cache.check()
 
 
@@ -127,11 +127,11 @@ def test_coroutines_and_threads_share_the_steps(llm: LLM) -> None:
 def test_a_caller_alone_takes_the_steps_itself(llm: LLM) -> None:
     """No thread is begun for one, and that of several ends when nobody needs it."""
     deadline = time.monotonic() + 10
-    while llm.shared._thread is not None and time.monotonic() < deadline:
+    while llm.owner._thread is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     llm.generate(*asked(0))
     list(llm.stream(*asked(0)))
-    assert llm.shared._thread is None
+    assert llm.owner._thread is None
 
 
 def test_streams_may_be_dropped_at_any_moment(llm: LLM) -> None:
@@ -224,7 +224,7 @@ def test_closing_ends_those_who_generate(llm: LLM, count: int) -> None:
         own.close()
         lines = {one.result(60) for one in told}
     assert lines == {"this LLM has been closed; make another one"}
-    assert own.shared._engine is None and not own._requests
+    assert own.owner._engine is None and not own._requests
 
 
 def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(own.engine, "forward", closing)
     with pytest.raises(PacelineError, match="has been closed"):
         own.generate(TEXTS[0], LONG)
-    assert own.shared._engine is None
+    assert own.owner._engine is None
 
 
 def test_a_request_that_the_engine_has_dropped_ends(llm: LLM) -> None:
@@ -270,7 +270,7 @@ def test_an_interrupt_ends_the_call_that_it_hits(llm: LLM, monkeypatch: pytest.M
         except KeyboardInterrupt:
             ended.append("interrupted")
 
-    while llm.shared._thread is not None:
+    while llm.owner._thread is not None:
         time.sleep(0.05)
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine, "forward", once)

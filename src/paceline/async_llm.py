@@ -13,8 +13,8 @@ from paceline.errors import ConfigError
 from paceline.llm import LLM, Message, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.door import as_conversations
+from paceline.request.owner import Waiter
 from paceline.request.request import Request, any_ended, any_events, completions_of
-from paceline.request.shared_engine import Waiter
 
 _P = ParamSpec("_P")
 
@@ -109,7 +109,7 @@ class AsyncLLM:
         call = self._calls.get(request_id)
         if call is not None:
             call.aborted = True
-            self.llm.shared.abort(call.requests)
+            self.llm.owner.abort(call.requests)
 
     async def close(self) -> None:
         """As ``LLM.close``; calls that are under way raise PacelineError."""
@@ -127,28 +127,28 @@ class AsyncLLM:
         name = f"call {id(call)}" if request_id is None else request_id
         if self._calls.setdefault(name, call) is not call:
             raise ConfigError(f"request_id {shown(name)} is in use; give each call its own")
-        shared = self.llm.shared
+        owner = self.llm.owner
         try:
             # Reading a long prompt, or compiling a grammar, must not hold up the event loop.
             made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams)
-            shared.enqueue(made)
+            owner.enqueue(made)
             call.requests = made
             if call.aborted:
-                shared.abort(made)
+                owner.abort(made)
             yield made
         finally:
             del self._calls[name]
-            shared.release(call.requests)
+            owner.release(call.requests)
 
     async def _until(self, done: Callable[[], bool]) -> None:
         """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
         waiter = Waiter(done, partial(loop.call_soon_threadsafe, ready.set))
         try:
-            self.llm.shared.await_steps(waiter)
+            self.llm.owner.await_steps(waiter)
             await ready.wait()
         finally:
-            self.llm.shared.leave(waiter)
+            self.llm.owner.leave(waiter)
         if waiter.error is not None:
             raise waiter.error
 

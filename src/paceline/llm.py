@@ -34,8 +34,8 @@ from paceline.request.door import Message as Message
 from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
+from paceline.request.owner import EngineOwner
 from paceline.request.request import Request, any_ended, any_events, completions_of
-from paceline.request.shared_engine import SharedEngine
 from paceline.settings import told
 from paceline.stages import stage, stage_or_bar
 from paceline.tuned import TunedProfile
@@ -184,7 +184,7 @@ class LLM:
         with stage("making the cache and measuring what steps cost"):
             engine = build_engine(target, prepared, options, self._generator)
         ranks = self._ranks
-        self.shared = SharedEngine(engine) if ranks is None else SharedEngine(engine, ranks.close)
+        self.owner = EngineOwner(engine) if ranks is None else EngineOwner(engine, ranks.close)
         self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
@@ -196,13 +196,13 @@ class LLM:
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._ids: Iterator[int] = SEQUENCE_IDS
-        self._requests = self.shared.requests
+        self._requests = self.owner.requests
         self._preparing = threading.Lock()  # the grammar compiler's tokenizer serves one thread
 
     @property
     def engine(self) -> Engine:
         """Raises PacelineError after ``close``."""
-        return self.shared.engine
+        return self.owner.engine
 
     @property
     def default_params(self) -> SamplingParams:
@@ -239,7 +239,7 @@ class LLM:
                 self.enqueue(requests)
                 left = requests
                 while left:
-                    self.shared.until(partial(any_ended, left))
+                    self.owner.until(partial(any_ended, left))
                     before = len(left)
                     left = [request for request in left if request.completion is None]
                     begun.advance(before - len(left))
@@ -283,7 +283,7 @@ class LLM:
     def close(self) -> None:
         """Cancel everything and let go of the engine; closing twice is fine. Callers on other
         threads get a PacelineError."""
-        self.shared.close()
+        self.owner.close()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -342,20 +342,20 @@ class LLM:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all or, if one is refused, none. Raises CacheMemoryError."""
-        self.shared.enqueue(requests)
+        self.owner.enqueue(requests)
 
     def step(self) -> list[tuple[Request, Commit]]:
         """One step of the engine; every request has absorbed what was committed to it.
 
         Raises EngineLostError when the engine cannot go on; every request has then ended.
         """
-        return self.shared.step()
+        return self.owner.step()
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
             self.enqueue(requests)
             while any(request.completion is None or request.events for request in requests):
-                self.shared.until(partial(any_events, requests))
+                self.owner.until(partial(any_events, requests))
                 for request in requests:
                     while request.events:
                         yield request.events.popleft()
@@ -364,4 +364,4 @@ class LLM:
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
-        self.shared.release(requests)
+        self.owner.release(requests)

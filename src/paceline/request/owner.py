@@ -43,7 +43,7 @@ class Waiter:
         self.error: PacelineError | None = None  # why nothing will come any more
 
 
-class SharedEngine:
+class EngineOwner:
     """An engine, its requests, and who takes its steps. All methods may be called on any thread."""
 
     def __init__(self, engine: Engine, on_close: Callable[[], None] = lambda: None) -> None:
@@ -265,11 +265,11 @@ class SharedEngine:
             thread.join(_EXIT_SECONDS)
 
 
-_LIVE: WeakSet[SharedEngine] = WeakSet()
+_LIVE: WeakSet[EngineOwner] = WeakSet()
 
 
 @atexit.register
 def _exit_all() -> None:
     """No step is under way when the interpreter, and the libraries under it, are torn down."""
-    for shared in list(_LIVE):
-        shared._exit()
+    for owner in list(_LIVE):
+        owner._exit()
