@@ -13,8 +13,8 @@ import paceline
 
 NAMES = str.split(
     """
-    LLM AsyncLLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar ModelLoadError
-    PacelineError PromptError SamplingParams UnsupportedModelError VocabularyMismatchError
+    LLM AsyncLLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar
+    ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError VocabularyMismatchError
     WriteError __version__
     """
 )
