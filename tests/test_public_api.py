@@ -14,8 +14,8 @@ import paceline
 NAMES = str.split(
     """
     LLM AsyncLLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar
-    ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError VocabularyMismatchError
-    WriteError __version__
+    ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError
+    VocabularyMismatchError WriteError __version__
     """
 )
 
