@@ -48,7 +48,8 @@ class Arrival:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            # Of the device that the copy leaves: the current one may be another.
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def values(self) -> list[int]:
         if self._event is not None:

@@ -65,7 +65,7 @@ class TokenTree:
     after temperature and truncation, from which node i AND its earlier siblings were drawn (the
     distribution before any of them was drawn). A sampled draw without q is refused: it could not be
     verified. ``wants_choices``: the drafter learns from what every row would yield, also beside
-    the accepted path.
+    the accepted path. ``known``: the tokens, where the host has them, too.
     """
 
     tokens: torch.Tensor
@@ -73,6 +73,7 @@ class TokenTree:
     draw: Draw = Draw.POINT
     q: torch.Tensor | None = None
     wants_choices: bool = False
+    known: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.parents)

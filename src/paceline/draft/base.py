@@ -147,7 +147,10 @@ class LookupDrafter:
         for item in plan.slices:
             drafts = item.decodes and item.draft_length
             tokens, parents = self.guess(item) if drafts else ((), ())
-            tree = TokenTree(to_device(tokens, self._device), tuple(parents)) if tokens else None
+            tree = None
+            if tokens:
+                ids, known = to_device(tokens, self._device), tuple(tokens)
+                tree = TokenTree(ids, tuple(parents), known=known)
             trees.append(tree or self._empty)
         return trees
 

@@ -163,7 +163,6 @@ class ModelDrafter(LevelDrafter):
     """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
 
     reads = True  # a prompt, before it drafts
-    deliver_to: torch.device | None = None  # the target's, if that is another one
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class ModelDrafter(LevelDrafter):
 
     def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
         self._states[seq_id].slots = slots
-        return tree if self.deliver_to is None else tree.on(self.deliver_to)
+        return tree.on(self.deliver_to)
 
     def _feed(self, item: Slice) -> Feed | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there

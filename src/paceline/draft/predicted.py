@@ -67,7 +67,8 @@ class Predictions:
         guess = own.speculate(text, length, length, _FACTOR, _OFFSET, _LEAST)
         if not guess.tokens:
             return None
-        return TokenTree(to_device(guess.tokens, self._device), guess.parents)
+        ids = to_device(guess.tokens, self._device)
+        return TokenTree(ids, guess.parents, known=tuple(guess.tokens))
 
     def forget(self, seq_id: int) -> None:
         self._trees.pop(seq_id, None)

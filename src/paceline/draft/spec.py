@@ -93,7 +93,7 @@ class DraftContext:
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """The randomness of requests without a seed, for draws on another device, too."""
-        if device.type == self.generator.device.type:
+        if device == self.generator.device:
             return self.generator
         other = torch.Generator(device)
         drawn = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)

@@ -66,7 +66,7 @@ class StringDrafter:
         self._inner = inner
         self._match = match
         self._shadows: dict[int, _Shadow] = {}
-        self._empty = TokenTree.empty(inner.model.device)
+        self._empty = TokenTree.empty(inner.deliver_to)
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)

@@ -45,7 +45,8 @@ class PhaseClock:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.steps = 0
-        self._events = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._events = self._device.type == "cuda"
         self._phases: list[str] = []
         self._marks: list[Any] = []
         self._last: tuple[list[str], list[Any]] = ([], [])
@@ -88,7 +89,7 @@ class PhaseClock:
             self._marks.append(time.perf_counter())
             return
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append(event)
 
     def _settle(self) -> None:

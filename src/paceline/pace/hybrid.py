@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.transfer import Arrival
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.pace.controller import AdaptiveLength, Prospect
@@ -61,9 +62,16 @@ class _Trial:
         """Levels of which it is known whether they were right."""
         return min(self.accepted + self.ended, _levels(self.tree))
 
+    def __post_init__(self) -> None:
+        # On their way while the step's forward runs; what the host knows need not come.
+        self._arrival = None if self.tree.known is not None else Arrival(self.tree.tokens)
+
+    def _guesses(self) -> Sequence[int]:
+        return self.tree.known or (self._arrival.values() if self._arrival else ())
+
     def follow(self, tokens: Sequence[int]) -> None:
         """Go on with what was committed."""
-        guesses, children = self.tree.tokens.tolist(), children_of(self.tree.parents)
+        guesses, children = self._guesses(), children_of(self.tree.parents)
         for token in tokens:
             below = [c for c in children[self.node + 1] if guesses[c] == token]
             if not below:

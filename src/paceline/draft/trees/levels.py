@@ -44,7 +44,15 @@ class LevelDrafter(ABC):
         self._policy = policy
         self._generator = generator
         self._max_positions = max_positions
-        self._empty = TokenTree.empty(cache.device)
+        self.deliver_to = cache.device  # where trees are wanted: the target's device
+
+    @property
+    def deliver_to(self) -> torch.device:
+        return self._empty.tokens.device
+
+    @deliver_to.setter
+    def deliver_to(self, device: torch.device) -> None:
+        self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
         return self._policy.max_nodes(length)
