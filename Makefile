@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-tables test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -46,6 +46,12 @@ test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes,
 
 test-tables: $(VENV)/.installed-test  ## tests that depend on a model's numbers, on every instruction set and on torch
 	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m tables --workers $(WORKERS) $(ARGS)
+
+gpu-check: $(VENV)/.installed-test  ## on a CUDA machine: the suite, texts beside the processor's, prices, graphs
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "error: torch sees no CUDA device")'
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q $(ARGS)
+	mkdir -p runs/gpu
+	$(BIN)/python benchmarks/gpu_check.py --json runs/gpu/check.json
 
 # A virtual environment of its own, with the oldest versions that pyproject.toml allows.
 OLDEST := .venv-oldest

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The benchmarks on a CUDA machine: the embedded pair, the pair inflated to 8B and 0.6B, and every
-# drafter on both.
+# `make gpu-check` and more, on a CUDA machine: texts of every drafter beside the processor's, prices and
+# a captured step (gpu_check.py); then the benchmarks: the embedded pair, the pair inflated to 8B and
+# 0.6B, and every drafter on both.
 # Run from the root of the repository, in an environment where Paceline and a CUDA build of torch
 # are installed. Needs about 20 GB of disk for the inflated pair and 110 GB of GPU memory; with
 # less memory, pass --no-rules (75 GB). Options are handed on to decoding.py.
@@ -19,6 +20,7 @@ python=${PYTHON:-python}
 [[ -x .venv/bin/python && -z ${PYTHON:-} ]] && python=.venv/bin/python
 
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: torch sees no CUDA device")'
+"$python" benchmarks/gpu_check.py --json "$out/check.json"
 "$python" benchmarks/inflate.py paceline/tiny --preset 8b
 "$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b
 "$python" benchmarks/decoding.py --device cuda --presets 8b,0.6b --per-suite 2 \

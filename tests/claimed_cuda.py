@@ -31,6 +31,7 @@ _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 _LOOKS = {Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__bool__, Tensor.__int__}
 _LOOKS |= {Tensor.__float__, Tensor.__index__, torch.equal}
 _SIZES = {Tensor.nonzero, torch.nonzero, torch.masked_select, torch.unique, Tensor.unique}
+_SIZES |= {torch.bincount, Tensor.bincount}
 _ITSELF = {Tensor.requires_grad_, Tensor.__repr__, Tensor.__format__}
 _OWN = {
     "device",
@@ -165,8 +166,8 @@ class Devices(TorchFunctionMode):
             self.to_host += 1
             self.wait()
         elif function in _SIZES or (
-            function is Tensor.__getitem__
-            and any(t.dtype == torch.bool and t is not args[0] for t in tensors)
+            function in (Tensor.__getitem__, Tensor.__setitem__)
+            and any(getattr(t, "dtype", None) == torch.bool for t in tree_flatten(args[1])[0])
         ):
             self.wait()
         if wanted is not None:
@@ -207,6 +208,8 @@ class Devices(TorchFunctionMode):
                 self.wait()
         elif source.device == HOST:
             self.to_device += 1
+            if not at_once:
+                self.wait()
         else:
             self.between += 1
 
@@ -252,7 +255,7 @@ class Event:
         self.seconds = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass  # counted where it matters: the step's own wait comes before
+        Devices.current.wait()
 
     def elapsed_time(self, other: Event) -> float:
         return 1e3 * (other.seconds - self.seconds)

@@ -25,8 +25,10 @@ MIXED = [
 ]
 HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "max_batch_size": 2}
 VERIFY = "verifier._verdicts"
-# Waits on top of the one: what each drafter's page says.
+# Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
+# events that a grammar's paths, a look-up on the device and the clock ask for.
 SAID = {"grow.grow", "translated.propose", "selfspec._scores"}
+ARRIVED = {"transfer.values", "clock._settle"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, best first"]
 
@@ -72,7 +74,8 @@ def test_every_drafter_on_a_device(name: str, kind: str, monkeypatch: pytest.Mon
         assert devices.between == 0
     for waits, _, _ in steps:
         assert waits.pop(VERIFY, 0) <= 1
-        assert waits.keys() <= SAID | {"prompts.prompt_logprobs"}, waits
+        assert waits.keys() <= SAID | ARRIVED | {"prompts.prompt_logprobs"}, waits
+        assert all(waits[name] <= 1 for name in SAID), waits
 
 
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
@@ -92,7 +95,9 @@ def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
     llm = LLM("paceline/tiny", device="cuda:0", **HOW)
     steps = counted(llm, devices)
     texts(llm, GREEDY)
-    assert steps and all(step == (Counter({VERIFY: 1}), 1, 1) for step in steps), steps
+    for waits, up, down in steps:
+        assert waits.keys() <= {VERIFY, "clock._settle"} and waits[VERIFY] == 1, waits
+        assert (up, down) == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "recycling"])
@@ -104,7 +109,8 @@ def test_a_hybrid_that_follows_its_look_ups_waits_once(name: str, devices: Devic
     done = llm.generate([PROMPTS[1] * 4], long)
     assert done[0].stats.target_steps > 3
     for waits, _, _ in steps:
-        assert waits.keys() <= {VERIFY} and waits[VERIFY] <= 1, waits
+        assert waits.keys() <= {VERIFY} | ARRIVED and waits[VERIFY] <= 1, waits
+        assert name == "recycling" or not waits["transfer.values"], "the host knows its look-ups"
 
 
 def test_a_grammar_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +133,7 @@ def test_preempted_and_shared_sequences(monkeypatch: pytest.MonkeyPatch) -> None
     with claimed_devices(monkeypatch):
         llm = LLM("paceline/tiny", kv_cache_memory=3 << 20, device="cuda:1", **how)
         assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
+        assert llm.engine.scheduler.preemptions or llm.engine.cache.shares
 
 
 # -- the harness itself ----------------------------------------------------------------------------

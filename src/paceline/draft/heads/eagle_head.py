@@ -282,6 +282,9 @@ class EagleHead(nn.Module):
 
         The output is what the next step takes in, before the final norm (EAGLE-3).
         """
+        # No weights, so a module does not move it: its frequencies would be copied at each forward.
+        if self.rotary.inv_freq.device != hidden.device:
+            self.__dict__["rotary"] = self.rotary.to(hidden.device)
         cos, sin = (part[0][:, None] for part in self.rotary(hidden, positions[None]))
         out: torch.Tensor
         if self.config.version == 3:

@@ -1,0 +1,136 @@
+"""What runs on a GPU beside the same on the processor: texts, prices, and a captured step.
+
+    python benchmarks/gpu_check.py [--device cuda:0] [--model paceline/tiny] [--json FILE]
+
+In float32, greedy and seeded: every drafter's text on the device is compared with plain decoding's
+on the processor, and logits of the same forward row by row (roundings differ there, so near ties
+may part; the largest difference is shown). Then what a step over 1 to 32 rows costs, and whether a step
+can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from paceline import LLM, SamplingParams
+from paceline.core.batch import Batch, Span
+from paceline.drafters import DRAFTERS
+
+PROMPTS = ["Once upon a time there was a", "one two one two one two", "def add(a, b):\n    return"]
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=32, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, seed=5, max_tokens=32, ignore_eos=True),
+}
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def specs(model: str) -> dict[str, str]:
+    """A draft of each kind that needs nothing but the embedded models."""
+    weights = {"target": model} | {r.weights: f"{model}-{r.weights}" for r in DRAFTERS.values()}
+    found = {kind: record.examples[0].format(**weights) for kind, record in DRAFTERS.items()}
+    return {kind: spec for kind, spec in found.items() if kind != "quantized"}  # on processors only
+
+
+def texts(llm: LLM) -> dict[str, list[list[int]]]:
+    return {
+        name: [done.token_ids for done in llm.generate(PROMPTS, params)]
+        for name, params in PARAMS.items()
+    }
+
+
+def step_of(llm: LLM, rows: int) -> Callable[[], torch.Tensor]:
+    """A forward over a chain of so many rows behind 64 tokens."""
+    target = llm.target
+    cache = target.new_cache(8, 16)
+    at = torch.arange(64, 64 + rows, device=target.device)
+    span = Span(0, 0, 64, rows)
+    batch = Batch(at % target.vocab_size, at, at, (span,), (tuple(range(8)),))
+
+    def step() -> torch.Tensor:
+        with torch.inference_mode():
+            return target(batch, cache).logits
+
+    return step
+
+
+def seconds(step: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
+    """The median of some rounds, the device waited for."""
+    taken = []
+    for _ in range(rounds + 3):
+        began = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[3:])
+
+
+def captured(step: Callable[[], torch.Tensor], device: torch.device) -> float | str:
+    """Seconds of the step as a CUDA graph, or why there is none."""
+    if device.type != "cuda":
+        return "no CUDA device"
+    try:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return seconds(graph.replay, device)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda:0", help="cuda:N; cpu tries the script itself")
+    parser.add_argument("--model", default="paceline/tiny")
+    parser.add_argument("--only", nargs="+", help="these kinds of drafters")
+    parser.add_argument("--json", type=Path, help="the figures, to a file")
+    given = parser.parse_args(arguments)
+    how: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1}
+    console = Console()
+    host = LLM(given.model, device="cpu", **how)
+    plain = LLM(given.model, device=given.device, **how)
+    device = plain.target.device
+    wanted, wrong = texts(host), []
+    for kind, spec in {"none": "none", **specs(given.model)}.items():
+        if given.only and kind not in given.only:
+            continue
+        found = texts(plain.beside(spec, draft_length=4))
+        parted = [name for name in PARAMS if found[name] != wanted[name]]
+        wrong += [f"{kind} ({name})" for name in parted]
+        console.print(
+            f"{kind:14} {'differs: ' + ', '.join(parted) if parted else 'the same texts'}"
+        )
+    apart = max(float((step_of(plain, n)().cpu() - step_of(host, n)()).abs().max()) for n in (1, 8))
+    prices = {rows: seconds(step_of(plain, rows), device) for rows in ROWS}
+    graphs = {rows: captured(step_of(plain, rows), device) for rows in (1, 8)}
+    console.print(f"logits apart by {apart:.1e} at most (float32, 1 and 8 rows)")
+    for rows, price in prices.items():
+        console.print(f"{rows:3} rows {1e3 * price:8.3f} ms  {price / prices[1]:.2f} of one row")
+    for rows, graph in graphs.items():
+        text = graph if isinstance(graph, str) else f"{1e3 * graph:.3f} ms"
+        console.print(f"{rows:3} rows as a CUDA graph: {text}")
+    record = {"device": str(device), "differ": wrong, "logits_apart": apart}
+    record |= {"seconds": prices, "graph_seconds": graphs, "torch": torch.__version__}
+    if given.json is not None:
+        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
