@@ -4,8 +4,8 @@
 
 In float32, greedy and seeded: every drafter's text on the device is compared with plain decoding's
 on the processor, and logits of the same forward row by row (roundings differ there, so near ties
-may part; the largest difference is shown). Then what a step over 1 to 32 rows costs, and whether a step
-can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a text differs.
+may part; the largest difference is shown). Then what a step over 1 to 32 rows costs, and whether a
+step can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations

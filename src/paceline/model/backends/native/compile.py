@@ -85,6 +85,9 @@ def library_file() -> Path:
             if not file.is_file():  # else another process has built it meanwhile
                 _build(compiler, folder)
     except (OSError, PacelineError) as error:
+        others = _of_any_compiler()
+        if others is not None and not os.environ.get("CXX"):
+            return others
         if isinstance(error, NativeUnavailableError):
             raise
         raise NativeUnavailableError(f"the kernels cannot be built ({error})") from None
@@ -111,11 +114,16 @@ def _built() -> Path | None:
     if os.name != "posix":
         raise NativeUnavailableError("only Linux and macOS are supported")
     try:
-        which = _of_compiler(_compiler())
+        compiler = _compiler()
     except NativeUnavailableError:
         if os.environ.get("CXX"):
             raise  # whoever names a compiler wants that one's
-        which = "*"
+        return _of_any_compiler()
+    return _of_any_compiler(_of_compiler(compiler))
+
+
+def _of_any_compiler(which: str = "*") -> Path | None:
+    """The newest library of these sources by such a compiler."""
     found = [file for file in _kept().glob(f"{_of_sources()}-{which}/{_LIBRARY}") if file.is_file()]
     return max(found, key=lambda file: file.stat().st_mtime, default=None)
 
