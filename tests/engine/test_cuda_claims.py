@@ -28,7 +28,8 @@ VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
 # events that a grammar's paths, a look-up on the device and the clock ask for.
 SAID = {"grow.grow", "translated.propose", "selfspec._scores"}
-ARRIVED = {"transfer.values", "clock._settle"}
+# And a table of hashes, sent to a device once in the process.
+ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, best first"]
 
