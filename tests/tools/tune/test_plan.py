@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,34 @@ def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
     assert chosen[-1].spec == "hybrid:look+a"
     assert all(c.batch == 4 for c in chosen)
     assert all(c.predicted > 1 for c in chosen[1:])
+
+
+def test_what_was_measured_is_told_before_what_was_predicted() -> None:
+    """0.70x and 0.92x, in too few rounds, were followed by "predicted to reach 1.43x"."""
+    outcome = synthetic()
+    outcome.rounds = 3
+    outcome.results = [entry(NO_DRAFT, 0, [1.0]), entry("a", 4, [0.7]), entry("b", 4, [0.92])]
+    said = decision(outcome)
+    assert "reached 0.92x" in said and "1 of 3 rounds" in said
+    assert "plain decoding was faster" in said and "predicted" not in said
+
+
+def test_look_ups_are_tried_before_what_costs_a_forward() -> None:
+    seen: list[str] = []
+
+    class Told(Exception):
+        pass
+
+    def ordered(candidates: Any, family: Any) -> Any:
+        seen.extend(candidate.spec for candidate in candidates)
+        raise Told
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Told):
+        patch.setattr("paceline.tools.tune.plan.in_turn", ordered)
+        given: Any = None
+        tune(given, at_hand("other", ["some/draft"]), [], given, print)
+    last_given = max(n for n, spec in enumerate(seen) if spec == "model:some/draft,nodes=8")
+    assert seen[last_given + 1 : last_given + 3] == ["ngram", "suffix"]
 
 
 def test_an_interrupted_outcome_says_what_it_has() -> None:

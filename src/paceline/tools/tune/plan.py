@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
+from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
@@ -113,7 +114,9 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
-    ordered = in_turn(candidates, lambda candidate: candidate.family)
+    # Those that the user named, then those that cost least to try.
+    cheap = sorted(candidates, key=lambda c: (not c.given, not parse_draft(c.spec).looks_up))
+    ordered = in_turn(cheap, lambda candidate: candidate.family)
     _Tuning(llm, outcome, advance, budget or Budget(), ordered).run(prompts)
 
 

@@ -122,6 +122,15 @@ def decision(outcome: TuningOutcome) -> str:
     """What is chosen and why, in one sentence; also while something is missing."""
     chosen = outcome.chosen
     if chosen is None:
+        ran = [result for result in outcome.results[1:] if result.ratios and result.drafted]
+        if ran:  # what was seen counts, not what was predicted
+            seen = max(ran, key=lambda result: result.speedup)
+            slower = "" if seen.speedup > 1 else "; plain decoding was faster"
+            return (
+                f"Not confirmed: {seen.contestant.name} reached {seen.speedup:.2f}x plain decoding "
+                f"in {len(seen.ratios)} of {outcome.rounds} rounds, the best of what ran{slower}. "
+                "--continue adds rounds."
+            )
         best = next(iter(outcome.settings), None)
         if best is None:
             return "Nothing was measured to the end."
