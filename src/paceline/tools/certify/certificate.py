@@ -222,10 +222,12 @@ class Certificate:
             others = f" (and {more} more)" if more else ""
             return f"NOT LOSSLESS: {first.part}: {first.what}{others}"
         if self.interrupted:
-            return "NOT CERTIFIED: interrupted; nothing was wrong until then"
+            return "NOT CERTIFIED: interrupted; nothing was found in what was looked at"
         if not self.enough:
             lacks = "; ".join(self.bought.lacks)
-            return f"NOT ENOUGH: {lacks}. {self.bought.line}; nothing was wrong until then"
+            return (
+                f"NOT ENOUGH: {lacks}. {self.bought.line}; nothing was found in what was looked at"
+            )
         parts = []
         if self.texts:
             tokens = sum(check.tokens for check in self.texts)

@@ -123,9 +123,9 @@ class ServerCertificate:
             others = f" (and {len(problems) - 1} more)" if problems[1:] else ""
             return f"NOT LOSSLESS: {problems[0]}{others}"
         if self.interrupted:
-            return "NOT CERTIFIED: interrupted; nothing was wrong until then"
+            return "NOT CERTIFIED: interrupted; nothing was found in what was looked at"
         if self.lacks:
-            return f"NOT ENOUGH: {'; '.join(self.lacks)}; nothing was wrong until then"
+            return f"NOT ENOUGH: {'; '.join(self.lacks)}; nothing was found in what was looked at"
         looked = ", ".join(f"{part.looked_at} {part.unit}" for part in self.parts)
         verdict = f"CERTIFIED: nothing is wrong in {looked}"
         if self.tests:
