@@ -65,3 +65,14 @@ def test_painting_never_changes_the_text(tokenizer: Any, text: str, data: st.Dat
     first = painter.paint(text[:cut], ids[:half], mask[:half])
     second = painter.paint(text[cut:], ids[half:], mask[half:])
     assert first.plain + second.plain == Text(text[:cut]).plain + Text(text[cut:]).plain
+
+
+def test_a_drafter_that_did_not_draft_says_so() -> None:
+    """It read "0% of drafted tokens accepted"; without a drafter there is nothing to say."""
+    from paceline import LLM, SamplingParams
+    from paceline.cli.output import summary
+
+    llm = LLM("paceline/tiny", draft="ngram")
+    (done,) = llm.generate("Once", SamplingParams(max_tokens=3, draft_length=0))
+    assert "no draft was tried: it would not have paid" in summary(done, drafts=True)
+    assert "draft" not in summary(done)

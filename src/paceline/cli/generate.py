@@ -36,7 +36,9 @@ def _run(
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
-        notes.print(summary(completion), style="dim", highlight=False, soft_wrap=True)
+        notes.print(
+            summary(completion, bool(llm.drafters)), style="dim", highlight=False, soft_wrap=True
+        )
     return completions
 
 

@@ -62,8 +62,8 @@ def print_json(record: dict[str, Any]) -> None:
     print(json.dumps(record, ensure_ascii=False, default=_plain), flush=True)
 
 
-def summary(completion: Completion) -> str:
-    """One line of figures for people."""
+def summary(completion: Completion, drafts: bool = False) -> str:
+    """One line of figures for people; ``drafts``: there was a drafter."""
     stats = completion.stats
     parts = [
         f"{len(completion.token_ids)} tokens ({completion.error or completion.finish_reason})",
@@ -72,6 +72,8 @@ def summary(completion: Completion) -> str:
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
+    elif drafts:
+        parts.append("no draft was tried: it would not have paid")
     if completion.lossy:
         parts.append("LOSSY: not the model's own distribution")
     return " · ".join(parts)
