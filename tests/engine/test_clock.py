@@ -34,7 +34,7 @@ class Event:
     def __init__(self, enable_timing: bool) -> None:
         self.at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.at = Event.now
 
     def synchronize(self) -> None:
@@ -47,6 +47,7 @@ class Event:
 def test_on_a_gpu_a_step_is_read_behind_the_next_ones_synchronisation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = PhaseClock("cuda")
     for step in (1, 2):
