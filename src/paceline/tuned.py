@@ -114,7 +114,8 @@ class EngineChoice:
 @dataclass(frozen=True)
 class Measured:
     """What the choice rests on. ``break_even_batch`` is the largest batch at which it beats plain
-    decoding, by the cost model; 0 is none, and the largest measured batch may be exceeded."""
+    decoding, by the cost model; 0 is none, and the largest measured batch may be exceeded. A
+    ``predicted_speedup`` of 0: there was no prediction."""
 
     concurrency: int
     temperature: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
@@ -199,10 +199,14 @@ class Drive:
             accepted_at=list(column_sums(counts.accepted_at for counts in own)),
         )
 
-    def run(self) -> Drive:
-        """All of it. Raises PacelineError if a request fails: what it took says nothing."""
+    def run(self, each: Callable[[], object] = lambda: None) -> Drive:
+        """All of it; ``each`` is called after every step, and what it raises ends the drive.
+
+        Raises PacelineError if a request fails: what it took says nothing.
+        """
         with self:
             for step in self:
+                each()
                 failed = next((c.error for c in step.commits if c.error is not None), None)
                 if failed is not None:
                     raise PacelineError(f"nothing can be measured, as a request failed: {failed}")

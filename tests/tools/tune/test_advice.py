@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.tools.tune.advice import Advice, advise
+from paceline.tools.tune.confirm import Confirmation, Finalist
 from paceline.tools.tune.plan import TuningOutcome
 from paceline.tools.tune.search import MeasuredMethod
 from paceline.tools.tune.spending import TuneOptions
@@ -54,6 +55,19 @@ def test_the_size_of_a_draft(parameters: int, cost: float, holds: bool, words: s
     assert item.holds is holds
     assert words in item.measured
     assert ("it pays" in item.verdict) == (cost < 1)
+
+
+def test_a_confirmed_figure_counts_more_than_a_prediction() -> None:
+    method = replace(chain(0.8, 0.1), parameters=70)
+    found = outcome(method)
+    assert "x predicted" in rule(advise(found), "10 to 20 times").verdict
+    contestant = Finalist("draft", "draft", "draft", "auto", 8, 1, 1.43, (method,))
+    found.results = [Confirmation(contestant, drafted=9, ratios=[0.92])]
+    item = rule(advise(found), "10 to 20 times")
+    assert (item.holds, item.verdict) == (False, "it does not pay, 0.92x confirmed")
+    item = rule(advise(found), "break-even")
+    assert item.verdict == "decode plainly"
+    assert item.measured == "draft is confirmed at 0.92x for 1 at once"
 
 
 def test_low_acceptance() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,10 @@ from paceline.tools.bench.prompts import BenchPrompt
 from paceline.tools.tune.candidates import DrafterCandidate, variants
 from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist
-from paceline.tools.tune.measure import Sample
+from paceline.tools.tune.measure import Sample, measure_method
 from paceline.tools.tune.plan import TuningOutcome, tune
 from paceline.tools.tune.present import decision, record_of, report_of
+from paceline.tools.tune.search import MeasuredMethod
 from paceline.tools.tune.spending import TuneOptions, affordable, fitting_sample
 from simulated_clock import Clock, SecondEach
 from tuning_methods import target
@@ -82,6 +84,38 @@ def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str,
     assert outcome.bought.rounds == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")
     assert report_of(outcome).sections
+
+
+def test_no_drafter_takes_more_than_its_share(
+    llm: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = SecondEach(40)
+
+    def slow(own: LLM, candidate: DrafterCandidate, *rest: Any) -> MeasuredMethod:
+        budget.clock.now += 9 if candidate.label == "ngram" else 0
+        return measure_method(own, candidate, *rest)
+
+    monkeypatch.setattr("paceline.tools.tune.plan.measure_method", slow)
+    outcome = TuningOutcome.start(OPTIONS, llm)
+    tune(llm, candidates(folders), prompts(), outcome, lambda what: None, budget)
+    assert outcome.not_tried == ["ngram (stopped, too slow for its share)"]
+    assert "ngram" not in {method.family for method in outcome.methods}
+    assert len(outcome.methods) + len(outcome.left_out) == 4  # the others had their time
+    assert not llm.engine.has_work
+
+
+def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed(
+    llm: LLM, folders: tuple[str, str]
+) -> None:
+    for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
+        default = DrafterCandidate("usual", spec, spec.partition(":")[0], "", default=True)
+        outcome = TuningOutcome.start(OPTIONS, llm)
+        each = [*variants("ngram"), default]
+        tune(llm, each, prompts(), outcome, lambda what: None, SecondEach(None))
+        confirmed = [result.contestant.label for result in outcome.results]
+        assert (confirmed[1] == "usual") == there
+        assert ("usual" in dict(outcome.left_out)) != there
+        assert outcome.bought is not None and outcome.bought.candidates_wanted == 1
 
 
 def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:

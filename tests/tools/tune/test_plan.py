@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine_models import write_pair
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
+from paceline.budget import Budget
+from paceline.defaults import DRAFTS, REAL
 from paceline.tools.bench.prompts import BenchPrompt
 from paceline.tools.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
 from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist, Rounds, winner
 from paceline.tools.tune.decode import MeasuredStep, Run, decode
+from paceline.tools.tune.measure import copied_tokens, unrest_of
 from paceline.tools.tune.plan import (
     TuningOutcome,
     choose,
-    copied_tokens,
     tune,
-    unrest_of,
 )
 from paceline.tools.tune.present import decision, profile_of, record_of, report_of
-from paceline.tools.tune.spending import TuneOptions
+from paceline.tools.tune.spending import TuneOptions, affordable
 from paceline.tuned import TunedProfile
 from tuning_methods import PLAIN, chain, target
 
 GREEDY = SamplingParams(max_tokens=16)
+SLOW = ((1, MeasuredStep(1, 1, 1, 9.0, 1.0, 0.0, True)),)
 
 
 # -- candidates ------------------------------------------------------------------------------
@@ -42,6 +43,21 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
     assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
     assert not any(candidate.given for candidate in found)
+    assert [candidate.spec for candidate in found if candidate.default] == [
+        "model:paceline/tiny-draft"
+    ]
+    families = list(dict.fromkeys(candidate.family for candidate in found))
+    assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
+
+
+def test_the_default_draft_is_always_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute went to the dearest drafter, and what commands take was never entered."""
+    monkeypatch.setattr("paceline.defaults.has_assets", lambda name: True)
+    for drafts in ([], ["some/draft"]):
+        (default,) = [c for c in at_hand(REAL, drafts) if c.default]
+        assert default.spec == DRAFTS[REAL][0]
+        assert default.label == "suffix + ngram + smollm2-eagle3 (default)"
+    assert not any(c.default for c in at_hand(REAL, ["some/draft"], only=True))
 
 
 def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
@@ -54,11 +70,11 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     ]
     free = [c.spec for c in found if not c.given]
     assert free == [
-        "model:some/draft,nodes=0,quantize=int8",
-        "model:some/draft,nodes=0,quantize=int4",
         "ngram",
         "suffix",
         "recycling",
+        "model:some/draft,nodes=0,quantize=int8",
+        "model:some/draft,nodes=0,quantize=int4",
         "lookahead",
         "layer_skip",
         "quantized:int4",
@@ -164,32 +180,47 @@ def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
     assert all(c.predicted > 1 for c in chosen[1:])
 
 
-def test_what_was_measured_is_told_before_what_was_predicted() -> None:
-    """0.70x and 0.92x, in too few rounds, were followed by "predicted to reach 1.43x"."""
+def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
+    default = DrafterCandidate("usual", "hybrid:ngram+suffix", "hybrid", "", default=True)
     outcome = synthetic()
+    chosen = choose(outcome, default)
+    assert [c.label for c in chosen[:3]] == ["plain", "usual", "look"]
+    assert (chosen[1].length, chosen[1].predicted, chosen[1].methods) == ("auto", None, ())
+    assert outcome.target is not None
+    few, _ = affordable(chosen, outcome.target, TuneOptions(), Budget(0.0), few=4)
+    assert [c.label for c in few] == ["plain", "usual", "look", "look"]
+    outcome.results += [Confirmation(c, 9, 1.0, 5, 9, [1.2], 9, 1.0) for c in chosen]
+    assert record_of(outcome)["confirmation"][1]["predicted_by_measured"] is None
+    assert report_of(outcome).sections
+
+
+def test_lookups_that_gain_are_confirmed_before_what_runs_a_model() -> None:
+    outcome = synthetic()
+    outcome.methods = [chain(0.95, 0.01, label="a"), *outcome.methods[2:]]
+    assert outcome.settings[0].method.label == "a"
+    assert [c.label for c in choose(outcome)][:4] == ["plain", "look", "look", "a"]
+    outcome.methods[1] = replace(outcome.methods[1], survival=(1e-9,) * 8, steps=SLOW)
+    assert choose(outcome)[1].label == "a"
+
+
+def test_what_was_confirmed_beats_what_was_predicted() -> None:
+    """It confirmed 0.70x and 0.92x, and then named a draft "predicted to reach 1.43x"."""
+    outcome = synthetic()
+    contestants = choose(outcome)
+    outcome.results = [Confirmation(c, 9, 1.0, 9, 9) for c in (contestants[0], *contestants[2:4])]
+    for result, ratio in zip(outcome.results, (1.0, 0.7, 0.92), strict=True):
+        result.ratios.append(ratio)
+    shown = f"(a, length {contestants[3].length} 0.92x, look, length auto 0.70x)"
     outcome.rounds = 3
-    outcome.results = [entry(NO_DRAFT, 0, [1.0]), entry("a", 4, [0.7]), entry("b", 4, [0.92])]
-    said = decision(outcome)
-    assert "reached 0.92x" in said and "1 of 3 rounds" in said
-    assert "plain decoding was faster" in said and "predicted" not in said
-
-
-def test_look_ups_are_tried_before_what_costs_a_forward() -> None:
-    seen: list[str] = []
-
-    class Told(Exception):
-        pass
-
-    def ordered(candidates: Any, family: Any) -> Any:
-        seen.extend(candidate.spec for candidate in candidates)
-        raise Told
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Told):
-        patch.setattr("paceline.tools.tune.plan.in_turn", ordered)
-        given: Any = None
-        tune(given, at_hand("other", ["some/draft"]), [], given, print)
-    last_given = max(n for n, spec in enumerate(seen) if spec == "model:some/draft,nodes=8")
-    assert seen[last_given + 1 : last_given + 3] == ["ngram", "suffix"]
+    assert decision(outcome) == (
+        "Not confirmed: after 1 of 3 rounds no draft is advised, all were slower than plain "
+        f"decoding {shown}. --continue adds rounds."
+    )
+    outcome.chosen = winner(outcome.results)
+    assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
+    outcome.results[1].ratios = [1.3]
+    outcome.chosen = None
+    assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
 
 
 def test_an_interrupted_outcome_says_what_it_has() -> None:

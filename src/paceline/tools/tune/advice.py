@@ -36,7 +36,7 @@ class Advice:
 
 def advise(outcome: TuningOutcome) -> list[Advice]:
     """All rules to which the outcome has something to say; none before anything was measured."""
-    settings = outcome.settings
+    settings = sorted(outcome.settings, key=lambda s: -_gain(outcome, s))
     if not settings:
         return []
     return [
@@ -52,7 +52,13 @@ def advise(outcome: TuningOutcome) -> list[Advice]:
 
 
 def _gain(outcome: TuningOutcome, setting: PredictedSetting) -> float:
-    return setting.rate / outcome.plain_rate
+    """By plain decoding; what was confirmed, where it was, counts more than any prediction."""
+    confirmed = outcome.confirmed(setting.method)
+    return setting.rate / outcome.plain_rate if confirmed is None else confirmed
+
+
+def _source(outcome: TuningOutcome, setting: PredictedSetting) -> str:
+    return "predicted" if outcome.confirmed(setting.method) is None else "confirmed"
 
 
 def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
@@ -64,7 +70,7 @@ def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[
     inside, pays = SMALLER[0] <= ratio <= SMALLER[1], gain >= MARGIN
     assert outcome.target is not None
     cost = pass_ratio(method, outcome.target)
-    said = f"it {'pays' if pays else 'does not pay'}, {gain:.2f}x predicted"
+    said = f"it {'pays' if pays else 'does not pay'}, {gain:.2f}x {_source(outcome, best)}"
     if not inside:
         said += "; what counts is the cost of a pass, not the size"
     yield Advice(
@@ -134,7 +140,7 @@ def _copying(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterat
         ahead = gain >= MARGIN
         verdict = "it pays" if ahead else "it does not pay"
     else:
-        ahead = lookup.rate >= model.rate
+        ahead = gain >= _gain(outcome, model)
         measured += f", {model.method.label} {_gain(outcome, model):.2f}x"
         verdict = f"{(lookup if ahead else model).method.label} comes first"
     if copies != ahead:
@@ -146,7 +152,12 @@ def _copying(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterat
 
 def _break_even(outcome: TuningOutcome, best: PredictedSetting) -> Advice:
     last, largest = outcome.break_even_of(best.method), outcome.largest_batch
-    if last >= largest:
+    confirmed = outcome.confirmed(best.method)
+    if confirmed is not None and confirmed < 1:
+        at = outcome.options.concurrency
+        measured = f"{best.method.label} is confirmed at {confirmed:.2f}x for {at} at once"
+        verdict = "decode plainly"
+    elif last >= largest:
         measured = f"{best.method.label} still gains at {largest} sequences"
         verdict = "no break-even was reached; the adaptive length watches for it"
     elif last == 0:
@@ -165,7 +176,7 @@ def _trees(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator
         tree = next((s for s in own if s.method.shape not in ("chain", "")), None)
         if chain is None or tree is None:
             continue
-        ahead = tree.rate >= chain.rate
+        ahead = _gain(outcome, tree) >= _gain(outcome, chain)
         yield Advice(
             "trees are accepted further than chains",
             f"{family}: {tree.method.shape} {tree.tokens_per_step:.2f} tokens a step, "

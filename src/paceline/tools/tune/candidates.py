@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.defaults import DRAFTS, EMBEDDED
+from paceline.defaults import DRAFTS, EMBEDDED, default_draft
 from paceline.defaults import at_hand as installed
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import DRAFTERS, parse_draft
@@ -15,17 +15,20 @@ from paceline.tools.tune.search import MeasuredMethod
 
 @dataclass(frozen=True)
 class DrafterCandidate:
-    """``shape``: how its trees grow. ``given``: the user asked for it, so it must load."""
+    """``shape``: how its trees grow. ``given``: the user asked for it, so it must load.
+    ``default``: commands take it where no draft is named, so it is confirmed, not predicted."""
 
     label: str
     spec: str
     family: str
     shape: str
     given: bool = False
+    default: bool = False
 
 
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
-    """The user's drafts with their tree variants, and drafters that need no training.
+    """The user's drafts with their tree variants, then drafters that need no training, the
+    cheapest first, and the model's default draft.
 
     Without any of the user's, those built in for the target are taken. ``only``: nothing but the
     user's. Raises ConfigError on a spec that cannot be read.
@@ -42,7 +45,27 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
         own = [found for text in installed(made) for found in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
-    return _unique([*given, *own, *(found for text in untrained for found in variants(text))])
+    found = [*given, *own, *(found for text in untrained for found in variants(text))]
+    return [*_unique(sorted(found, key=_dearness)), *_default(model)]
+
+
+def _dearness(candidate: DrafterCandidate) -> int:
+    """The user's come first, then those that only look up, then those that run a model."""
+    record = DRAFTERS[candidate.family]
+    if candidate.given:
+        return 0
+    if record.looks_up:
+        return 1
+    return 2 if record.tried == "always" else 3
+
+
+def _default(model: str) -> list[DrafterCandidate]:
+    text = default_draft(model)
+    if text is None:
+        return []
+    spec = parse_draft(text)
+    label = " + ".join(map(_label, spec.members())) + " (default)"
+    return [DrafterCandidate(label, str(spec), spec.kind, "", default=True)]
 
 
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:

@@ -22,7 +22,8 @@ class Finalist:
     """A drafter at a ``length``, fixed or "auto", which is then at most ``max_length``.
 
     ``predicted``: speed by plain decoding's; of the adaptive length and of a hybrid that of the
-    best fixed length and member, which they should reach. ``methods``: the measured drafters.
+    best fixed length and member, which they should reach; None where none was measured.
+    ``methods``: the measured drafters.
     """
 
     label: str
@@ -31,7 +32,7 @@ class Finalist:
     length: int | str
     max_length: int
     batch: int
-    predicted: float = 1.0
+    predicted: float | None = 1.0
     methods: tuple[MeasuredMethod, ...] = ()
 
     @property
@@ -74,8 +75,10 @@ class Confirmation:
         """Tokens per second once the prompts are read, which is what the model predicts."""
         return self.decoded / self.decoding_seconds if self.decoding_seconds else 0.0
 
-    def predicted_by_measured(self, plain_rate: float) -> float:
+    def predicted_by_measured(self, plain_rate: float) -> float | None:
         """Once the prompts are read; ``plain_rate`` is plain decoding's then."""
+        if self.contestant.predicted is None:
+            return None
         measured = self.decoding_rate / plain_rate if plain_rate else 0.0
         return predicted_by_measured(self.contestant.predicted, measured)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from paceline.budget import Budget
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
+from paceline.errors import PacelineError
 from paceline.llm import LLM
+
+
+class ShareSpentError(PacelineError):
+    """Decoding was stopped, for it had used up its share of the time."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,16 @@ def decode(
     concurrency: int,
     params: SamplingParams,
     longest: int = 0,
+    budget: Budget | None = None,
 ) -> Run:
     """Decode all prompts, ``concurrency`` at a time, each up to its end or ``max_tokens``.
 
     ``longest``: levels of the drafts, of which acceptance is counted. Raises PacelineError if a
-    request fails.
+    request fails, ShareSpentError when the ``budget`` is spent before the end.
     """
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
-    drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], concurrency).run()
+    drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], concurrency)
+    drive.run(partial(_in_time, budget or Budget()))
     seqs = {seq.seq_id: seq for seq in drive.seqs}
     steps, whole = [], []
     for step in drive.steps:
@@ -83,6 +92,11 @@ def decode(
         drive.counts.target_steps,
         drive.counts.drafted,
     )
+
+
+def _in_time(budget: Budget) -> None:
+    if budget.left <= 0:
+        raise ShareSpentError("its share of the time is spent")
 
 
 def _remaining(seq: SequenceState, commit: Commit) -> int:

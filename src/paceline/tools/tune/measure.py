@@ -96,20 +96,24 @@ def measure_method(
     target: TargetCosts,
     plain: MeasuredMethod,
     sample: Sample,
+    budget: Budget | None = None,
 ) -> MeasuredMethod:
-    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle. Raises DataError."""
+    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle.
+
+    Raises DataError, and ShareSpentError if the ``budget`` does not last for it.
+    """
     drafter = llm.engine.drafter
     rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
     profile = Profile.of(drafter, LONGEST, rehearsed)
     # A draft must have room in the answers, or nothing is learnt of it.
     longest = max(1, min(profile.longest, sample.max_tokens // 3))
-    runs = _runs(llm, sample, longest)
+    runs = _runs(llm, sample, longest, budget)
     levels = sum((run.levels for run in runs), StepSums())
     fill = levels.drafted / max(1, levels.sequences * profile.nodes[longest])
     steps = [(longest, step) for step in _typical_pair(runs, target)]
     few = min(_SHORT, longest)
     if profile.passes[longest] > profile.passes[few]:
-        short = _typical_pair(_runs(llm, sample.brief(), few), target)
+        short = _typical_pair(_runs(llm, sample.brief(), few, budget), target)
         steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
     return MeasuredMethod(
@@ -148,11 +152,11 @@ def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
     )
 
 
-def _runs(llm: LLM, sample: Sample, length: int) -> list[Run]:
+def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
     """One sequence at a time, and many together."""
     params = sample.params(length)
     return [
-        decode(llm, prompts, batch, params, length)
+        decode(llm, prompts, batch, params, length, budget)
         for prompts, batch in zip((sample.alone, sample.together), sample.batches, strict=True)
     ]
 
@@ -196,3 +200,33 @@ def _parameters(drafter: Drafter) -> int:
     """Of a draft model; heads borrow too much of the target to compare."""
     model = getattr(drafter, "model", None)
     return count_parameters(model) if isinstance(model, CausalModel) else 0
+
+
+def unrest_of(run: Run) -> float:
+    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
+    seconds = sorted(step.target for step in run.steps)
+    if len(seconds) < 10:
+        return 1.0
+    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
+
+
+def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
+    """Share of the generated tokens that end a run of four that stood in the text before."""
+    copied = total = 0
+    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
+        for prompt, output in zip(prompts, run.outputs, strict=True):
+            hits = copied_tokens(prompt, output)
+            copied, total = copied + hits, total + len(output)
+    return copied / total if total else 0.0
+
+
+def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
+    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
+    text = [*prompt, *output]
+    seen: set[tuple[int, ...]] = set()
+    copied = 0
+    for end in range(width, len(text) + 1):
+        run = tuple(text[end - width : end])
+        copied += end > len(prompt) and run in seen
+        seen.add(run)
+    return copied

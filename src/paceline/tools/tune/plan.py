@@ -15,8 +15,15 @@ from paceline.tools.bench.prompts import BenchPrompt, fit
 from paceline.tools.bench.runner import in_turn
 from paceline.tools.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.tools.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
-from paceline.tools.tune.decode import Run, decode
-from paceline.tools.tune.measure import Sample, measure_method, measure_plain, target_costs
+from paceline.tools.tune.decode import ShareSpentError, decode
+from paceline.tools.tune.measure import (
+    Sample,
+    copied_share,
+    measure_method,
+    measure_plain,
+    target_costs,
+    unrest_of,
+)
 from paceline.tools.tune.search import (
     MeasuredMethod,
     PredictedSetting,
@@ -28,7 +35,9 @@ from paceline.tools.tune.search import (
 )
 from paceline.tools.tune.spending import (
     CANDIDATE_SHARE,
+    FEW,
     LEAST_ROUNDS,
+    MOST_SHARE,
     TARGET_SHARE,
     TuneSpending,
     affordable,
@@ -83,6 +92,11 @@ class TuningOutcome:
         assert self.target is not None and self.plain is not None
         return predict(self.plain, self.target, 0, self.options.concurrency).rate
 
+    def confirmed(self, method: MeasuredMethod) -> float | None:
+        """The speedup that decoding with it showed, at its best; None: it was not confirmed."""
+        own = [r for r in self.results if r.contestant.methods == (method,) and r.drafted]
+        return max((r.speedup for r in own if r.ratios), default=None)
+
     def break_even_of(self, method: MeasuredMethod) -> int:
         assert self.target is not None and self.plain is not None
         return break_even(method, self.plain, self.target, self.largest_batch)
@@ -114,10 +128,10 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
-    # Those that the user named, then those that cost least to try.
-    cheap = sorted(candidates, key=lambda c: (not c.given, not parse_draft(c.spec).looks_up))
-    ordered = in_turn(cheap, lambda candidate: candidate.family)
-    _Tuning(llm, outcome, advance, budget or Budget(), ordered).run(prompts)
+    measured = [candidate for candidate in candidates if not candidate.default]
+    ordered = in_turn(measured, lambda candidate: candidate.family)
+    default = next((candidate for candidate in candidates if candidate.default), None)
+    _Tuning(llm, outcome, advance, budget or Budget(), ordered, default).run(prompts)
 
 
 @dataclass
@@ -129,6 +143,7 @@ class _Tuning:
     advance: OnProgress
     budget: Budget
     candidates: list[DrafterCandidate]
+    default: DrafterCandidate | None = None
 
     def run(self, prompts: Sequence[BenchPrompt]) -> None:
         outcome, before = self.outcome, self.outcome.spent
@@ -138,6 +153,7 @@ class _Tuning:
         given = {c.spec.partition(",")[0]: c.spec for c in self.candidates if c.given}
         for spec in given.values():
             self._beside(spec).close()  # what does not load is told before minutes pass
+        self._check_default()
         try:
             self._measure_target()
             self._measure_candidates()
@@ -148,6 +164,17 @@ class _Tuning:
         finally:
             outcome.spent = before + self.budget.spent
             outcome.bought = self._bought()
+
+    def _check_default(self) -> None:
+        """It is only at hand: one that does not load here is left out."""
+        if self.default is None:
+            return
+        try:
+            self._beside(self.default.spec).close()
+        except PacelineError as error:
+            left_out = [*self.outcome.left_out, (self.default.label, str(error))]
+            self.outcome.left_out = list(dict.fromkeys(left_out))
+            self.default = None
 
     def _encoded(self, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
         """The prompts that leave room for the answers, one of each category in turn, so that any
@@ -180,26 +207,34 @@ class _Tuning:
             self.advance("measuring plain decoding")
             outcome.plain, runs = measure_plain(largest, outcome.target, self.sample)
             outcome.unrest = unrest_of(runs[0])
-            outcome.copied = _copied_share(self.sample, runs)
+            outcome.copied = copied_share(self.sample, runs)
         largest.close()
 
     def _measure_candidates(self) -> None:
-        """Each whole or not at all, until their share of the time is spent."""
+        """Each whole or not at all, until their share of the time is spent. One that takes more
+        than its own is stopped."""
         outcome = self.outcome
         known = {m.spec for m in outcome.methods} | {what for what, _ in outcome.left_out}
         outcome.not_tried = []
         share = self.budget.part(CANDIDATE_SHARE)
-        for candidate in self.candidates:
-            if candidate.spec in known or candidate.label in known:
-                continue
+        whole = share.left
+        new = [c for c in self.candidates if c.spec not in known and c.label not in known]
+        for place, candidate in enumerate(new):
             if not share.fits("candidate"):
                 outcome.not_tried.append(candidate.label)
                 continue
             self.advance(f"measuring {candidate.label}")
-            with self.budget.piece("candidate"):
-                self._measure(candidate)
+            own = 1 / (len(new) - place)
+            if share.seconds is not None:
+                own = min(1.0, max(own, MOST_SHARE * whole / share.left))
+            try:
+                with self.budget.piece("candidate"):
+                    self._measure(candidate, share.part(own))
+            except ShareSpentError:
+                outcome.not_tried.append(f"{candidate.label} (stopped, too slow for its share)")
 
-    def _measure(self, candidate: DrafterCandidate) -> None:
+    def _measure(self, candidate: DrafterCandidate, budget: Budget) -> None:
+        """Raises ShareSpentError if the ``budget`` does not last for it."""
         outcome = self.outcome
         assert outcome.target is not None and outcome.plain is not None
         try:
@@ -209,8 +244,11 @@ class _Tuning:
                 raise
             outcome.left_out.append((candidate.label, str(error)))
             return
-        method = measure_method(own, candidate, outcome.target, outcome.plain, self.sample)
-        own.close()
+        sizes = outcome.target, outcome.plain, self.sample
+        try:
+            method = measure_method(own, candidate, *sizes, budget)
+        finally:
+            own.close()
         if any(method.reached):
             outcome.methods.append(method)
         else:
@@ -226,12 +264,16 @@ class _Tuning:
         """Rounds of the best settings; those of other contestants than before begin anew."""
         outcome, options, results = self.outcome, self.outcome.options, self.outcome.results
         assert outcome.target is not None
-        contestants = choose(outcome)
+        contestants = choose(outcome, self.default)
         if not results or [r.contestant for r in results] != contestants[: len(results)]:
             results.clear()
             outcome.rounds = options.rounds
             contestants, outcome.size = affordable(
-                contestants, outcome.target, options, self.budget
+                contestants,
+                outcome.target,
+                options,
+                self.budget,
+                FEW + (self.default is not None),
             )
         elif len(results[0].ratios) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
@@ -274,14 +316,6 @@ class _Tuning:
         )
 
 
-def unrest_of(run: Run) -> float:
-    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
-    seconds = sorted(step.target for step in run.steps)
-    if len(seconds) < 10:
-        return 1.0
-    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
-
-
 def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
@@ -290,30 +324,9 @@ def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
 
 
-def _copied_share(sample: Sample, runs: Sequence[Run]) -> float:
-    """Share of the generated tokens that end a run of four that stood in the text before."""
-    copied = total = 0
-    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
-        for prompt, output in zip(prompts, run.outputs, strict=True):
-            hits = copied_tokens(prompt, output)
-            copied, total = copied + hits, total + len(output)
-    return copied / total if total else 0.0
-
-
-def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
-    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
-    text = [*prompt, *output]
-    seen: set[tuple[int, ...]] = set()
-    copied = 0
-    for end in range(width, len(text) + 1):
-        run = tuple(text[end - width : end])
-        copied += end > len(prompt) and run in seen
-        seen.add(run)
-    return copied
-
-
-def choose(outcome: TuningOutcome) -> list[Finalist]:
-    """Plain decoding; the best two families, each at its best length and adapting; a hybrid.
+def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> list[Finalist]:
+    """Plain decoding; the ``default`` draft, adapting; the best two families, each at its best
+    length and adapting, first those that gain and look text up; a hybrid.
 
     The hybrid is of the best drafter that looks text up and the best that runs a model, if both
     are predicted to gain anything.
@@ -323,7 +336,10 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
-    for setting in list(best.values())[:2]:
+    if default is not None:
+        contestants.append(_as_commands_take_it(default, best, outcome))
+    first_two = list(best.values())[:2]
+    for setting in sorted(first_two, key=lambda s: (s.rate <= plain_rate, not s.method.lookup)):
         contestants += _both_lengths(setting, outcome)
     gaining = [s for s in best.values() if s.rate > plain_rate]
     lookup = next((s for s in gaining if s.method.lookup), None)
@@ -335,7 +351,26 @@ def choose(outcome: TuningOutcome) -> list[Finalist]:
         members = (lookup.method, model.method)
         named = (both.label, both.spec, both.family)
         contestants.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
-    return contestants
+    first = {(each.spec, each.length): each for each in contestants[::-1]}
+    return [each for each in contestants if first[each.spec, each.length] is each]
+
+
+def _as_commands_take_it(
+    default: DrafterCandidate, best: dict[str, PredictedSetting], outcome: TuningOutcome
+) -> Finalist:
+    """Predicted by those of its members that were measured."""
+    known = [best[m.kind] for m in parse_draft(default.spec).members() if m.kind in best]
+    predicted = max((s.rate for s in known), default=0.0) / outcome.plain_rate
+    return Finalist(
+        default.label,
+        default.spec,
+        default.family,
+        "auto",
+        max([_DEFAULT_LENGTH, *(setting.length for setting in known)]),
+        outcome.options.concurrency,
+        predicted if known else None,
+        tuple(setting.method for setting in known),
+    )
 
 
 def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:

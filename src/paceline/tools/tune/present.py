@@ -95,11 +95,12 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
     def by_plain(rate: float) -> str:
         return f"{rate / max(plain, 1e-9):.2f}x"
 
-    def ratio(result: Confirmation) -> float:
+    def ratio(result: Confirmation) -> float | None:
         return result.predicted_by_measured(plain)
 
     def ratio_shown(result: Confirmation) -> str | None:
-        return f"{ratio(result):.2f}" if plain else None
+        found = ratio(result)
+        return f"{found:.2f}" if plain and found is not None else None
 
     return (
         Column("contestant", "contestant", "contestant.name"),
@@ -121,29 +122,32 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
 def decision(outcome: TuningOutcome) -> str:
     """What is chosen and why, in one sentence; also while something is missing."""
     chosen = outcome.chosen
+    drafting = [r for r in outcome.results[1:] if r.ratios and r.drafted]
+    drafting.sort(key=lambda result: -result.speedup)
+    shown = ", ".join(f"{r.contestant.name} {r.speedup:.2f}x" for r in drafting)
+    if chosen is None and drafting:
+        after = f"Not confirmed: after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
+        if drafting[0].speedup < 1:
+            said = f"no draft is advised, all were slower than plain decoding ({shown})"
+        else:
+            said = f"by plain decoding: {shown}"
+        return f"{after} {said}. --continue adds rounds."
     if chosen is None:
-        ran = [result for result in outcome.results[1:] if result.ratios and result.drafted]
-        if ran:  # what was seen counts, not what was predicted
-            seen = max(ran, key=lambda result: result.speedup)
-            slower = "" if seen.speedup > 1 else "; plain decoding was faster"
-            return (
-                f"Not confirmed: {seen.contestant.name} reached {seen.speedup:.2f}x plain decoding "
-                f"in {len(seen.ratios)} of {outcome.rounds} rounds, the best of what ran{slower}. "
-                "--continue adds rounds."
-            )
         best = next(iter(outcome.settings), None)
         if best is None:
             return "Nothing was measured to the end."
         gain = best.rate / outcome.plain_rate
         return (
             f"Not confirmed: {best.method.label} at length {best.length} is predicted to reach "
-            f"{gain:.2f}x plain decoding."
+            f"{gain:.2f}x plain decoding, but nothing was decoded to confirm it."
         )
     plain = outcome.results[0]
     if chosen is plain:
-        tried = max(outcome.results[1:], key=lambda r: r.speedup, default=None)
-        best_was = f"; the best draft reached {tried.speedup:.2f}x" if tried else ""
-        return f"Plain decoding: no draft was clearly faster{best_was}."
+        if not drafting:
+            return "Plain decoding: no draft was clearly faster."
+        if drafting[0].speedup < 1:
+            return f"Plain decoding: all drafts were slower ({shown})."
+        return f"Plain decoding: no draft was clearly faster ({shown})."
     return (
         f"{chosen.contestant.name}: {chosen.rate:.0f} tokens/s against {plain.rate:.0f}, "
         f"{chosen.speedup:.2f}x plain decoding, {chosen.tokens_per_step:.2f} tokens a step."
@@ -268,7 +272,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             plain_tokens_per_second=round(outcome.results[0].rate, 1),
             tokens_per_second=round(chosen.rate, 1),
             speedup=round(chosen.speedup, 3),
-            predicted_speedup=round(contestant.predicted, 3),
+            predicted_speedup=round(contestant.predicted or 0.0, 3),
             tokens_per_step=round(chosen.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
             break_even_batch=max((outcome.break_even_of(m) for m in used), default=0),

@@ -15,7 +15,8 @@ CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
 _AROUND = 1.7  # short drafts, rehearsals and plain steps beside those of the sample
 _SLOWER = 1.15  # whole steps than the target's forwards in them
 _SIZES = (8, 4, 2, 1)  # prompts of a round of the confirmation
-_FEW = 3  # contestants at least: plain decoding, and the best drafter at both lengths
+FEW = 3  # contestants at least: plain decoding, and the best drafter at both lengths
+MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 LEAST_ROUNDS = 2
 
 
@@ -85,18 +86,23 @@ def _seconds(sample: Sample, target: TargetCosts) -> float:
 
 
 def affordable(
-    contestants: Sequence[Finalist], target: TargetCosts, options: TuneOptions, budget: Budget
+    contestants: Sequence[Finalist],
+    target: TargetCosts,
+    options: TuneOptions,
+    budget: Budget,
+    few: int = FEW,
 ) -> tuple[list[Finalist], int]:
-    """Who is confirmed, and on how many prompts a round, so that two rounds fit at least."""
+    """Who is confirmed, ``few`` at least, and on how many prompts a round, so that two rounds fit
+    at least."""
     own, concurrency = list(contestants), options.concurrency
     largest = max(_SIZES[0], concurrency)
     if budget.seconds is None:
         return own, largest
     sizes = [size for size in (largest, *_SIZES[1:]) if size >= concurrency]
-    for many in dict.fromkeys((len(own), min(len(own), _FEW))):
+    for many in dict.fromkeys((len(own), min(len(own), few))):
         for size in sizes:
             steps = -(-size // concurrency) * options.max_tokens
             round_ = many * steps * target(concurrency, 1) * _SLOWER
             if round_ * min(LEAST_ROUNDS, options.rounds) <= budget.left:
                 return own[:many], size
-    return own[:_FEW], sizes[-1]
+    return own[:few], sizes[-1]
