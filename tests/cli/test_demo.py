@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli import pull
-from paceline.cli.demo import Measurement, total
+from paceline.cli.demo import Measurement, SceneResult, _table, total
 from paceline.cli.main import app
 from paceline.cli.scenes import REAL_SCENES, SCENES
 from paceline.difference import Difference
@@ -41,6 +43,18 @@ def test_figures() -> None:
 def test_no_draft_is_not_an_acceptance_of_zero() -> None:
     assert Measurement("y", 100, 100, 6.0, 4.0, 0, 0, 100, None).acceptance_rate is None
     assert Measurement("y", 100, 100, 6.0, 4.0, 9, 0, 100, None).acceptance_rate == 0
+
+
+def test_a_scene_without_drafts_says_so_in_the_table() -> None:
+    silent = Measurement("y", 100, 100, 6.0, 4.0, 0, 0, 100, None)
+    none: Any = None
+    for item, said in ((silent, True), (measurement("x"), False)):
+        out = io.StringIO()
+        Console(file=out, width=200).print(_table([SceneResult(item, None, none, none)], "d", 1))
+        assert ("none tried" in out.getvalue()) == said
+        shown = " ".join(out.getvalue().split())
+        assert ("no draft was tried, as it would not have paid" in shown) == said
+        assert "None" not in out.getvalue()
 
 
 def test_total_adds_tokens_and_seconds() -> None:

@@ -23,7 +23,7 @@ from paceline.cli.scenes import Scene, scenes_for
 from paceline.defaults import REAL, VARIABLE, default_draft
 from paceline.errors import PacelineError
 from paceline.stages import stage
-from paceline.tools.report.columns import Column, record_of
+from paceline.tools.report.columns import NONE_TRIED, UNTRIED, Column, record_of
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
@@ -200,10 +200,11 @@ def _legend() -> Text:
 
 
 def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
+    silent = any(item.acceptance_rate is None for g in _groups(results) for item in g)
     table = Table(
         title=f"Greedy decoding, plain and with --draft {draft}",
         caption=f"Median of {rounds} alternating rounds without printing, prompts included. "
-        "Accepted length: tokens per target step.",
+        "Accepted length: tokens per target step." + (f" {UNTRIED}" if silent else ""),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -217,7 +218,8 @@ def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
             if item.name == "total":
                 table.add_section()
             again = " again" if group[0] is results[0].again else ""
-            name, *cells = (str(column.cell(item)) for column in columns)
+            found = (column.cell(item) for column in columns)
+            name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in found)
             table.add_row(name + again, *cells)
         table.add_section()
     return table

@@ -136,3 +136,17 @@ def test_the_record_has_everything() -> None:
     assert row["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert row["drafts"]["reached"] == (4, 2)
     assert row["cost_per_million_tokens"] > 0
+
+
+def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() -> None:
+    heats = [
+        one_heat(job(c, n, temperature=t))
+        for n, c in enumerate(("chat", "code"))
+        for t in (0.0, 1.0)
+    ]
+    for heat in heats:
+        heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
+    found = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
+    text = shown(found)
+    assert text.count("none tried") == 3  # at both temperatures, and the note
+    assert "no draft was tried, as it would not have paid" in text

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.engine.driver import StepSums
 from paceline.tools.profiling.runs import RunProfile, figures_of, split
-from paceline.tools.profiling.steady import Stretch
+from paceline.tools.profiling.steady import Stretch, medians
 from paceline.tools.profiling.trace import Profiled, Share, shares
 from paceline.tools.profiling.work import Work
 
@@ -66,7 +66,35 @@ def test_warnings() -> None:
     (silent,) = run_profile(drafts=True, drafted=0).warnings()
     assert silent.startswith("model: nothing was drafted")
     (busy,) = run_profile(drafts=False, busy=0.25).warnings()
+    assert busy.startswith("the machine is busy: ")
     assert "had the processor for 25% of the time" in busy
+    crowded, silent = run_profile(drafts=True, drafted=0, load=1.5).warnings()
+    assert crowded.startswith("the machine is busy: 1.5 programs a processor wanted to run")
+    assert silent.startswith("model: nothing was drafted")
+    assert run_profile(drafts=False, load=0.9).warnings() == []
+
+
+def test_one_slow_call_among_hundreds_is_not_what_a_step_waits_for() -> None:
+    """One call of 6.9 ms, in which another program ran, was blamed on kernel launches."""
+    events = []
+    for number in range(20):
+        slow = 6900 if number == 7 else 0
+        step = event("paceline: step", 130 + slow)
+        target = event("paceline: target", 110 + slow, step)
+        events += [step, target, event("aten::linear", 80, target)]
+        events += [event("aten::add", 10 + slow, target), event("aten::add", 5, target)]
+    found = shares(events)["target"]
+    assert (found.wall, found.seconds) == pytest.approx((20 * 110e-6, 20 * 95e-6))
+    assert found.kernel_seconds == pytest.approx(20 * 80e-6)
+    kernels, launches, _ = split(profiled(found), "target", 1.0, "cpu", 0.0)
+    assert kernels > 5 * launches
+
+
+def test_of_each_step_the_median_over_the_rounds_counts() -> None:
+    calm = [{"draft": 0.0, "target": 1.0 + n, "verify": 0.0, "other": 0.0} for n in range(3)]
+    hit = [{**step, "target": 50.0} if n == 1 else step for n, step in enumerate(calm)]
+    rounds = [Stretch(StepSums(steps=3), 0.0, tuple(own)) for own in (calm, hit, calm)]
+    assert medians(rounds)["target"] == 2.0
 
 
 def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> Any:

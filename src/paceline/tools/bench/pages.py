@@ -16,7 +16,7 @@ from paceline.tools.bench.predict import Predicted
 from paceline.tools.bench.result import BenchResult, labels
 from paceline.tools.bench.runner import EVERYTHING
 from paceline.tools.report import plots
-from paceline.tools.report.columns import Column, table_across, table_of
+from paceline.tools.report.columns import NONE_TRIED, UNTRIED, Column, table_across, table_of
 from paceline.tools.report.document import Cell, Figure, Report, Table, Text
 
 _NOTE = (
@@ -55,7 +55,6 @@ _RATE = Column("", "tok/s", "tokens_per_second", cells.rate)
 _MEDIAN_RATE = Column("", "tok/s", "tokens_per_second.median", "{:.0f}".format)
 _SPEEDUP = Column("", "speedup", "speedup", cells.speedup)
 _LENGTH = Column("", "drafted a step", "drafts.length", cells.number)
-_ACCEPTED = Column("", "accepted", "drafts.acceptance_rate", cells.share)
 _TOKENS = Column("", "tokens a step", "drafts.mean_accepted_length", cells.number)
 _LATENCIES = (
     Column("", "TTFT ms", "time_to_first_token", cells.milliseconds),
@@ -111,6 +110,16 @@ class ResultPages:
     def __post_init__(self) -> None:
         self.label = labels([method.name for method in self.result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
+        drafting = {method.name for method in self.result.methods if method.speculates}
+
+        def accepted(row: Row) -> str | None:
+            rate = row.drafts.acceptance_rate
+            if rate is None:
+                silent = row.drafts.drafted == 0 and row.method in drafting
+                return NONE_TRIED if silent else None
+            return cells.share(rate)
+
+        self.accepted = Column("", "accepted", "", accepted)
 
     def begin(
         self,
@@ -258,7 +267,9 @@ class _Pages(ResultPages):
         places = [float(n + 1) for n in depth]
         self.report.add(
             "Acceptance by position",
-            table_across("", rows, [_LENGTH, _ACCEPTED, *map(_at_position, depth)], _ACCEPTANCE),
+            table_across(
+                "", rows, [_LENGTH, self.accepted, *map(_at_position, depth)], _ACCEPTANCE
+            ),
             Figure(
                 "Acceptance by position in the draft, conditional",
                 lambda: plots.lines(places, series, "position", "accepted"),
@@ -290,11 +301,11 @@ class _Pages(ResultPages):
         if len(self.temperatures) < 2:
             return
         rows = [row for t in self.temperatures for row in self._total(self.base, t)]
-        columns = (_TEMPERATURE, self.method, _RATE, _SPEEDUP, _ACCEPTED, _TOKENS)
+        columns = (_TEMPERATURE, self.method, _RATE, _SPEEDUP, self.accepted, _TOKENS)
         series = self.by_method(rows, self.temperatures, "temperature", "speedup.median")
         self.report.add(
             "Temperature",
-            table_of(rows, columns),
+            table_of(rows, columns, UNTRIED if NONE_TRIED in map(self.accepted.cell, rows) else ""),
             Figure(
                 "Speedup against temperature",
                 lambda: plots.lines(self.temperatures, series, "temperature", "speedup"),

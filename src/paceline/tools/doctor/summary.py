@@ -62,9 +62,10 @@ def _count(findings: Sequence[Finding]) -> Text:
 def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     found = trial.explored
     ratio, textbook = found.cost_ratio, found.textbook
+    tried = sum(found.long.reached)
     rows: list[tuple[str, str]] = [
         ("plain decoding", f"{found.plain.rate:.0f} tokens/s"),
-        ("acceptance rate", f"{found.acceptance:.0%} of {sum(found.long.reached)} tried"),
+        ("acceptance rate", found.accepted + (f" of {tried} tried" if tried else "")),
         ("draft pass / target forward", "none" if ratio is None else f"{ratio:.2f}"),
     ]
     base = found.target(1)

@@ -51,6 +51,11 @@ class Exploration:
         return self.long.acceptance
 
     @property
+    def accepted(self) -> str:
+        """In words; what drafted nothing had nothing accepted or refused."""
+        return f"{self.acceptance:.0%} accepted" if self.long.drafted else "no draft was tried"
+
+    @property
     def per_position(self) -> tuple[float, ...]:
         """Conditional: given that all tokens before were accepted."""
         return self.long.rates
@@ -155,7 +160,7 @@ class SpeedupTrial:
         curve = zip(found.target.tokens, found.target.seconds, strict=True)
         return {
             "plain_tokens_per_second": found.plain.rate,
-            "acceptance_rate": found.acceptance,
+            "acceptance_rate": found.acceptance if found.long.drafted else None,
             "acceptance_per_position": list(found.per_position),
             "drafts_per_position": list(found.long.reached),
             "draft_cost_ratio": found.cost_ratio,
@@ -244,7 +249,7 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
     best, predicted = found.best, found.speedup(found.best)
     text = (
         f"measured {trial.measured:.2f}x of plain decoding at draft length {best}, predicted "
-        f"{predicted:.2f}x; {found.acceptance:.0%} accepted"
+        f"{predicted:.2f}x; {found.accepted}"
     )
     code = "not-worth-it"
     if trial.measured >= _HARMLESS:
@@ -254,7 +259,7 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
         text = f"predicted {predicted:.2f}x, measured {trial.measured:.2f}x"
         findings.append(finding("measurement-unsure", "machine", text))
     ratio = found.cost_ratio
-    if ratio is not None and found.acceptance < _LOW:
+    if ratio is not None and found.long.drafted and found.acceptance < _LOW:
         text = f"of the drafted tokens that were tried {found.acceptance:.0%} were accepted"
         findings.append(finding("acceptance-low", "pair", text))
     if ratio is not None and ratio > _DEAR:

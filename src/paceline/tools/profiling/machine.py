@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,14 @@ _LEAST_READ = 64 * 2**10  # bytes, below which a sum takes longer to be called t
 _READ = 32 * 2**20  # bytes read in one timing, again and again where the buffer is smaller
 # Calls in one timing: so few that a scheduler's time slice has room for several timings.
 _CALLS, _FEW_CALLS = 1000, 50
+
+
+def load_per_processor() -> float:
+    """Programs that want to run, over the last minute, by processors; 0 where nobody counts."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,12 @@ from paceline.engine.clock import PHASES
 from paceline.engine.driver import StepSums
 from paceline.llm import LLM
 from paceline.tools.profiling import steady, trace
-from paceline.tools.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
+from paceline.tools.profiling.machine import (
+    MachineSpeeds,
+    load_per_processor,
+    measure_machine,
+    read_bandwidth,
+)
 from paceline.tools.profiling.verdict import MINOR, Figures, bound, conclude, explain, saturated
 from paceline.tools.profiling.work import Work, WorkCounter
 
@@ -22,14 +27,17 @@ PROFILED_STEPS = 20
 # Of a step's time, without a processor. Below it medians hold; above it no figure repeats.
 BUSY = 0.1
 _NO_SHARE = trace.Share()
+_BUSY = (
+    "times are too long and limits seem further away than they are; measure again on an idle one"
+)
 
 
 @dataclass(frozen=True)
 class RunProfile:
     """One way of decoding. ``working_set``: bytes that a step reads, each counted once.
     ``drafts``: whether it has a drafter. ``busy``: share of the steps' time that other programs
-    had the processor, with or without the profiler. ``slowdown``: a step under the profiler by one
-    without it."""
+    had the processor, with or without the profiler. ``load``: of the machine, a processor, before
+    it. ``slowdown``: a step under the profiler by one without it."""
 
     name: str
     figures: tuple[Figures, ...]  # by phase, of a step
@@ -41,6 +49,7 @@ class RunProfile:
     drafted: int
     accepted: int
     busy: float
+    load: float
     slowdown: float
     profiled_steps: int
     operators: tuple[trace.Operator, ...]
@@ -52,15 +61,17 @@ class RunProfile:
     def warnings(self) -> list[str]:
         """Why the figures may not be what they seem."""
         found = []
+        busy = ""
+        if self.busy > BUSY:
+            busy = f"other programs had the processor for {self.busy:.0%} of the time"
+        elif self.load > 1:
+            busy = f"{self.load:.1f} programs a processor wanted to run before this began"
+        if busy:
+            found.append(f"the machine is busy: {busy}; {_BUSY}")
         if self.drafts and not self.drafted:
             found.append(
                 f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
                 "give --draft-length a number to see drafting"
-            )
-        if self.busy > BUSY:
-            found.append(
-                f"other programs had the processor for {self.busy:.0%} of the time: times are too "
-                "long and limits seem further away than they are; measure again on an idle machine"
             )
         return found
 
@@ -101,6 +112,7 @@ class RunProfile:
             "context": self.context,
             "working_set_bytes": self.working_set,
             "processor_busy_elsewhere": self.busy,
+            "load_per_processor": self.load,
             "profiler_slowdown": self.slowdown,
             "profiled_steps": self.profiled_steps,
             "phases": phases,
@@ -149,6 +161,7 @@ def profile_all(
     ``advance(what)`` is called before each piece of work. Raises ConfigError if the sequences
     have no room for a steady state.
     """
+    load = load_per_processor()
     works: list[tuple[dict[str, Work], int]] = []
     for name, llm in contestants:
         advance(f"{name}: counting")
@@ -170,7 +183,8 @@ def profile_all(
         steps = min(PROFILED_STEPS, options.steps)
         profiled = trace.run(llm, prompts, steps, options.trace if last else None)
         fixed = result.machine.product_seconds
-        result.runs.append(_assemble(name, llm, timed[place], works[place], profiled, fixed))
+        own = timed[place], works[place], profiled
+        result.runs.append(_assemble(name, llm, *own, fixed, load))
 
 
 def _assemble(
@@ -180,6 +194,7 @@ def _assemble(
     counted: tuple[dict[str, Work], int],
     profiled: trace.Profiled,
     product_seconds: float,
+    load: float,
 ) -> RunProfile:
     works, counted_steps = counted
     seconds = steady.medians(stretches)
@@ -213,6 +228,7 @@ def _assemble(
         drafted=timed.drafted,
         accepted=timed.accepted,
         busy=max(profiled.stretch.busy, statistics.median(s.busy for s in stretches)),
+        load=load,
         slowdown=slow / step_seconds,
         profiled_steps=profiled.stretch.sums.steps,
         operators=profiled.operators,

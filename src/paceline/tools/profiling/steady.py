@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,11 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 @dataclass(frozen=True)
 class Stretch:
     """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 where
-    it may wait."""
+    it may wait. ``steps``: seconds of each by phase."""
 
     sums: StepSums
     busy: float
+    steps: tuple[Mapping[str, float], ...] = ()
 
     @property
     def context(self) -> float:
@@ -38,8 +39,13 @@ class Stretch:
 
 
 def medians(stretches: Sequence[Stretch]) -> dict[str, float]:
-    """Seconds of a step by phase: the median over repeated stretches."""
-    return {p: statistics.median(s.sums.each(p) for s in stretches) for p in PHASES}
+    """Seconds of a step by phase. Stretches repeat the same steps: of each the median counts, so
+    that a slow call in one round is nothing."""
+    same = [*zip(*(stretch.steps for stretch in stretches), strict=False)]
+    return {
+        phase: statistics.fmean(statistics.median(s[phase] for s in steps) for steps in same)
+        for phase in PHASES
+    }
 
 
 def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
@@ -108,7 +114,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
         raise _too_few(WARM_UP + len(own), llm.max_model_len - max(map(len, prompts)))
     wall = drive.seconds - seconds
     busy = max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0
-    return Stretch(StepSums.of(own), busy)
+    return Stretch(StepSums.of(own), busy, tuple(step.seconds for step in own))
 
 
 @contextmanager

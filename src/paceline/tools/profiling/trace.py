@@ -6,12 +6,13 @@ import errno
 import gzip
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ _CALLS = 1000
 
 @dataclass
 class Share:
-    """What one phase did under the profiler, sums over all steps. Seconds on the host.
+    """What one phase did under the profiler, sums over all steps. Seconds on the host, each
+    call's and each gap's at the median over the times that the phase called the same operators.
 
     ``wall``: the phase itself. ``calls``: operators that Python called, ``events``: with those
     that they called in turn, ``seconds``: within them; the same three for products and attention
@@ -49,6 +51,15 @@ class Share:
     kernel_seconds: float = 0.0
     launches: int = 0
     device: float = 0.0
+
+
+@dataclass
+class _Passage:
+    """One time that a step went through a phase: its seconds, and those of the operators that it
+    called, by name."""
+
+    wall: float = 0.0
+    calls: list[tuple[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -188,14 +199,15 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 def shares(events: Iterable[Any]) -> dict[str, Share]:
     """Sums by phase from profiler events; what is in a step, but in no phase of it, is "other"."""
     found: dict[str, Share] = defaultdict(Share)
+    passages: dict[str, dict[int, _Passage]] = defaultdict(lambda: defaultdict(_Passage))
     for event in events:
         if _on_device(event):
             continue
         if event.name.startswith(PREFIX):
             name, seconds = event.name.removeprefix(PREFIX), event.cpu_time_total / 1e6
-            found["other" if name == "step" else name].wall += seconds
-            if name != "step":
-                found["other"].wall -= seconds
+            passages["other" if name == "step" else name][id(event)].wall += seconds
+            if event.cpu_parent is not None:
+                passages["other"][id(event.cpu_parent)].wall -= seconds
             continue
         chain = _chain(event)
         if chain is None:
@@ -208,12 +220,31 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
         kernel = is_kernel(top.name)
         share.kernel_events += kernel
         if top is event:
-            seconds = event.cpu_time_total / 1e6
+            called = event.name, event.cpu_time_total / 1e6
+            passages[phase][id(event.cpu_parent)].calls.append(called)
             share.calls += 1
-            share.seconds += seconds
             share.kernel_calls += kernel
-            share.kernel_seconds += seconds if kernel else 0.0
+    for phase, own in passages.items():
+        _add_typical(found[phase], own.values())
     return dict(found)
+
+
+def _add_typical(share: Share, passages: Iterable[_Passage]) -> None:
+    """Seconds of the passages: those that called the same operators are alike, so each of their
+    calls counts at its median, and so does what passed between them."""
+    alike: dict[tuple[str, ...], list[_Passage]] = defaultdict(list)
+    for passage in passages:
+        alike[tuple(name for name, _ in passage.calls)].append(passage)
+    for names, group in alike.items():
+        seconds = [[taken for _, taken in passage.calls] for passage in group]
+        typical = [statistics.median(each) for each in zip(*seconds, strict=True)]
+        called = len(group) * sum(typical)
+        kernels = sum(each for name, each in zip(names, typical, strict=True) if is_kernel(name))
+        pairs = zip(group, seconds, strict=True)
+        between = statistics.median(passage.wall - sum(each) for passage, each in pairs)
+        share.seconds += called
+        share.kernel_seconds += len(group) * kernels
+        share.wall += called + len(group) * between
 
 
 def operators(events: Iterable[Any], device: str) -> tuple[Operator, ...]:

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 from paceline.tools.report.document import Cell, Table
 
+# An acceptance where there was a drafter that drafted nothing; and the note beside such a table.
+NONE_TRIED = "none tried"
+UNTRIED = "none tried: no draft was tried, as it would not have paid."
+
 
 class Column(NamedTuple):
     """A figure of an item: its key in JSON, its heading in a table, and how it is shown there.
