@@ -45,7 +45,8 @@ def test_json() -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert (record["model"], record["draft"], record["run"]) == ("paceline/tiny", "ngram", None)
-    assert "draft-free" in {item["code"] for item in record["findings"]}
+    codes = [item["code"] for item in record["findings"]]
+    assert "draft-free" in codes and codes.count("logits-equal") == 1
 
 
 def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
@@ -56,6 +57,15 @@ def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
     text = report.read_text()
     assert "| error | draft | the files lack lm_head.weight" in text
     assert "tie_word_embeddings" in text
+
+
+def test_logits_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.tools.doctor.logits._LIMIT", 0.0)
+    result = run("--run", "--backend", "reference", "--json")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert record["findings"][0]["code"] == "logits-differ"
+    assert record["errors"] == 1 and record["run"] is None
 
 
 def test_nothing_is_measured_where_there_is_an_error(broken: str) -> None:

@@ -58,6 +58,8 @@ def doctor(
 ) -> None:
     """Look at a model and its draft before loading them: what will go wrong, and what helps.
 
+    A few of the model's layers are loaded, and their logits compared with transformers'.
+
     Exits with 1 if there is an error among the findings.
     """
     output.check()
@@ -66,7 +68,7 @@ def doctor(
         raise typer.BadParameter(f"--run measures a draft; try --draft {DEFAULT_DRAFT} or ngram")
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
-        from paceline.tools.doctor import Severity, examine, summary
+        from paceline.tools.doctor import Severity, check_logits, examine, summary
         from paceline.tools.doctor.examination import SETTINGS
         from paceline.tools.doctor.findings import by_severity
         from paceline.tools.doctor.trial import judge
@@ -83,6 +85,10 @@ def doctor(
             findings = by_severity([*findings, *ahead])
     trial = None
     with partial_results() as interrupted:
+        if not any(item.severity is Severity.ERROR and item.about == "target" for item in findings):
+            with showing():
+                compared = check_logits(engine.model, device=engine.device, backend=engine.backend)
+            findings = by_severity([*findings, compared])
         if run and not any(item.severity is Severity.ERROR for item in findings):
             trial = _trial(engine)
             findings = by_severity([*findings, *judge(trial)])

@@ -50,12 +50,14 @@ def load_module(
     device: str | torch.device,
     attention: str | None = None,
     packed: bool = False,
+    config: Any = None,
     **placement: Any,
 ) -> Any:
     """A transformers module in eval mode that calls our attention function.
 
     ``attention`` names another one of transformers' instead, for use outside the engine.
     ``packed`` keeps the weights of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be.
+    ``config`` replaces the model's own, with fewer layers: only their weights are read.
     ``placement`` goes to ``from_pretrained``, which then says where the weights are.
     """
     place = resolve_device(device)
@@ -63,7 +65,7 @@ def load_module(
     path = fetched(name)
     gguf = gguf_file(path)
     if gguf is not None:
-        module = _of_gguf(name, gguf, number, attention)
+        module = _of_gguf(name, gguf, number, attention, config)
         if packed and place.type == "cpu" and read_gguf(gguf).quantised:
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
         return module.to(place)
@@ -73,7 +75,7 @@ def load_module(
 
     register()
     with _quiet():
-        config = read_config(name, path)
+        config = read_config(name, path) if config is None else config
         check_architecture(config)
         options = quantization_of(config)
         if options is not None and keeps(options, place):
@@ -87,7 +89,13 @@ def load_module(
     return module if placement else module.to(place)
 
 
-def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | None) -> Any:
+def _of_gguf(
+    name: str,
+    path: Path,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    config: Any = None,
+) -> Any:
     """The module in a GGUF file, dequantised. Without a dtype, bf16 unless it is a plain file's."""
     from paceline.model.probe import ATTENTION, register
 
@@ -97,10 +105,11 @@ def _of_gguf(name: str, path: Path, dtype: torch.dtype | None, attention: str | 
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
         dtype = torch.float32 if plain else torch.bfloat16
     with _quiet(), dequantising(path):
-        config = read_config(name, str(path))
-        check_architecture(config)
-        module = _weights(name, str(path), config, dtype, attention or ATTENTION)
-    check_taken(file, module)
+        own = read_config(name, str(path)) if config is None else config
+        check_architecture(own)
+        module = _weights(name, str(path), own, dtype, attention or ATTENTION)
+    if config is None:  # else the file's other layers are left out
+        check_taken(file, module)
     # The weights are plain numbers now; transformers would refuse to save or cast the module.
     for owner, left in (
         (module.config, "quantization_config"),

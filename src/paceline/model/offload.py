@@ -117,7 +117,7 @@ def plan_offload(
     with torch.device("meta"):
         skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(number)
     skeleton.tie_weights()
-    layers = dict(_layers(skeleton))
+    layers = dict(decoder_layers(skeleton))
     within = tuple(f"{layer}." for layer in layers)
     rest = {
         owner: module
@@ -172,11 +172,11 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
     return config, files
 
 
-def _layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers by name: the longest list of modules there is."""
+def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder layers by name: the longest list of modules there is. Raises ConfigError."""
     lists = [(name, m) for name, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
-        raise ConfigError(f"{type(skeleton).__name__} has no list of layers to offload")
+        raise ConfigError(f"{type(skeleton).__name__} has no list of layers")
     outer = min(len(name.split(".")) for name, _ in lists)
     owner, found = max(
         ((name, m) for name, m in lists if len(name.split(".")) == outer), key=lambda x: len(x[1])

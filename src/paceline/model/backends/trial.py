@@ -28,12 +28,17 @@ class Tried(Protocol):
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 
 
-def trial_logits(model: Tried) -> tuple[torch.Tensor, ...]:
+def trial_starts(model: Tried, longest: int = _LONGEST) -> list[int]:
+    """Positions of the first rows of a trial's sequences."""
+    blocks = max(1, min(model.max_positions, longest) // _ROWS)
+    return [_ROWS * before for before in (0, (blocks - 1) // 2, blocks - 1)]
+
+
+def trial_logits(model: Tried, longest: int = _LONGEST) -> tuple[torch.Tensor, ...]:
     """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
-    middle and at the end of the context or of its first 4,096 positions. The first one's block is
-    repeated for all that lies before the others' rows."""
-    blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
-    before = torch.tensor((0, (blocks - 1) // 2, blocks - 1))  # blocks of each sequence
+    middle and at the end of the context or of its first ``longest`` positions. The first one's
+    block is repeated for all that lies before the others' rows."""
+    before = torch.tensor(trial_starts(model, longest)) // _ROWS  # blocks of each sequence
     rows = torch.arange(3 * _ROWS)
     batch = Batch(
         ((rows * 7919 + 1) % model.vocab_size).to(model.device),
