@@ -18,9 +18,9 @@ from tiny_models import TinyPair
 @pytest.fixture(scope="module")
 def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     prompts = tmp_path_factory.mktemp("prompts") / "two.txt"
-    prompts.write_text("Once upon a time there was\n\nThe quick brown fox", encoding="utf-8")
+    prompts.write_text("Once upon a time there was\n---\nThe quick brown fox", encoding="utf-8")
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
-    small = ["--texts", "1", "--max-tokens", "8", "--prefixes", "1", "--samples", "100"]
+    small = ["--texts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "1200"]
     return ["certify", *pair, "--draft-length", "2", "--prompts", str(prompts), *small]
 
 
@@ -90,7 +90,7 @@ def test_bad_input(arguments: list[str], more: list[str], code: int, message: st
 
 
 def test_a_server_behind_a_url() -> None:
-    few = ["--requests", "60", "--max-tokens", "12", "--category", "chat", "--json"]
+    few = ["--requests", "120", "--max-tokens", "12", "--json"]
     with served(PlantedServer("zeros")) as broken, served(PlantedServer(seed=8)) as other:
         result = run(["certify", "--url", other, "--against", other, *few])
         assert result.exit_code == 0, result.output

@@ -28,7 +28,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def certify(tiny_pair: TinyPair, prompts: str) -> list[str]:
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
-    small = ["--texts", "1", "--max-tokens", "8", "--prefixes", "1", "--samples", "100"]
+    small = ["--texts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "200"]
     return ["certify", *pair, "--draft-length", "2", "--prompts", prompts, *small, "--json"]
 
 
@@ -88,7 +88,7 @@ def test_certify_goes_on(certify: list[str], runs: Path) -> None:
     more = run(*certify, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
     one, two = json.loads(first.stdout), json.loads(more.stdout)
-    assert two["budget"]["looks"] == 2 and two["budget"]["texts"] == 2
+    assert two["budget"]["looks"] == 2 and two["budget"]["texts"] == 4
     assert two["budget"]["samples"] == 2 * one["budget"]["samples"]
     assert two["smallest_bias"] < one["smallest_bias"]
     assert two["alpha"] == one["alpha"] / 2
@@ -154,8 +154,8 @@ def refused(*arguments: str) -> str:
 
 def test_another_option_is_named(certify: list[str], bench: list[str]) -> None:
     run(*certify, "--seconds", "0")
-    line = refused(*certify, "--continue", "--samples", "200")
-    assert "--samples is 200, it was 100 in the run" in line and "begin anew" in line
+    line = refused(*certify, "--continue", "--samples", "300")
+    assert "--samples is 300, it was 200 in the run" in line and "begin anew" in line
     assert "--top-p is 0.9, it was 1.0" in refused(*certify, "--continue", "--top-p", "0.9")
     line = refused(*certify, "--continue", "--draft", "ngram")
     assert '--draft is "ngram", it was' in line

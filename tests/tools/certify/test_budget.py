@@ -111,6 +111,24 @@ def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named
     assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, and it takes 2")
 
 
+def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
+    """It said CERTIFIED beside "0 of 4 places" and "0 of 8000 samples"."""
+    certifier = Certifier(llm, prompts, None, SMALL)
+    certifier.run()
+    assert certifier.certificate().lossless
+    exact, places = [*certifier.evidence.exact], [*certifier.evidence.places]
+    certifier.evidence.exact.clear()
+    assert "the rule was not enumerated" in certifier.certificate().verdict
+    certifier.evidence.exact += exact
+    for place in places:
+        del place.drawn[-1]
+    assert "0 places have all their samples, and it takes 1" in certifier.certificate().verdict
+    certifier.evidence.places.clear()
+    certificate = certifier.certificate()
+    assert certificate.bought.samples == 0
+    assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
+
+
 def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts: Named) -> None:
     certifier, said = ended_after(llm, prompts, 50)
     assert said[0].startswith("greedy") and any("speculative sampling" in what for what in said)

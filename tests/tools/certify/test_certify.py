@@ -61,6 +61,25 @@ def test_greedy_only(llm: LLM, prompts: Named) -> None:
     certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
     assert certificate.lossless
     assert not certificate.distributions and "temperature is 0" in certificate.notes[0]
+    assert "greedy decoding only, no samples were drawn" in certificate.verdict
+
+
+@pytest.mark.parametrize(
+    ("effort", "lack"),
+    [
+        (Effort(1, 16, 1, 600), "1 whole texts were compared, and it takes 2"),
+        (Effort(2, 16, 1, 100), "or more would have been seen"),
+    ],
+)
+def test_little_is_no_certificate_also_where_no_more_was_asked_for(
+    llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These distributions have few cells, so that few samples see much.
+    monkeypatch.setattr("paceline.tools.certify.run.MOST_BIAS", 0.15)
+    certificate = certify(llm, prompts, effort=effort)
+    assert certificate.complete and not certificate.problems
+    assert not certificate.lossless
+    assert certificate.verdict.startswith("NOT ENOUGH: ") and lack in certificate.verdict
 
 
 class Silent:

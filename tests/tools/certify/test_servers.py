@@ -118,6 +118,18 @@ def test_too_few_requests_certify_nothing() -> None:
     assert not found.problems and sum(part.requests for part in found.parts) <= 4
 
 
+def test_samples_that_see_nothing_certify_nothing() -> None:
+    found = outcome(PlantedServer())
+    assert found.lossless
+    for tests in ((), (replace(found.tests[0], sees=0.4),)):
+        blind = replace(found, tests=tests)
+        assert not blind.lossless and not blind.problems
+        assert "or more would have been seen in the samples" in blind.verdict
+    one = replace(found.parts[0], looked_at=1)
+    few = replace(found, parts=(one, *found.parts[1:]))
+    assert few.verdict.startswith("NOT ENOUGH: 1 text for greedy, and it takes 2")
+
+
 def test_addresses_where_nobody_answers() -> None:
     with pytest.raises(ConfigError, match="no server answers at"):
         AnsweringServer.found("http://127.0.0.1:9", timeout=2)

@@ -90,9 +90,11 @@ EXACT_COLUMNS = (
 )
 
 
-LEAST_TEXTS = 2  # compared in every setting, or as many as were asked for
+# The least that the word CERTIFIED stands for, however little was asked for.
+LEAST_TEXTS = 2  # compared in every setting
+LEAST_PLACES = 1  # with all their samples, and the rule enumerated there
 POWER = 0.9
-MOST_BIAS = 0.25  # that a run which was cut short may leave unseen and still certify
+MOST_BIAS = 0.25  # that may have gone unseen
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def smallest_bias(results: Iterable[DistributionResult]) -> float:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The outcome. ``lossless`` only if enough was looked at and nothing is wrong.
+    """The outcome. ``lossless`` only if enough was looked at and nothing is wrong: never less than
+    ``LEAST_TEXTS``, ``LEAST_PLACES`` (where anything is sampled) and what sees ``MOST_BIAS``.
 
     ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
     ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
@@ -237,6 +240,8 @@ class Certificate:
             parts.append(
                 f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
             )
+        if not self.bought.places_wanted:
+            parts.append("greedy decoding only, no samples were drawn")
         if self.exact:
             worst = max(check.distance for check in self.exact)
             parts.append(f"the rule is exact to {worst:.0e}")

@@ -14,6 +14,7 @@ from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
 from paceline.pace.controller import FixedLength
 from paceline.tools.certify.certificate import (
+    LEAST_PLACES,
     LEAST_TEXTS,
     MOST_BIAS,
     Certificate,
@@ -250,7 +251,7 @@ class Certifier:
             problems=tuple(dict.fromkeys(problems)),
             notes=tuple(dict.fromkeys(self._notes(judged))),
             interrupted=not self._ended,
-            bought=self._bought(missing, () if whole else self._lacks(results, idle)),
+            bought=self._bought(missing, self._lacks(results, idle)),
         )
 
     def _results(self) -> list[Judged]:
@@ -325,15 +326,17 @@ class Certifier:
         every = product(self._asked.kinds, (setting.name for setting in self.settings))
         unseen = [f"no {kind} text at {name}" for kind, name in every if (kind, name) not in seen]
         lacks = unseen[:1] or [f"nothing drafted yet for {kind} requests" for kind in idle]
-        least = min(LEAST_TEXTS, self.texts)
-        if self._compared < least:
-            lacks.append(f"{self._compared} whole texts were compared, and it takes {least}")
+        if self._compared < LEAST_TEXTS:
+            lacks.append(f"{self._compared} whole texts were compared, and it takes {LEAST_TEXTS}")
         bias = smallest_bias(results)
         if self.places and not results:
             lacks.append("no place has enough samples")
         elif self.places and bias > MOST_BIAS:
             lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
-        if self.places and not any(name.startswith("rule/") for name in self.evidence.done):
+        whole = sum(len(place.drawn) >= self.effort.samples for place in self.evidence.places)
+        if self.places and whole < LEAST_PLACES:
+            lacks.append(f"{whole} places have all their samples, and it takes {LEAST_PLACES}")
+        if self.places and not self.evidence.exact:
             lacks.append("the rule was not enumerated")
         return lacks
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.budget import Budget
 from paceline.errors import ConfigError, PromptError
+from paceline.tools.certify.certificate import LEAST_TEXTS, MOST_BIAS
 from paceline.tools.certify.chisquare import holm
 from paceline.tools.certify.servers.answers import Answering, FailedError, ServerRefusedError
 from paceline.tools.certify.servers.asking import Asking, CheckPart, PartResult, RequestsSpentError
@@ -108,8 +109,15 @@ class ServerCertificate:
     @property
     def lacks(self) -> list[str]:
         """What must have been looked at, or nothing is certified."""
-        needed = [part for part in self.parts if part.part != "structure" and not part.looked_at]
-        return [f"no {part.unit} for {part.part}" for part in needed]
+        needed = [part for part in self.parts if part.part != "structure"]
+        lacks = [f"no {part.unit} for {part.part}" for part in needed if not part.looked_at]
+        for part in needed:
+            if part.part == "greedy" and 0 < part.looked_at < LEAST_TEXTS:
+                lacks.append(f"{part.looked_at} text for greedy, and it takes {LEAST_TEXTS}")
+        sees = min((test.sees for test in self.tests), default=1.0)
+        if sees > MOST_BIAS:
+            lacks.append(f"only a bias of {sees:.0%} or more would have been seen in the samples")
+        return lacks
 
     @property
     def lossless(self) -> bool:
