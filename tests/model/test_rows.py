@@ -16,6 +16,9 @@ from paceline.core.params import SamplingParams
 from paceline.errors import UnsupportedModelError
 from paceline.llm import LLM
 from paceline.model.rows import RowPositions
+from paceline.model.target import CausalModel
+from paceline.tools.certify.decoding import Start
+from paceline.tools.certify.scoring import Scorer
 from tiny_models import SENTENCES
 
 SWITCH = 48
@@ -161,6 +164,21 @@ def test_prompts_are_scored_as_the_prompt_alone(saved: Callable[[str], str]) -> 
     assert short.prompt_logprobs == long.prompt_logprobs
     assert len(short.prompt_logprobs or ()) == len(prompt) - 1
     llm.close()
+
+
+def test_a_certification_scores_each_text_by_its_own_length(saved: Callable[[str], str]) -> None:
+    """The beginning that texts have in common is rotated as the shortest of them."""
+    start = Start(tuple(prompts()[2]))
+    model = CausalModel.load(saved("phi3"), "float32", "cpu", backend="reference")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved("phi3"), dtype=torch.float32)
+    scorer = Scorer(model, start, SamplingParams(temperature=1.0))
+    strings = [(), (7,), (8, 9), (7, 7, 7)]
+    for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
+        for string, distribution in zip(strings, distributions, strict=True):
+            ids = torch.tensor([[*start.tokens, *string]])
+            with torch.inference_mode():
+                wanted = theirs(ids, use_cache=False).logits[0, -1].softmax(-1)
+            assert torch.allclose(distribution, wanted, atol=1e-5), string
 
 
 def test_only_a_context_beyond_the_original_one_has_two_rotations() -> None:

@@ -107,8 +107,8 @@ def test_certify(model: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("paceline.tools.certify.sampled._MOST", 8)  # of 64 beginnings
     found = record(
         *("certify", "--model", model, "--draft", "ngram:min=1", "--draft-length", "2"),
-        *("--prompts", prompts, "--texts", "1", "--max-tokens", "8"),
-        *("--prefixes", "1", "--samples", "100", "--seconds", "3600"),
+        *("--prompts", prompts, "--texts", "2", "--max-tokens", "8"),
+        *("--prefixes", "1", "--samples", "200", "--seconds", "3600"),
     )
     assert found["lossless"] is True and found["problems"] == []
     assert 0 < found["smallest_bias"] < 1

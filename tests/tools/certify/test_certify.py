@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,8 @@ from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
 from paceline.llm import LLM
 from paceline.tools.certify import Certifier, Effort, certify
+from paceline.tools.certify.decoding import Start
+from paceline.tools.certify.evidence import Evidence, Place
 from paceline.tools.certify.tables import report_of
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -55,6 +58,19 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     assert len(pieces) == certifier.pieces
     # Its drafts are chosen, so there is no distribution of its own to test.
     assert not [r for r in certifier.certificate().distributions if r.test.draft_length < 0]
+
+
+def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
+    """It was "not enumerated" where nothing was found at the place itself."""
+    tokens = tuple(range(20, 60))  # no token comes twice
+    ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
+    evidence = Evidence(places=[Place("ends in a new token", 0, Start(tokens), 2)])
+    certifier = Certifier(
+        ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
+    )
+    certifier.run()
+    assert evidence.exact and not [note for note in evidence.notes if "not enumerated" in note]
+    assert all(check.passed and check.draw == "point" for check in evidence.exact)
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:

@@ -11,11 +11,13 @@ from typing import cast
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.tools.certify import exact, sampled
+from paceline.tools.certify.decoding import Start
 from paceline.tools.certify.draws import Recorder
 from paceline.tools.certify.evidence import Place, Problem
 from paceline.tools.certify.schedule import Asked, WorkItem
 from paceline.tools.certify.scoring import Scorer
 
+_FURTHER = 16  # tokens behind a place in which the rule may be enumerated
 _RANK = 0.75  # not the very most undecided place: sure ones have likelier second tokens
 
 
@@ -113,15 +115,23 @@ class Sampler:
 
     def _enumerate(self, place: Place) -> None:
         """The step at this place, by enumeration, over each kind of tree that was proposed."""
-        recorder, asked, start = self.recorder, self._asked, place.start
+        recorder, asked = self.recorder, self._asked
         notes = asked.evidence.notes
-        recorder.watch(start.tokens)
         length = min(2, asked.lengths[-1])
-        sampled.continuations(asked.engine, start, asked.params, length, 128, enough=1)
-        trees, distributions = list(recorder.trees.values()), recorder.distributions
-        recorder.watch(None)
-        if not trees:
+        # A look-up may find nothing at the place itself, but further on in what was drawn from it.
+        for samples, enough in ((128, 1), (32, _FURTHER)):
+            recorder.watch(place.start.tokens, beyond=enough > 1)
+            sampled.continuations(
+                asked.engine, place.start, asked.params, length, samples, enough=enough
+            )
+            if recorder.trees:
+                break
+        else:
             notes.append(f"{place.name}: rule not enumerated: nothing was drafted there")
+        trees, distributions = list(recorder.trees.values()), recorder.distributions
+        prompt = place.start.prompt
+        start = Start(prompt, (recorder.watched or ())[len(prompt) :])
+        recorder.watch(None)
         scorer = Scorer(asked.engine.target, start, asked.params)
         for tree in trees[:2]:
             check = self._enumerated(place, scorer, tree, distributions)

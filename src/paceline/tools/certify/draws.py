@@ -38,13 +38,14 @@ class Recorder:
         self.impossible = 0  # drawn although the declared distribution gives them no chance
         # Of the request whose tokens these are: what was drafted and declared after it.
         self.watched: tuple[int, ...] | None = None
+        self._beyond = False
         self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
 
-    def watch(self, tokens: Sequence[int] | None) -> None:
+    def watch(self, tokens: Sequence[int] | None, *, beyond: bool = False) -> None:
         """Keep the distributions and trees proposed after exactly these tokens; forget earlier
-        ones."""
-        self.watched = None if tokens is None else tuple(tokens)
+        ones. ``beyond``: after the first request's that begins with them and is drafted for."""
+        self.watched, self._beyond = None if tokens is None else tuple(tokens), beyond
         self.distributions, self.trees = {}, {}
 
     def resume(self, counts: Sequence[int], impossible: int) -> None:
@@ -64,12 +65,22 @@ class Recorder:
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
         for item, tree in zip(plan.slices, trees, strict=True):
-            if len(tree) and self.watched is not None and tuple(item.seq.tokens) == self.watched:
+            watching = len(tree) and self.watched is not None
+            if watching and self._is_watched(tuple(item.seq.tokens)):
                 self._note(tree)
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
         return trees
+
+    def _is_watched(self, tokens: tuple[int, ...]) -> bool:
+        if (
+            self._beyond
+            and self.watched is not None
+            and tokens[: len(self.watched)] == self.watched
+        ):
+            self.watched, self._beyond = tokens, False
+        return tokens == self.watched
 
     def _note(self, tree: TokenTree) -> None:
         self.trees.setdefault((tree.parents, tree.draw), tree)

@@ -196,7 +196,7 @@ def continuations(
     enough: int = DEPTH,
 ) -> list[DecodedOutput]:
     """So many samples of ``enough`` tokens each."""
-    max_tokens = len(start.output) + DEPTH + length + 1
+    max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
     drawing = replace(params, seed=None, n=1, min_tokens=0, max_tokens=max_tokens)
     return decode(engine, [start] * samples, drawing, length, enough=enough)
 

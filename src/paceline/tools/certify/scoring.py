@@ -55,6 +55,10 @@ class Scorer:
     def logits(self, strings: Sequence[String], stepwise: bool = False) -> torch.Tensor:
         """float32 [n, vocab] on the host, before any of the request's processing."""
         texts = [[*self._start.tokens, *string] for string in strings]
+        switch = self._model.rope_switch
+        if switch is not None and self._given <= switch < max(map(len, texts)):
+            # Some become so long that the beginning is rotated otherwise: each reads its own.
+            self._given, self._cache = 0, None
         parts = _parts(texts, self._given)
         return torch.cat([self._forward(part, stepwise).float().cpu() for part in parts])
 
@@ -71,7 +75,10 @@ class Scorer:
         cache = self._cache_for(texts)
         ids = range(_FIRST, _FIRST + len(texts))
         for number, text in zip(ids, texts, strict=True):
-            cache.borrow(number, _CROWDED if stepwise else 0, given)
+            if given:
+                cache.borrow(number, _CROWDED if stepwise else 0, given)
+            else:
+                cache.admit(number, text)
             cache.reserve(number, len(text))
         try:
             done = [given] * len(texts)
@@ -105,13 +112,12 @@ class Scorer:
         capacity = max(wanted, (crowd - 1) * blocks, 2 * _TEXTS)
         cache = model.new_cache(2 * blocks + capacity, _BLOCK, share=False)
         tokens = self._start.tokens[:given]
-        for group in ((0,), range(_CROWDED, _CROWDED + max(1, crowd))):
+        for group in ((0,), range(_CROWDED, _CROWDED + crowd)) if given else ():
             for number in group:
                 cache.admit(number, tokens)
                 cache.reserve(number, given)
-            if given:
-                feeds = [Feed(number, 0, tokens) for number in group]
-                model(cache.batch_of(feeds), cache)
+            feeds = [Feed(number, 0, tokens) for number in group]
+            model(cache.batch_of(feeds), cache)
             for number in group[1:]:
                 cache.free(number)
         return cache
