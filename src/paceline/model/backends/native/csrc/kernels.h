@@ -131,7 +131,7 @@ struct Kernels {
   void (*add_scaled)(float* x, const float* y, float w, long width);
   void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value, bool coded);
   // The largest of a row's logits, the largest first, and the sum of e^(sharpness * (logit - largest));
-  // without the sum (1) if it is only one.
+  // without the sum (1) for a sharpness of 0.
   float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
@@ -141,7 +141,8 @@ constexpr long CHUNK = 48;  // rows of a product per pass over the weights
 constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
 inline long product_scratch(long rows, long inputs) {
   long few = rows < CHUNK ? rows : CHUNK, many = rows < TILED_ROWS ? rows : TILED_ROWS;
-  return STRIPE * PANEL + CHUNK * PANEL + round_up(inputs, STRIPE) * (few > many / 2 ? few : many / 2);
+  long halves = (many + 1) / 2;  // rows of bf16 in floats
+  return STRIPE * PANEL + CHUNK * PANEL + round_up(inputs, STRIPE) * (few > halves ? few : halves);
 }
 
 // Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
