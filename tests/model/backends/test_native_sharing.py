@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.model.backends.native.library import choose
+from paceline.core.cgroup import processors
+from paceline.model.backends.native.library import choose, library
 from paceline.model.backends.native.opened import Ropes
 
 
@@ -39,20 +41,30 @@ def test_tables_are_there_for_whoever_comes_second() -> None:
     assert all(seen[length] >= length for length in (300, 200, 700, 50)), seen
 
 
+IGNORED = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+INTERRUPTED = """
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+"""
 CHOOSES = """
 import signal
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 from paceline.model.backends.native.library import choose
+{surroundings}
 print(choose("amx"))
 """
 
 
-def test_tiles_are_found_where_children_are_ignored() -> None:
-    """The trial of tile instructions runs in a child; its answer does not hang on SIGCHLD."""
+@pytest.mark.parametrize("surroundings", [IGNORED, INTERRUPTED], ids=["ignored", "interrupted"])
+def test_tiles_are_found_whatever_signals_come(surroundings: str) -> None:
+    """The trial of tile instructions runs in a child; its answer does not hang on SIGCHLD, and a
+    call that a signal interrupts is made again."""
     if not choose("amx"):
         pytest.skip("no tile instructions here")
     done = subprocess.run(
-        [sys.executable, "-c", CHOOSES], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", CHOOSES.format(surroundings=surroundings)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stdout.strip() == "True", done.stderr
 
@@ -108,14 +120,37 @@ def test_scratch_does_not_grow_with_context_and_rows(threads: int) -> None:
     assert int(done.stdout) < 80 << 20
 
 
+QUOTA = """
+import sys
+from pathlib import Path
+from paceline.core import cgroup
+cgroup.ROOT = Path(sys.argv[1])
+cgroup._MINE = cgroup.ROOT / "mine"
+from paceline.model.backends.native.library import library
+print(library().pl_patience(1) > 0, library().pl_patience(2))
+"""
+
+
+def test_threads_beyond_a_quota_take_turns_at_barriers(tmp_path: Path) -> None:
+    """Affinity shows all processors of the machine; `--cpus=1` gives the time of one."""
+    (tmp_path / "mine").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    done = subprocess.run(
+        [sys.executable, "-c", QUOTA, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "True 0", done.stderr
+
+
 def test_many_threads_on_few_processors() -> None:
-    """Who waits at a barrier lets the others run: seconds without, where all spin."""
+    """Who waits at a barrier lets the others run."""
     from paceline import LLM
 
+    few, many = processors(), 16 * (os.cpu_count() or 1)
+    assert library().pl_patience(few) > 0 == library().pl_patience(few + 1)
     llm = LLM("paceline/tiny", dtype="float32")
     wanted = llm.generate("Once upon a time")[0].token_ids
     before = torch.get_num_threads()
-    torch.set_num_threads(16 * (os.cpu_count() or 1))
+    torch.set_num_threads(many)
     try:
         assert llm.generate("Once upon a time")[0].token_ids == wanted
     finally:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.cgroup import processors
 from paceline.model.backends.native.compile import NativeUnavailableError, library_file
 
 FLOAT32, BFLOAT16 = 0, 1
@@ -130,6 +131,8 @@ class CGrowth(Structure):
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_instructions": (c_char_p, ()),
     "pl_choose": (c_int, (c_char_p,)),
+    "pl_processors": (None, (c_int64,)),
+    "pl_patience": (c_int64, (c_int64,)),
     "pl_packed_bytes": (c_int64, (c_int64,) * 3),
     "pl_pack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "pl_unpack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
@@ -167,6 +170,7 @@ def library() -> Any:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
+    loaded.pl_processors(processors())
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):
         raise NativeUnavailableError(

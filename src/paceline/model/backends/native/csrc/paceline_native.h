@@ -129,6 +129,11 @@ typedef struct {
 const char* pl_instructions(void);  // of the kernels in use
 int pl_choose(const char* instructions);  // 0: chosen; else this processor does not have them
 
+// Threads beyond so many processors take turns, as where a container gives the time of fewer than it
+// shows; and how often one of so many threads looks at a barrier before it lets others run.
+void pl_processors(int64_t most);
+int64_t pl_patience(int64_t threads);
+
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
 // Put a dense matrix [rows, inputs] into a packed one, from its output `first` on; and get it out.
 void pl_pack(int64_t dtype, int64_t place, const void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed);

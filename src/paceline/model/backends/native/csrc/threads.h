@@ -7,6 +7,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <climits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -15,8 +16,15 @@ class Team {
  public:
   void start(int threads) {
     size_ = threads;
-    patience_ = threads > processors() ? 0 : kPatience;
+    patience_ = patience(threads);
   }
+
+  // Of whose time a container gives to the process; how many it may run on does not tell.
+  static inline std::atomic<int> allowed{INT_MAX};
+
+  // How often one of so many looks before it lets others run. Where they are more than processors,
+  // who waits keeps another from arriving.
+  static int patience(int threads) { return threads > processors() ? 0 : kPatience; }
 
   // Everybody waits for everybody. Also gives out the numbers of next() afresh.
   void meet() {
@@ -40,13 +48,13 @@ class Team {
 
  private:
   static constexpr int kPatience = 4000;
-  // That this thread may use. With more threads than these, who waits keeps another from arriving.
   static int processors() {
+    int most = allowed.load(std::memory_order_relaxed), count = omp_get_num_procs();
 #if defined(__linux__)
     cpu_set_t mine;
-    if (!sched_getaffinity(0, sizeof mine, &mine)) return CPU_COUNT(&mine);
+    if (!sched_getaffinity(0, sizeof mine, &mine)) count = CPU_COUNT(&mine);
 #endif
-    return omp_get_num_procs();
+    return count < most ? count : most;
   }
   static void pause() {
 #if defined(__x86_64__)
