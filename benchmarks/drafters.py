@@ -1,343 +1,386 @@
-"""Every drafter on every suite: tokens a step, acceptance by position, speed by plain decoding's.
+"""Every drafter beside plain decoding, cell by cell, each from a fresh state.
 
-One target at a time (`tiny`, the embedded one, and `inflated`, the same function at the size of a
-real model, see inflate.py); all drafters around it in one process.
+A cell is a batch size and a way to sample: `greedy`, `sampled` (temperature 1, no seeds) or
+`seeded`. For each, plain decoding and the drafters are built anew over one loaded target (a
+controller, drafter and cache without any history) and decode the same prompts, a batch at a time,
+in turns of a tenth of a second, each on a clock of its own, prefill included. Three passes:
 
-Acceptance is measured at a fixed draft length (4 levels; 8 for what draws on history), several
-prompts together; on the inflated target, whose acceptance is that of the small one, it is that of
-the timed runs. Speed is measured at the adaptive length, which is what users get: batch 1, a
-prompt decoded by plain decoding and all drafters in turn, in an order that rotates, prefill
-included, exactly `--max-tokens` new tokens (the end token is ignored by all; the real model ends
-its answers). A suite's figure is the median over its prompts of plain decoding's seconds a token by
-the drafter's on the same prompt. Every
-prompt is decoded once, because some drafters learn from what they have seen; temperatures 0 and
-1 have prompts of their own for the same reason. At temperature 1 requests bring no seed (the
-engine's generator starts at 0), as users run it. The rows "repeated" are the greedy prompts again:
-every second one as it was, the others with changed words.
+- `first`: the first requests of a process, `--prompts` of them, spread over the sets
+- `later`: `--later` other prompts, after all of those (24 answers of 96 tokens: 2,300 tokens)
+- `again`: the first `--again` prompts once more
+
+With `--fixed` every drafter also decodes at chosen lengths, and the adaptive one is held against
+the best of them and plain decoding. `--form` is how the target's weights are held, one a process;
+`--target FOLDER --weights NAME` measures another checkpoint of the same shape under that name.
 
     python benchmarks/drafters.py --quick
-    python benchmarks/drafters.py --pairs smollm2 --only eagle3,hybrid,ngram,suffix
-    python benchmarks/drafters.py --models tiny --markdown drafters.md --json drafters.json
+    python benchmarks/drafters.py --pair smollm2 --form int8 --json runs/cells.jsonl --seconds 200
+    python benchmarks/drafters.py --pair smollm2 --cells 'b1/*' --drafters quantized --fixed 0,2,4,8
+    python benchmarks/drafters.py --json runs/cells.jsonl --report table.md
 
-The last line of the output is one JSON object: name -> suite -> figures at temperature 0 of the
-first model; `temperature_1` and `inflated` hold the others. Ctrl-C prints what was measured.
+Each finished cell is a line of `--json`; the next call leaves out what is there (`--rounds` times).
+Without anything to measure it reports what the file holds. The last line of the output is JSON: the
+speeds by plain decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 
-import torch
 from rich.console import Console
 
 import inflate
 import real
-from drafter_suites import Amount, load_suites
-from entrants import (
-    PLAIN,
-    REPEATED,
-    Entrant,
-    Entry,
-    Run,
-    Weights,
-    entries,
-    equal_nodes,
-    find,
-    load_target,
-    skip_option,
-)
-from inflate_heads import inflate_heads
+from drafter_figures import PLAIN, as_report, brief, ratios
+from entrants import Entry, Weights, entries, weights_of, write_useless
+from neighbours import Neighbours, wait_until_quiet
+from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
-from prompts import ALL_SUITES, default_folder
-from report import machine, progress
-from standings import (
-    Standings,
-    expectations,
-    main_rows,
-    markdown,
-    merged,
-    node_rows,
-    position_rows,
-    real_expectations,
-    table,
-)
+from paceline.llm import LLM
+from paceline.tools.bench.prompts import evenly
+from paceline.tools.report.terminal import print_report
+from prompts import ALL_SUITES, default_folder, encode, read_texts
+from report import machine
+from waves import Contestant, Run, together
 
-MODELS = ("tiny", "inflated")  # one function at two sizes; the real model is measured alone
-REPEATING = ("ngram", "suffix")
+FORMS = {"bf16": ("bfloat16", None), "float32": ("float32", None)} | {
+    bits: ("bfloat16", bits) for bits in ("int8", "int4")
+}
+MODES = ("greedy", "sampled", "seeded")
+REAL_ROWS = ("ngram", "suffix", "recycling", "eagle3", "quantized", "auto")  # by default
+USELESS = "useless"  # a drafter of random weights, if it is asked for
+WARM_UP = 4  # tokens that plain decoding writes before anything counts: kernels, lazy imports
 
 
-FULL = {"tiny": Amount(6, 3, 128), "inflated": Amount(0, 1, 96), real.NAME: Amount(0, 4, 128)}
-QUICK = {"tiny": Amount(2, 1, 48), "inflated": Amount(0, 1, 32), real.NAME: Amount(0, 1, 48)}
+@dataclass(frozen=True)
+class Cell:
+    """What all contestants do in turn."""
+
+    batch: int
+    mode: str
+
+    @property
+    def key(self) -> str:
+        return f"b{self.batch}/{self.mode}"
+
+    def params(self, index: int, tokens: int) -> SamplingParams:
+        """Of the prompt number ``index``; where a request ends is told by the contestants."""
+        return SamplingParams(
+            temperature=0.0 if self.mode == "greedy" else 1.0,
+            seed=index if self.mode == "seeded" else None,
+            max_tokens=tokens,
+            ignore_eos=True,
+        )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``index`` is its place among all that are measured."""
+
+    index: int
+    set: str
+    ids: list[int]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny only, few prompts: 3 minutes")
-    parser.add_argument(
-        "--models",
-        "--pairs",
-        help=f"tiny, inflated, both, or {real.NAME}; default: both, quick: tiny",
-    )
-    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
-    for kind in ("draft", "medusa", "eagle", "eagle3"):
-        parser.add_argument(f"--{kind}", help=f"folder; default: as the target's, with -{kind}")
-    parser.add_argument("--presets", default="target,draft", help="sizes of the inflated pair")
-    parser.add_argument("--only", help="these rows (comma-separated) beside plain decoding")
-    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
-    parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--prompts", type=int, help="of a suite, at a fixed draft length")
-    parser.add_argument("--timed", type=int, help="prompts of a suite that are timed")
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--prompts-dir", default=str(default_folder()))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--json", help="file for the figures, the node budget and the machine")
-    parser.add_argument("--markdown", help="file for the tables")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny, few prompts of it: some minutes")
+    add("--pair", "--pairs", default="tiny", help=f"tiny, inflated, {real.NAME}, or a folder")
+    add("--target", help=f"folder, of the shape of {real.TARGET} or paceline/tiny")
+    add("--weights", default="pulled", help="what to call the target's weights in the tables")
+    add("--presets", default="target,draft", help="sizes of the inflated pair")
+    real.add_weights(parser)
+    add("--eagle", help="folder, or none to leave it out; of the small pairs")
+    add("--form", default="bf16", choices=FORMS, help="how the target's weights are held")
+    add("--device", default="auto")
+    add("--drafters", "--only", help="names of rows, comma-separated; default: all there are")
+    add("--spec", action="append", default=[], metavar="NAME=SPEC", help="one more drafter")
+    add("--fixed", default="", metavar="0,1,2,...", help="chosen lengths beside the adaptive one")
+    add("--batches", default="1")
+    add("--modes", default="greedy,sampled")
+    add("--cells", default="*", help="only those that match, such as 'b1/*' or 'b*/greedy'")
+    add("--sets", "--suites", help="comma-separated; default: see README.md")
+    add("--prompts-dir", default=str(default_folder()))
+    add("--prompts", type=int, help="of the first pass; default 24, quick: 10")
+    add("--later", type=int, help="other prompts behind them; default 8, quick: 0")
+    add("--again", type=int, help="of the first pass once more; default 8, quick: 5")
+    add("--tokens", "--max-tokens", type=int, help="of an answer; default 96, quick: 48")
+    add("--rounds", type=int, default=1, help="how often a cell is measured, calls included")
+    add("--seconds", type=float, help="begin no cell that would end later than that")
+    add("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine, a cell")
+    add("--json", help="file, a line a cell; what is in it is not measured again")
+    add("--report", help=".md or .html file for the tables of all that --json holds")
     args = parser.parse_args(arguments)
-    args.models = (args.models or ("tiny" if args.quick else "tiny,inflated")).split(",")
-    args.temperatures = [float(part) for part in args.temperatures.split(",")]
-    if real.NAME in args.models and len(args.models) > 1:
-        parser.error(f"{real.NAME} has prompts and heads of its own: measure it alone")
-    if unknown := set(args.models) - {*MODELS, real.NAME}:
-        parser.error(
-            f"unknown model {', '.join(sorted(unknown))}; there are tiny and inflated, "
-            f"and {real.NAME}"
-        )
-    is_real = args.models == [real.NAME]
-    args.suites = args.suites or ",".join(real.SETS if is_real else ALL_SUITES)
-    if not is_real:
-        args.target = args.target or "paceline/tiny"
-        for kind in ("draft", "medusa", "eagle", "eagle3"):
-            setattr(args, kind, getattr(args, kind) or f"paceline/tiny-{kind}")
-    given = [number for number in (args.timed, args.max_tokens) if number is not None]
-    if min(given, default=1) < 1 or (args.prompts or 0) < 0:
-        parser.error("--timed and --max-tokens must be at least 1, --prompts at least 0")
+    usual = (10, 0, 5, 48) if args.quick else (24, 8, 8, 96)
+    for name, value in zip(("prompts", "later", "again", "tokens"), usual, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.batches = [int(part) for part in args.batches.split(",")]
+    args.modes = args.modes.split(",")
+    args.fixed = [int(part) for part in args.fixed.split(",") if part]
+    is_real = args.pair == real.NAME
+    args.drafters = args.drafters or (",".join(REAL_ROWS) if is_real else None)
+    args.sets = args.sets.split(",") if args.sets else [*(real.SETS if is_real else ALL_SUITES)]
+    if unknown := set(args.modes) - {*MODES}:
+        parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
+    if min([*args.batches, args.prompts, args.tokens, args.rounds]) < 1:
+        parser.error("--batches, --prompts, --tokens and --rounds must be at least 1")
+    if min([0, *args.fixed, args.later, args.again]) < 0:
+        parser.error("--fixed, --later and --again must be at least 0")
+    if any("=" not in spec for spec in args.spec):
+        parser.error("--spec is NAME=SPEC, such as mine=ngram:min=2")
     return args
 
 
-def amount_of(model: str, args: argparse.Namespace) -> Amount:
-    """The preset, with what the command line says."""
-    preset = (QUICK if args.quick else FULL)[model]
-    return Amount(
-        preset.prompts if args.prompts is None else args.prompts,
-        args.timed or preset.timed,
-        args.max_tokens or preset.tokens,
-    )
-
-
-def weights_of(model: str, args: argparse.Namespace) -> Weights:
-    """Folders of the target and of what its drafters load; inflated ones are written at need."""
-    if model == real.NAME:
-        folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
-        return Weights(str(real.target_folder(args.target)), **folders)
-    if model == "tiny":
-        same = [find(n, lambda p: p) for n in (args.draft, args.medusa, args.eagle, args.eagle3)]
-        return Weights(str(inflate.resolve(args.target)), *same)
-    big, small = (inflate.PRESETS[preset] for preset in args.presets.split(","))
-    target = inflate.inflate(args.target, big)
-    heads = [
-        find(name, lambda folder: inflate_heads(folder, args.target, big))
-        for name in (args.medusa, args.eagle, args.eagle3)
-    ]
-    return Weights(str(target), find(args.draft, lambda p: inflate.inflate(p, small)), *heads)
-
-
-def read_layers(model: str) -> int:
-    """Layers of the model in a folder."""
-    config = json.loads((inflate.resolve(model) / "config.json").read_text())
-    return inflate.read_shape(config).layers
-
-
-@dataclass(frozen=True)
-class Job:
-    """Work that yields after each of its ``steps``, for the progress bar."""
-
-    title: str
-    steps: int
-    work: Iterator[None]
+def chosen(args: argparse.Namespace, weights: Weights) -> list[Entry]:
+    """The rows that are measured; those whose weights are missing are left out with one line."""
+    rows = {entry.name: entry for entry in entries(weights)}
+    for text in args.spec:
+        name, _, spec = text.partition("=")
+        rows[name] = Entry(name, spec)
+    if args.drafters:
+        names = [*args.drafters.split(","), *(text.partition("=")[0] for text in args.spec)]
+        if unknown := [name for name in names if name not in rows and name != USELESS]:
+            known = ", ".join([*rows, USELESS])
+            raise SystemExit(f"error: no drafter {unknown[0]!r}; there are {known}")
+        rows = {name: rows.get(name, Entry(name, USELESS)) for name in names}
+    for name in [name for name, entry in rows.items() if not entry.spec]:
+        print(f"left out {name}: its weights are not here", file=sys.stderr)
+        del rows[name]
+    return list(rows.values())
 
 
 class Bench:
-    """Measures one target into its standings."""
+    """Measures one form of one target; every cell is a record."""
 
-    def __init__(self, model: str, args: argparse.Namespace, standings: Standings) -> None:
-        self.model, self.args, self.standings = model, args, standings
-        self.amount = amount_of(model, args)
-        self.weights = weights_of(model, args)
-        self.loading = load_target(self.weights.target, args.dtype, args.device)
-        self.suites = load_suites(args, self.loading, self.amount)
-        self.ends = real.end_tokens(self.loading) if model == real.NAME else frozenset[int]()
-        skip = ""
-        if model == "inflated":
-            skip = skip_option(read_layers(args.target), self.loading.target.num_layers)
-        wanted = args.only.split(",") if args.only else None
-        self.entries = [
-            entry
-            for entry in entries(self.weights, skip)
-            if wanted is None or entry.name in (PLAIN, *wanted)
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.args = args
+        self.began = time.perf_counter()
+        self.weights = weights_of(args)
+        self.entries = chosen(args, self.weights)
+        self.settings = {
+            key: getattr(args, key)
+            for key in ("pair", "weights", "form", "sets", "prompts", "later", "again", "tokens")
+        }
+        self.settings |= {
+            "specs": {entry.name: entry.spec for entry in self.entries},
+            "fixed": args.fixed,
+            "native": os.environ.get("PACELINE_NATIVE", "auto"),
+        }
+        self.records = read(args.json)
+        self.scratch, self._longest = scratch, 0.0
+
+    def say(self, line: str) -> None:
+        print(f"[{time.perf_counter() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def cells(self) -> list[Cell]:
+        every = [Cell(batch, mode) for batch in self.args.batches for mode in self.args.modes]
+        return [cell for cell in every if fnmatch(cell.key, self.args.cells)]
+
+    def done(self, cell: Cell) -> int:
+        return sum(
+            record["cell"] == cell.key and record["settings"] == self.settings
+            for record in self.records
+        )
+
+    def work(self) -> None:
+        """Measures what the file does not hold yet. Ends when the time would be up."""
+        todo = [c for c in self.cells() for _ in range(self.args.rounds - self.done(c))]
+        if not todo or not self.entries:
+            return
+        self.say(f"loading {self.weights.target} as {self.args.form}")
+        dtype, quantize = FORMS[self.args.form]
+        self.base = LLM(
+            self.weights.target,
+            dtype=dtype,
+            device=self.args.device,
+            quantize=quantize,
+            max_batch_size=1,
+            draft_length=0,
+        )
+        is_real = self.args.pair == real.NAME
+        self.ends = self.base.end_tokens if is_real else frozenset[int]()
+        for cell in todo:
+            start = time.perf_counter()
+            spent = start - self.began + self._longest
+            if self.args.seconds is not None and spent > self.args.seconds:
+                self.say("the time is up")
+                return
+            self.measure(cell)
+            self._longest = max(self._longest, time.perf_counter() - start)
+
+    def prompts(self, cell: Cell) -> dict[str, list[Prompt]]:
+        """{pass: prompts}, one of each set in turn; whole batches of them."""
+        first, later = (
+            -(-count // cell.batch) * cell.batch for count in (self.args.prompts, self.args.later)
+        )
+        each = -(-(first + later) // len(self.args.sets))
+        limit = self.base.target.max_positions - self.args.tokens - 32
+        columns = self._sets(limit)
+        spread = {name: evenly(own, each) for name, own in columns.items()}
+        found = [
+            (name, own[n]) for n in range(each) for name, own in spread.items() if n < len(own)
         ]
-        # Chains and trees are compared once, where every row is asked for.
-        with_nodes = wanted is None and self.amount.prompts > 0 and 0.0 in args.temperatures
-        self.nodes = equal_nodes(self.weights) if with_nodes else []
+        if not found:
+            raise SystemExit(f"error: no prompt fits into {limit} tokens")
+        found = [found[n % len(found)] for n in range(first + later)]
+        all_of_them = [Prompt(n, name, ids) for n, (name, ids) in enumerate(found)]
+        again = -(-min(self.args.again, first) // cell.batch) * cell.batch
+        return {
+            "first": all_of_them[:first],
+            "later": all_of_them[first:],
+            "again": all_of_them[:again],
+        }
 
-    def build(self, entry: Entry, length: int | str, batch: int) -> Entrant | None:
-        """An entrant, warmed up; None if it cannot be had, which is noted once."""
-        try:
-            entrant = Entrant(entry, self.loading, length, batch)
-        except (PacelineError, inflate.InflateError) as error:
-            self.standings.skipped.setdefault(entry.name, str(error))
-            return None
-        entrant.run([list(range(2, 18))], 8, 0.0)  # buffers, kernels, lazy imports
-        return entrant
+    def _sets(self, limit: int) -> dict[str, list[list[int]]]:
+        """{set: prompts of at most ``limit`` tokens}; the real model's all as a user's message."""
+        folder, names = self.args.prompts_dir, self.args.sets
+        if self.args.pair == real.NAME:
 
-    def run(self) -> None:
-        with progress() as bar:
-            jobs = [*self.fixed(), *self.timed()]
-            task = bar.add_task(self.model, total=sum(job.steps for job in jobs))
-            for job in jobs:
-                bar.update(task, description=f"{self.model}: {job.title}")
-                for _ in job.work:
-                    bar.advance(task)
+            def render(text: str) -> list[int]:
+                return self.base.render_chat([{"role": "user", "content": text}])
 
-    # -- acceptance at a fixed length ------------------------------------------------------------
+            return real.load_sets(folder, names, render, limit)
+        found = {}
+        for name in names:
+            every = [encode(self.base.tokenizer, *text) for text in read_texts(folder, name)]
+            found[name] = [ids for ids in every if len(ids) <= limit]
+        return found
 
-    def fixed(self) -> Iterator[Job]:
-        if not self.amount.prompts:
-            return
-        per_row = len(self.suites) * len(self.args.temperatures)
+    def contestants(self, cell: Cell) -> Iterator[Contestant]:
+        """Plain decoding and LLMs without any history."""
+        named: dict[str, tuple[str | None, int | str]] = {PLAIN: (None, 0)}
         for entry in self.entries:
-            if entry.name != PLAIN:
-                yield Job(entry.name, per_row, self._fixed_row(entry))
-        for entry in self.nodes:
-            yield Job(entry.name, len(self.suites), self._node_row(entry))
+            named[entry.name] = (entry.spec, "auto")
+            named |= {f"{entry.name}@{n}": (entry.spec, n) for n in self.args.fixed}
+        for name, (spec, length) in named.items():
+            if spec == USELESS:
+                spec = write_useless(self.weights, self.scratch)
+            try:
+                llm = self.base.beside(
+                    spec,
+                    max_batch_size=cell.batch,
+                    draft_length=length,
+                    prefix_sharing=False,  # a later pass reads its prompts again
+                    seed=0,
+                )
+            except PacelineError as error:
+                self.say(f"left out {name}: {error}")
+                continue
+            yield Contestant(name, llm, self.ends)
 
-    def _fixed_row(self, entry: Entry) -> Iterator[None]:
-        entrant = self.build(entry, entry.levels, self.amount.prompts)
-        if entrant is None:
-            return
-        for temperature in self.args.temperatures:
-            for suite in self.suites:
-                case = (temperature, suite.name)
-                run = self._together(entrant, suite.prompts[temperature], temperature)
-                self.standings.fixed[case][entry.name] = run
-                yield
-            if entry.name in REPEATING and temperature == 0:
-                for suite in self.suites:
-                    run = self._together(entrant, suite.repeated, 0.0)
-                    self.standings.fixed[0.0, suite.name][entry.name + REPEATED] = run
+    def measure(self, cell: Cell) -> None:
+        """One round of a cell: all its passes, appended to the records."""
+        start = time.perf_counter()
+        passes = self.prompts(cell)
+        everyone = list(self.contestants(cell))
+        self._warm_up(cell, passes["first"][: cell.batch])
+        startup = time.perf_counter() - start
+        wait_until_quiet(self.args.wait, self.say)
+        gc.collect()
+        others = Neighbours()
+        waves = [
+            self._wave(name, cell, everyone, own[n : n + cell.batch], n // cell.batch)
+            for name, own in passes.items()
+            for n in range(0, len(own), cell.batch)
+        ]
+        cores = others.cores()
+        for one in everyone:
+            one.llm.close()
+        record = {
+            "cell": cell.key,
+            "settings": self.settings,
+            "machine": machine("cpu"),
+            "startup": round(startup, 1),
+            "others": None if cores is None else round(cores, 2),
+            "waves": waves,
+        }
+        self.records.append(record)
+        append(self.args.json, record)
+        self.say(f"{cell.key}: {brief(record)}")
 
-    def _node_row(self, entry: Entry) -> Iterator[None]:
-        entrant = self.build(entry, entry.levels, self.amount.prompts)
-        if entrant is None:
-            return
-        for suite in self.suites:
-            run = self._together(entrant, suite.prompts[0.0], 0.0)
-            self.standings.nodes[entry.name][suite.name] = run
-            yield
+    def _warm_up(self, cell: Cell, prompts: list[Prompt]) -> None:
+        plain = self.base.beside(None, max_batch_size=cell.batch, prefix_sharing=False)
+        params = [cell.params(prompt.index, WARM_UP) for prompt in prompts]
+        together([Contestant(PLAIN, plain)], [prompt.ids for prompt in prompts], params)
+        plain.close()
 
-    def _together(self, entrant: Entrant, prompts: list[list[int]], temperature: float) -> Run:
-        some = prompts[: self.amount.prompts]
-        return entrant.run(some, self.amount.tokens, temperature, self.ends)
-
-    # -- speed at the adaptive length ------------------------------------------------------------
-
-    def timed(self) -> Iterator[Job]:
-        rounds = self.amount.timed * len(self.suites) * len(self.args.temperatures)
-        yield Job("timed runs", rounds * len(self.entries), self._timed_runs())
-
-    def _timed_runs(self) -> Iterator[None]:
-        built = [self.build(entry, "auto", 1) for entry in self.entries]
-        entrants = [entrant for entrant in built if entrant is not None]
-        for temperature in self.args.temperatures:
-            for suite in self.suites:
-                case = (temperature, suite.name)
-                yield from self._rounds(case, suite.prompts[temperature], entrants, "")
-            if temperature == 0:
-                again = [e for e in entrants if e.name in (PLAIN, *REPEATING)]
-                for suite in self.suites if len(again) > 1 else ():
-                    for _ in self._rounds((0.0, suite.name), suite.repeated, again, REPEATED):
-                        pass
-
-    def _rounds(
-        self,
-        case: tuple[float, str],
-        prompts: Sequence[list[int]],
-        entrants: list[Entrant],
-        suffix: str,
-    ) -> Iterator[None]:
-        """One round a prompt: all decode it, in an order that rotates."""
-        done = len(self.standings.rounds[case])
-        for number, prompt in enumerate(prompts[: self.amount.timed]):
-            shift = number % len(entrants)
-            for entrant in entrants[shift:] + entrants[:shift]:
-                run = entrant.run([prompt], self.amount.tokens, case[0], self.ends)
-                name = entrant.name + (suffix if entrant.name != PLAIN else "")
-                self.standings.timed(case, name, run, done + number)
-                yield
-
-
-def show(model: str, standings: Standings, out: Console) -> str:
-    """Print the tables of one target; returns them as markdown."""
-    texts = []
-    for temperature in standings.temperatures():
-        title = f"{model}, temperature {temperature:g}: tokens a step, speed by plain decoding's"
-        tables = [(title, main_rows(standings, temperature))]
-        title = f"{model}, temperature {temperature:g}: acceptance by position"
-        tables.append((title, position_rows(standings, temperature)))
-        texts += _print(tables, out)
-    if standings.nodes:
-        title = f"{model}, temperature 0: tokens a step with 8 nodes"
-        texts += _print([(title, node_rows(standings))], out)
-    for name, reason in standings.skipped.items():
-        out.print(f"left out {name}: {reason}", highlight=False, soft_wrap=True)
-    return "\n\n".join(texts)
+    def _wave(
+        self, name: str, cell: Cell, everyone: list[Contestant], wave: list[Prompt], number: int
+    ) -> dict[str, Any]:
+        """What all do with some prompts at once, in an order that rotates."""
+        shift = number % len(everyone)
+        order = everyone[shift:] + everyone[:shift]
+        params = [cell.params(prompt.index, self.args.tokens) for prompt in wave]
+        runs = together(order, [prompt.ids for prompt in wave], params)
+        by_name = {one.name: run for one, run in zip(order, runs, strict=True)}
+        plain = by_name[PLAIN].texts
+        return {
+            "pass": name,
+            "sets": [prompt.set for prompt in wave],
+            "by": {one.name: _without_texts(by_name[one.name], plain) for one in everyone},
+        }
 
 
-def _print(tables: list[tuple[str, list[list[str]]]], out: Console) -> list[str]:
-    for title, rows in tables:
-        out.print(table(title, rows))
-    return [f"### {title}\n\n{markdown(rows)}" for title, rows in tables]
+def _without_texts(run: Run, plain: list[tuple[int, ...]]) -> dict[str, Any]:
+    """``same``: how many of its texts are those of plain decoding."""
+    found = asdict(run)
+    texts = found.pop("texts")
+    return found | {"same": sum(a == b for a, b in zip(texts, plain, strict=True))}
+
+
+def read(path: str | None) -> list[dict[str, Any]]:
+    """The records of a file; none where there is none. A last line that was cut off is none."""
+    if path is None or not Path(path).is_file():
+        return []
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+
+
+def append(path: str | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def main() -> None:
     """Measure as the command line says."""
     args = parse(sys.argv[1:])
-    about = machine(args.device) | {"dtype": args.dtype, "quick": args.quick}
-    models: dict[str, Standings] = {}
     status = 0
+    records = read(args.json)
     try:
-        for model in args.models:
-            models[model] = Standings()
-            Bench(model, args, models[model]).run()
+        with tempfile.TemporaryDirectory() as scratch:
+            bench = Bench(args, Path(scratch))
+            records = bench.records
+            bench.work()
     except KeyboardInterrupt:
-        print("interrupted: the figures below are of what was measured", file=sys.stderr)
+        print("interrupted: the figures below are of the cells that ended", file=sys.stderr)
         status = 130
     except (inflate.InflateError, PacelineError) as error:
         raise SystemExit(f"error: {error}") from None
-    out = Console(width=max(120, Console().width))
-    texts = [show(model, standings, out) for model, standings in models.items()]
-    for model, standings in models.items():
-        judge = real_expectations if model == real.NAME else expectations
-        for line in judge(standings):
-            out.print(f"{model}: {line}", highlight=False, soft_wrap=True)
-    if args.markdown:
-        Path(args.markdown).write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    figures = merged(models)
-    if args.json:
-        nodes = {model: standings.node_figures() for model, standings in models.items()}
-        everything = {"drafters": figures, "equal_nodes": nodes, "machine": about}
-        Path(args.json).write_text(json.dumps(everything) + "\n", encoding="utf-8")
-    print(json.dumps(figures))
+    if records:
+        report = as_report(records)
+        print_report(report, Console(width=max(120, Console().width)))
+        if args.report:
+            report.write(args.report)
+    print(json.dumps(ratios(records)))
     raise SystemExit(status)
 
 

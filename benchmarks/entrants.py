@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import inflate
+import real
+from inflate_heads import inflate_heads
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
-from paceline.draft.spec import Loading
+from paceline.draft.spec import Loading, NoDraft
 from paceline.draft.swift import skippable, spread
 from paceline.drafters import DRAFTERS, prepare_one
 from paceline.engine.driver import Drive, column_sums, sequence
 from paceline.errors import ConfigError
 from paceline.model.loading import load_tokenizer
+from paceline.model.names import EMBEDDED
 from paceline.model.target import CausalModel
 
-PLAIN = "plain"
-REPEATED = ", repeated"  # after the name of a row: the same prompts again, or varied
-_NAMES = {"none": PLAIN, "model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
-NODES = 8  # of every tree or chain in the comparison at an equal node budget
+AUTO = "hybrid:suffix+ngram+quantized:int4"  # what everybody has
+_NAMES = {"model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Weights:
     medusa: str | None = None
     eagle: str | None = None
     eagle3: str | None = None
+    skip: str | None = None  # the option that fixes the layers to skip
 
 
 @dataclass(frozen=True)
@@ -57,36 +63,68 @@ def skip_option(old: int, new: int) -> str:
     return ":skip=" + "x".join(f"{where[n]}-{where[n + 1] - 1}" for n in chosen)
 
 
-def entries(weights: Weights, skip: str = "") -> list[Entry]:
-    """Every drafter at its natural length; those whose weights are missing have an empty spec.
-
-    ``skip`` is the option that fixes the layers to skip.
-    """
+def entries(weights: Weights) -> list[Entry]:
+    """Every drafter; those whose weights are missing have an empty spec."""
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
     own = {
-        "tree": _with("tree:", weights.draft, f",nodes={NODES},width=3"),
-        "layer_skip": f"layer_skip{skip}",
+        "tree": _with("tree:", weights.draft, ",nodes=8,width=3"),
+        "layer_skip": f"layer_skip{weights.skip or ''}",
+        "quantized": "quantized:int4",
         "hybrid": f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "",
     }
     found = []
     for kind, record in DRAFTERS.items():
         folder = getattr(weights, record.weights, None)
         spec = own.get(kind, _with(f"{kind}:", folder) if record.weights else kind)
-        found.append(Entry(_NAMES.get(kind, kind), spec, record.natural_length if spec else 0))
-    return found
+        if kind != NoDraft.kind:
+            found.append(Entry(_NAMES.get(kind, kind), spec))
+    return [*found, Entry("auto", AUTO)]
 
 
-def equal_nodes(weights: Weights) -> list[Entry]:
-    """Chains and best-first trees of the same number of nodes."""
-    chain, tree = ",nodes=0", f",nodes={NODES},width=3"
-    return [
-        Entry("draft chain", _with("model:", weights.draft), NODES),
-        Entry("draft tree", _with("tree:", weights.draft, tree), NODES),
-        Entry("eagle chain", _with("eagle:", weights.eagle), NODES),
-        Entry("eagle2 tree", _with("eagle2:", weights.eagle, tree), NODES),
-        Entry("eagle3 chain", _with("eagle3:", weights.eagle3, chain), NODES),
-        Entry("eagle3 tree", _with("eagle3:", weights.eagle3, tree), NODES),
-    ]
+def weights_of(args: argparse.Namespace) -> Weights:
+    """The target of ``--pair`` and what its drafters load; inflated ones are written at need.
+
+    Raises InflateError if the target is not there.
+    """
+    if args.pair == real.NAME:
+        folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
+        return Weights(str(real.target_folder(args.target)), **folders)
+    if args.pair not in ("tiny", "inflated"):
+        own = {kind: find(getattr(args, kind), lambda p: p) for kind in real.DRAFTS}
+        return Weights(str(inflate.resolve(args.pair)), **own)
+    source = args.target or EMBEDDED
+    kinds = ("draft", "medusa", "eagle", "eagle3")
+    names = {kind: getattr(args, kind, None) or f"{EMBEDDED}-{kind}" for kind in kinds}
+    if args.pair == "tiny":
+        same = {kind: find(name, lambda p: p) for kind, name in names.items()}
+        return Weights(str(inflate.resolve(source)), **same)
+    big, small = (inflate.PRESETS[preset] for preset in args.presets.split(","))
+    heads = {
+        kind: find(name, lambda folder: inflate_heads(folder, source, big))
+        for kind, name in names.items()
+        if kind != "draft"
+    }
+    draft = find(names["draft"], lambda folder: inflate.inflate(folder, small))
+    skip = skip_option(_layers(inflate.resolve(source)), big.layers)
+    return Weights(str(inflate.inflate(source, big)), draft, **heads, skip=skip)
+
+
+def _layers(folder: Path) -> int:
+    return inflate.read_shape(json.loads((folder / "config.json").read_text())).layers
+
+
+def write_useless(weights: Weights, folder: Path) -> str:
+    """The spec of a draft in the draft model's shape (else the target's), with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = weights.draft or weights.target
+    if not (folder / "config.json").is_file():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model.save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
+    return f"model:{folder}"
 
 
 def _with(kind: str, folder: str | None, options: str = "") -> str:

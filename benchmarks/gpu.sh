@@ -25,5 +25,7 @@ python=${PYTHON:-python}
 "$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b
 "$python" benchmarks/decoding.py --device cuda --presets 8b,0.6b --per-suite 2 \
     --json "$out/gpu.json" "$@"
-"$python" benchmarks/drafters.py --device cuda --presets 8b,0.6b \
-    --json "$out/drafters.json" --markdown "$out/drafters.md"
+for pair in tiny inflated; do
+    "$python" benchmarks/drafters.py --device cuda --pair "$pair" --presets 8b,0.6b \
+        --json "$out/drafters.jsonl" --report "$out/drafters.md"
+done

@@ -1,4 +1,4 @@
-"""The drafters' benchmark: its arithmetic, and tiny runs of the whole script."""
+"""The drafters' benchmark: its arithmetic, fresh states, and tiny runs of the whole script."""
 
 import json
 from collections.abc import Callable
@@ -8,36 +8,23 @@ from typing import Any
 import pytest
 
 import drafters
-from drafter_suites import Amount, load_suites, varied
+from drafter_figures import as_report, figures, of_best, ratios, summary
 from engine_models import write_pair
-from entrants import (
-    PLAIN,
-    REPEATED,
-    Entrant,
-    Run,
-    Weights,
-    entries,
-    equal_nodes,
-    load_target,
-    skip_option,
-)
+from entrants import Run, Weights, entries, skip_option, weights_of
 from inflate import Sizes
+from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
-from paceline.drafters import DRAFTERS
+from paceline.llm import LLM
 from prompts import ALL_SUITES
 from random_heads import write_eagle
-from standings import Standings, expectations, main_rows, markdown, merged, position_rows
+from waves import Contestant, together
 
 Start = Callable[..., tuple[Any, str, Any]]
 
 ISSUE = (
-    "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,quantized,layer_skip,medusa,eagle,eagle2,"
-    "eagle3,hybrid"
+    "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,quantized,layer_skip,medusa,"
+    "eagle,eagle2,eagle3,hybrid,auto"
 )
-
-
-def run(tokens: int, steps: int, seconds: float = 1.0) -> Run:
-    return Run(tokens, steps, seconds, reached=[steps, 2], accepted=[steps // 2, 1])
 
 
 def test_a_run_sums_what_sequences_did() -> None:
@@ -49,167 +36,227 @@ def test_a_run_sums_what_sequences_did() -> None:
     assert Run().length is None and Run().by_position == []
 
 
-def filled() -> Standings:
-    standings = Standings()
-    for number, seconds in enumerate((1.0, 4.0, 2.0)):
-        standings.timed((0.0, "arith"), PLAIN, run(8, 8, seconds), number)
-    for number, seconds in enumerate((0.5, 1.0, 4.0)):  # 2, 4 and 0.5 times as fast
-        standings.timed((0.0, "arith"), "ngram", run(8, 4, seconds), number)
-    standings.fixed[0.0, "arith"]["ngram"] = run(9, 6)
-    standings.timed((1.0, "arith"), "ngram", run(8, 5, 2.0), 0)
-    return standings
+def wave(sets: str, seconds: dict[str, float], name: str = "first") -> dict[str, Any]:
+    """Ten tokens by everybody, in so many seconds."""
+    counts = {"tokens": 10, "steps": 5, "drafted": 8, "accepted": 4, "drafting": 2, "same": 1}
+    by = {one: {**counts, "seconds": took} for one, took in seconds.items()}
+    return {"pass": name, "sets": sets.split(","), "by": by}
 
 
-def test_speed_is_the_median_ratio_within_rounds() -> None:
-    standings = filled()
-    assert standings.ratio((0.0, "arith"), "ngram") == 2.0
-    assert standings.ratio((0.0, "arith"), PLAIN) == 1.0
-    assert standings.ratio((1.0, "arith"), "ngram") is None  # plain decoding was not there
-    assert standings.speed((0.0, "arith"), "ngram") == 24 / 5.5
+def record(*waves: dict[str, Any], cell: str = "b1/greedy", **settings: Any) -> dict[str, Any]:
+    usual = {"pair": "tiny", "weights": "pulled", "form": "bf16", "native": "auto", "tokens": 10}
+    about = {"cpu": "a processor", "threads": 1, "torch": "2", "transformers": "5"}
+    return {"cell": cell, "settings": usual | settings, "machine": about, "waves": [*waves]}
 
 
-def test_json_is_name_suite_figures() -> None:
-    other = Standings()
-    other.timed((0.0, "arith"), "ngram", run(8, 2), 0)
-    figures = merged({"tiny": filled(), "inflated": other})
-    cell = figures["ngram"]["arith"]
-    assert cell["mean_accepted_length"] == 1.5  # of the run at a fixed length
-    assert cell["adaptive_mean_accepted_length"] == 2.0
-    assert cell["vs_plain"] == 2.0
-    assert cell["acceptance_per_position"] == [0.5, 0.5]
-    assert cell["temperature_1"]["mean_accepted_length"] == 1.6
-    assert cell["inflated"]["mean_accepted_length"] == 4.0
-    assert figures[PLAIN]["arith"]["mean_accepted_length"] == 1.0
-    assert merged({}) == {} and merged({"tiny": Standings()}) == {}
-
-
-def test_tables() -> None:
-    rows = main_rows(filled(), 0.0)
-    assert rows[0] == ["drafter", "arithmetic", "mean"]
-    assert rows[1:] == [
-        ["plain", "1.00 1.00x", "1.00 1.00x"],
-        ["ngram", "1.50 2.00x", "1.50 2.00x"],
+def test_a_pass_is_all_its_tokens_by_all_its_seconds_and_its_worst_set() -> None:
+    waves = [
+        wave("qa", {"plain": 1.0, "ngram": 0.5}),
+        wave("qa", {"plain": 1.0, "ngram": 0.5}),
+        wave("rag", {"plain": 2.0, "ngram": 4.0}),
     ]
-    assert position_rows(filled(), 1.0) == [["drafter", "1", "2"], ["ngram", "0.40", "0.50"]]
-    assert markdown(rows).splitlines()[1:3] == [
-        "| --- | --- | --- |",
-        "| plain | 1.00 1.00x | 1.00 1.00x |",
+    own = figures(waves, "ngram")
+    assert own["ratio"] == 4 / 5 and own["median"] == 2.0
+    assert (own["worst"], own["worst_set"]) == (0.5, "rag")
+    assert own["tokens_a_step"] == 2.0 and own["acceptance"] == 0.5
+    assert own["tokens_per_second"] == 6.0 and own["same_text"] == 1.0
+
+
+def test_batches_are_told_apart_by_their_number() -> None:
+    waves = [
+        wave("qa,rag", {"plain": 1.0, "ngram": 1.0}),
+        wave("qa,rag", {"plain": 1.0, "ngram": 2.0}),
     ]
+    assert figures(waves, "ngram")["worst_set"] == "batch 2"
 
 
-def test_expectations_are_held_against_figures() -> None:
-    standings = filled()
-    for name, length in (("eagle3 tree", 3), ("draft tree", 2), ("draft chain", 4)):
-        standings.nodes[name]["arith"] = run(length * 5, 5)
-    for name, length in (("suffix", 4), ("ngram", 2)):
-        standings.fixed[0.0, "arith"][name + REPEATED] = run(length * 5, 5)
-    standings.timed((0.0, "arith"), "hybrid", run(8, 4, 0.4), 0)
-    lines = expectations(standings)
-    assert "met: eagle3 tree above draft tree: 3.00 against 2.00 tokens" in lines
-    assert "MISSED: draft tree above draft chain: 2.00 against 4.00 tokens" in lines
-    assert "met: ngram on arithmetic at least 1.5: 1.50 against 1.50 tokens" in lines
-    assert "met: suffix above ngram on repeated requests: 4.00 against 2.00 tokens" in lines
-    assert "met: hybrid at least as fast as ngram on arithmetic: 2.50 against 2.00 x" in lines
-    assert lines[-1] == "met: nothing below 0.95x plain (least: plain): 1.00 against 0.95 x"
-    assert expectations(Standings()) == []
+def test_the_best_length_is_found_in_all_and_in_every_set() -> None:
+    waves = [
+        wave("qa", {"plain": 1.0, "eagle3": 0.5, "eagle3@0": 1.0, "eagle3@4": 0.4}),
+        wave("rag", {"plain": 1.0, "eagle3": 1.25, "eagle3@0": 1.0, "eagle3@4": 2.0}),
+    ]
+    found = of_best(waves, "eagle3")
+    assert found is not None
+    assert found["best"] == "plain" and found["ratio"] == pytest.approx(2 / 1.75)
+    assert found["sets"]["qa"] == {"best": "eagle3@4", "ratio": pytest.approx(0.8)}
+    assert (found["worst"], found["worst_set"]) == (pytest.approx(0.8), "qa")
+    assert of_best([wave("qa", {"plain": 1.0, "ngram": 1.0})], "ngram") is None
+
+
+def test_rounds_are_their_median_and_targets_stand_apart() -> None:
+    took = (2.0, 1.0, 0.5)
+    records = [record(wave("qa", {"plain": 1.0, "ngram": seconds})) for seconds in took]
+    records += [record(wave("qa", {"plain": 1.0, "ngram": 0.1}), weights="perturbed")]
+    assert ratios(records) == {
+        "tiny, bf16": {"b1/greedy": {"first": {"plain": 1.0, "ngram": 1.0}}},
+        "tiny, perturbed, bf16": {"b1/greedy": {"first": {"plain": 1.0, "ngram": 10.0}}},
+    }
+    assert summary(records)["tiny, bf16"]["b1/greedy"]["first"]["ngram"]["rounds"] == 3
+
+
+def test_the_report_names_what_is_slower_than_plain_decoding(tmp_path: Path) -> None:
+    slow = {"plain": 1.0, "ngram": 1.25, "eagle3": 0.5, "eagle3@0": 1.0, "eagle3@2": 0.4}
+    waves = [wave("qa", slow), wave("rag", slow, "again")]
+    as_report([record(*waves)]).write(tmp_path / "table.md")
+    text = (tmp_path / "table.md").read_text()
+    assert "Below 0.98 of plain decoding: b1/greedy, first: ngram 0.800; b1/greedy, again" in text
+    assert "2.00 (2.00)" in text and "eagle3@2" in text and "0.800 qa" in text
+    assert "The same requests again" in text and "a processor, 1 threads" in text
 
 
 def test_every_drafter_of_the_issue_has_a_row() -> None:
     names = [entry.name for entry in entries(Weights("t", "d", "m", "e", "e3"))]
-    assert names[0] == PLAIN and {*ISSUE.split(",")} <= {*names}
+    assert {*ISSUE.split(",")} <= {*names}
     assert all(entry.spec for entry in entries(Weights("t", "d", "m", "e", "e3")))
     without = {entry.name for entry in entries(Weights("t")) if not entry.spec}
     assert without == {"draft", "draft_tree", "medusa", "eagle", "eagle2", "eagle3", "hybrid"}
-    specs = [entry.spec for entry in entries(Weights("t", "d"), skip_option(3, 7))]
+    specs = [entry.spec for entry in entries(Weights("t", "d", skip=skip_option(3, 7)))]
     assert "layer_skip:skip=2-3" in specs and "hybrid:suffix+ngram+model:d" in specs
 
 
-def test_varied_prompts_are_other_words() -> None:
-    assert varied("chat", "How are you?") == "How are you? Please answer."
-    assert varied("completion", "Once upon a time there was") == "upon a time there was"
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(tmp_path_factory.mktemp("drafters"))
-    target, draft = write_pair(root)
-    return {"target": target, "draft": draft, "eagle3": write_eagle(root, target, 3)}
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("drafters")))
 
 
-def test_equal_nodes_are_equal(folders: dict[str, str]) -> None:
-    loading = load_target(folders["target"], "float32", "cpu")
-    weights = Weights(folders["target"], folders["draft"], None, None, folders["eagle3"])
-    counts = {}
-    for entry in equal_nodes(weights):
-        if entry.spec:
-            counts[entry.name] = Entrant(entry, loading, 8, 1).engine.drafter.max_nodes(8)
-    assert counts == dict.fromkeys(("draft chain", "draft tree", "eagle3 chain", "eagle3 tree"), 8)
+def line(target: str, *more: str) -> list[str]:
+    sizes = ["--prompts", "2", "--later", "0", "--again", "2", "--tokens", "8", "--wait", "0"]
+    few = ["--form", "float32", "--modes", "greedy", "--sets", "arith,chat"]
+    return ["--pair", target, "--prompts-dir", target, *few, *sizes, *more]
 
 
-def arguments(folders: dict[str, str], *more: str) -> list[str]:
-    paths = [part for name in folders for part in (f"--{name}", folders[name])]
-    nowhere = [part for name in ("medusa", "eagle") for part in (f"--{name}", "nowhere")]
-    sizes = ["--timed", "2", "--max-tokens", "8", "--dtype", "float32", "--quick"]
-    return [*paths, *nowhere, *sizes, "--prompts-dir", folders["target"], *more]
+def test_the_whole_script_and_going_on(
+    pair: tuple[str, str], tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, table = tmp_path / "cells.jsonl", tmp_path / "table.md"
+    more = ["--drafters", "ngram,useless", "--spec", "mine=ngram:min=2", "--fixed", "0,2"]
+    more += ["--json", str(file), "--batches", "1,2", "--report", str(table)]
+    code, out, found = start(drafters, *line(pair[0], *more, "--cells", "b2/*"))
+    assert (code == 0 and "nothing" in out) or "Below 0.98" in out
+    ((target, cells),) = found.items()
+    assert list(cells) == ["b2/greedy"] and set(cells["b2/greedy"]) == {"first", "again"}
+    names = {f"{one}{n}" for one in ("ngram", "useless", "mine") for n in ("", "@0", "@2")}
+    assert set(cells["b2/greedy"]["first"]) == {"plain", *names}
+    assert "adaptive / best" in table.read_text()
+    held = file.read_text()
+    waves = json.loads(held)["waves"]
+    assert all(own["tokens"] == 16 and own["same"] == 2 for own in waves[0]["by"].values())
+    assert waves[0]["by"]["ngram@0"]["drafted"] == 0
+
+    code, _, found = start(drafters, *line(pair[0], *more))
+    assert code == 0 and list(found[target]) == ["b2/greedy", "b1/greedy"]
+    assert file.read_text().startswith(held) and file.read_text().count("\n") == 2
+    file.write_text(file.read_text() + '{"cell": "cut o')
+    code, _, found = start(drafters, *line(pair[0], *more, "--seconds", "0"))
+    assert code == 0 and file.read_text().count("\n") == 2  # nothing was left to do
 
 
-def test_the_whole_script(
-    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+def test_the_time_is_up_before_a_cell_begins(
+    pair: tuple[str, str], tmp_path: Path, start: Start
+) -> None:
+    file = tmp_path / "cells.jsonl"
+    more = ["--drafters", "ngram", "--json", str(file), "--seconds", "0"]
+    assert start(drafters, *line(pair[0], *more)) == (0, "{}\n", {})
+    assert not file.exists()
+
+
+def test_ctrl_c_keeps_the_cells_that_ended(
+    pair: tuple[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, calls = drafters.together, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 6:  # the warm-up and four prompts of the first cell, a warm-up
+            raise KeyboardInterrupt
+        return inner(*given)
+
+    monkeypatch.setattr(drafters, "together", interrupted)
+    arguments = line(pair[0], "--drafters", "ngram", "--batches", "1,2")
+    code, _, found = start(drafters, *arguments)
+    assert code == 130
+    assert [list(cells) for cells in found.values()] == [["b1/greedy"]]
+
+
+def test_later_prompts_are_others_and_the_same_come_again(pair: tuple[str, str]) -> None:
+    args = drafters.parse(line(pair[0], "--later", "3", "--prompts", "3", "--batches", "2"))
+    bench = drafters.Bench(args, Path("nowhere"))
+    bench.base = LLM(pair[0], dtype="float32")
+    passes = bench.prompts(drafters.Cell(2, "greedy"))
+    first, later, again = (passes[name] for name in ("first", "later", "again"))
+    assert len(first) == len(later) == 4 and again == first[:2]
+    assert [prompt.set for prompt in first] == ["arith", "chat"] * 2
+    texts = [tuple(prompt.ids) for prompt in first + later]
+    assert len({*texts}) == len(texts)
+
+
+def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
+    """What an LLM learns must not reach the next one by way of the shared weights or a module."""
+    args = drafters.parse(line(pair[0], "--drafters", "suffix,recycling", "--fixed", "4"))
+    bench = drafters.Bench(args, Path("nowhere"))
+    bench.base, bench.ends = LLM(pair[0], dtype="float32"), frozenset()
+    cell = drafters.Cell(2, "greedy")
+    prompts = [prompt.ids for prompt in bench.prompts(cell)["first"][:2]]
+    params = [cell.params(n, 12) for n in range(2)]
+    first = [one for one in bench.contestants(cell) if one.name.endswith("@4")]
+    drafted = [(run.drafted, run.accepted) for run in together(first, prompts, params)]
+    anew = [one for one in bench.contestants(cell) if one.name.endswith("@4")]
+    for old, new in zip(first, anew, strict=True):
+        assert old.llm.engine.drafter is not new.llm.engine.drafter
+        assert old.llm.engine.controller is not new.llm.engine.controller
+    again = together(anew, prompts, params)
+    assert [(run.drafted, run.accepted) for run in again] == drafted
+
+
+def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> None:
+    cell = drafters.Cell(2, "seeded")
+    llm = LLM(pair[0], dtype="float32")
+    both = [
+        Contestant("plain", llm),
+        Contestant("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
+    ]
+    plain, fast = together(both, [[3, 4, 5], [6, 7]], [cell.params(n, 9) for n in (5, 6)])
+    assert plain.texts == fast.texts and fast.drafted > 0
+    assert plain.tokens == 18 and plain.steps == 18 and plain.drafting == 0
+
+
+def test_answers_end_where_the_contestant_says(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], dtype="float32", prefix_sharing=False)
+    prompts, params = [[3, 4, 5], [6, 7]], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
+    (whole,) = together([Contestant("a", llm)], prompts, params)
+    stop = whole.texts[0][5]
+    (ended,) = together([Contestant("a", llm, frozenset([stop]))], prompts, params)
+    expected = [text.index(stop) + 1 if stop in text else 12 for text in whole.texts]
+    assert [len(text) for text in ended.texts] == expected
+    assert ended.tokens == sum(expected) < 24
+
+
+def test_the_inflated_pair_is_written_at_need(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        drafters.inflate, "PRESETS", {n: Sizes(128, 5, 112) for n in ("target", "draft")}
-    )
-    wanted = ("draft", "ngram", "suffix", "layer_skip", "medusa", "eagle3")
-    line = arguments(folders, "--models", "tiny,inflated", "--only", ",".join(wanted))
-    line += ["--suites", "arith,summ", "--markdown", str(tmp_path / "tables.md")]
-    code, out, figures = start(drafters, *line, "--json", str(tmp_path / "all.json"))
-    assert code == 0
-    assert "left out medusa: its weights are not here" in out
-    there = {name for name in wanted if name in DRAFTERS or name == "draft"} - {"medusa"}
-    repeated = {name + REPEATED for name in there & {"ngram", "suffix"}}
-    assert set(figures) == {PLAIN, *there, *repeated}
-    for name in there:
-        for suite in ("arith", "summ"):
-            cell = figures[name][suite]
-            for part in (cell, cell["temperature_1"], cell["inflated"]):
-                assert part["mean_accepted_length"] >= 1 and part["vs_plain"] > 0
-    assert figures["draft"]["arith"]["acceptance_per_position"][0] > 0
-    assert "### tiny, temperature 1: acceptance" in (tmp_path / "tables.md").read_text()
-    everything = json.loads((tmp_path / "all.json").read_text())
-    assert everything["drafters"] == figures and everything["machine"]["torch"]
+    sizes = {name: Sizes(128, 5, 112) for name in ("target", "draft")}
+    monkeypatch.setattr(drafters.inflate, "PRESETS", sizes)
+    head = write_eagle(tmp_path, pair[0], 3)
+    named = ["--target", pair[0], "--draft", pair[1], "--eagle3", head, "--medusa", "none"]
+    named += ["--eagle", "none"]
+    weights = weights_of(drafters.parse(["--pair", "inflated", *named]))
+    assert weights.medusa is None and str(weights.skip).startswith(":skip=")
+    assert weights.target != pair[0] and weights.draft != pair[1] and weights.eagle3 != head
 
 
-def test_ctrl_c_prints_what_was_measured(
-    folders: dict[str, str], start: Start, interrupt: Callable[[type, int], None]
+def test_bad_arguments_are_refused(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupt(Entrant, 5)
-    line = arguments(folders, "--only", "draft", "--suites", "arith,chat", "--temperatures", "0")
-    code, _, figures = start(drafters, *line)
-    assert code == 130
-    assert figures["draft"]["chat"]["mean_accepted_length"] > 1
-    assert figures["draft"]["chat"]["vs_plain"] is None
-
-
-def test_temperatures_have_prompts_of_their_own(
-    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = drafters.parse(arguments(folders, "--suites", "stories,chat"))
-    loading = load_target(folders["target"], "float32", "cpu")
-    for suite in load_suites(args, loading, Amount(2, 1, 8)):
-        greedy, sampled = suite.prompts[0.0], suite.prompts[1.0]
-        assert len(greedy) == len(sampled) == 2 and not any(ids in sampled for ids in greedy)
-        assert suite.repeated[0] == greedy[0] and suite.repeated[1] != greedy[1]
-    with pytest.raises(SystemExit, match="no prompt of stories fits into"):
-        load_suites(args, loading, Amount(2, 1, 140))
-    assert "stories: 4 of 4 prompts are too long: left out" in capsys.readouterr().err
-
-
-def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for bad in (["--models", "big"], ["--timed", "0"], ["--prompts", "-1"]):
+    for bad in (["--modes", "loud"], ["--batches", "0"], ["--fixed", "-1"], ["--spec", "ngram"]):
         with pytest.raises(SystemExit):
             drafters.parse(bad)
-    assert "there are tiny and inflated" in capsys.readouterr().err
-    assert drafters.parse(["--quick"]).models == ["tiny"]
-    assert drafters.parse([]).models == ["tiny", "inflated"]
-    assert drafters.parse([]).suites == ",".join(ALL_SUITES)
+    assert "no mode loud; there are greedy, sampled, seeded" in capsys.readouterr().err
+    args = drafters.parse(["--pair", pair[0], "--drafters", "fast"])
+    with pytest.raises(SystemExit, match="no drafter 'fast'; there are ngram"):
+        drafters.chosen(args, Weights(pair[0]))
+    assert drafters.parse([]).prompts == 24 and drafters.parse(["--quick"]).prompts == 10
+    assert drafters.parse([]).sets == [*ALL_SUITES]
+    rows = drafters.chosen(drafters.parse(["--quick"]), Weights(pair[0]))
+    assert "eagle3" not in [entry.name for entry in rows]
+    assert "left out eagle3: its weights are not here" in capsys.readouterr().err

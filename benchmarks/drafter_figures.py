@@ -1,0 +1,232 @@
+"""What the records of the drafters' benchmark say: ratios to plain decoding, tables, worst sets.
+
+Speeds are tokens a second, all tokens of some waves by all their seconds; a ratio is taken within
+one record, and its median over the records (rounds) of a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from paceline.tools.report.document import Report, Table, Text
+
+PLAIN = "plain"
+PASSES = {"first": "First requests", "later": "Later requests", "again": "The same requests again"}
+WANTED = 0.98  # of plain decoding, in every cell
+Record = Mapping[str, Any]
+Waves = Sequence[Mapping[str, Any]]
+
+
+def speed(waves: Waves, name: str) -> float:
+    own = [wave["by"][name] for wave in waves]
+    return float(sum(run["tokens"] for run in own) / sum(run["seconds"] for run in own))
+
+
+def figures(waves: Waves, name: str) -> dict[str, Any]:
+    """Of one contestant in one pass: speed by plain decoding's, in all, in the median wave and in
+    the worst set (of batches: the worst batch), and what its drafts were."""
+    by_set = {key: speed(own, name) / speed(own, PLAIN) for key, own in _sets(waves).items()}
+    worst = min(by_set, key=lambda key: by_set[key])
+    total = {
+        key: sum(wave["by"][name][key] for wave in waves)
+        for key in ("tokens", "steps", "drafted", "accepted", "drafting", "same")
+    }
+    return {
+        "ratio": speed(waves, name) / speed(waves, PLAIN),
+        "median": median(speed([wave], name) / speed([wave], PLAIN) for wave in waves),
+        "worst": by_set[worst],
+        "worst_set": worst,
+        "tokens_per_second": speed(waves, name),
+        "tokens_a_step": total["tokens"] / total["steps"],
+        "acceptance": total["accepted"] / total["drafted"] if total["drafted"] else None,
+        "steps_that_drafted": total["drafting"] / total["steps"],
+        "same_text": total["same"] / sum(len(wave["sets"]) for wave in waves),
+    }
+
+
+def of_best(waves: Waves, name: str) -> dict[str, Any] | None:
+    """A drafter's adaptive length by the best of its chosen lengths and plain decoding, over the
+    whole pass and within every set; None where no length was chosen.
+
+    The best is a maximum of figures that vary, so these lean downward.
+    """
+    fixed = [PLAIN, *(key for key in waves[0]["by"] if key.startswith(f"{name}@"))]
+    if len(fixed) == 1:
+        return None
+
+    def best_of(own: Waves) -> str:
+        return str(max(fixed, key=lambda key: speed(own, key)))
+
+    best = best_of(waves)
+    by_set: dict[str, dict[str, Any]] = {
+        key: {"best": best_of(own), "ratio": speed(own, name) / speed(own, best_of(own))}
+        for key, own in _sets(waves).items()
+    }
+    worst = min(by_set, key=lambda key: by_set[key]["ratio"])
+    return {
+        "best": best,
+        "ratio": speed(waves, name) / speed(waves, best),
+        "worst": by_set[worst]["ratio"],
+        "worst_set": worst,
+        "sets": by_set,
+    }
+
+
+def _sets(waves: Waves) -> dict[str, list[Mapping[str, Any]]]:
+    """Waves of one prompt by its set, others one by one."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for number, wave in enumerate(waves):
+        key = wave["sets"][0] if len(wave["sets"]) == 1 else f"batch {number + 1}"
+        found.setdefault(key, []).append(wave)
+    return found
+
+
+def _passes(record: Record) -> dict[str, Waves]:
+    named = {name: [wave for wave in record["waves"] if wave["pass"] == name] for name in PASSES}
+    return {name: own for name, own in named.items() if own}
+
+
+def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of numbers over rounds; of words that of the round with the least ratio."""
+    least = min(found, key=lambda own: float(own["ratio"]))
+    return {
+        key: round(median(own[key] for own in found), 3)
+        if all(isinstance(own[key], float) for own in found)
+        else value
+        for key, value in least.items()
+    } | {"rounds": len(found)}
+
+
+def target_of(record: Record) -> str:
+    """Which weights, held how: cells of one target stand in one table."""
+    own = record["settings"]
+    name = own["pair"] + ("" if own["weights"] == "pulled" else f", {own['weights']}")
+    pinned = "" if own["native"] == "auto" else f", PACELINE_NATIVE={own['native']}"
+    return f"{name}, {own['form']}{pinned}"
+
+
+def summary(records: Iterable[Record]) -> dict[str, Any]:
+    """{target: {cell: {pass: {contestant: figures}}}}; a drafter has ``of_best`` where its lengths
+    were chosen, too."""
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    best: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        for name, waves in _passes(record).items():
+            for one in waves[0]["by"]:
+                key = (target_of(record), record["cell"], name, one)
+                found.setdefault(key, []).append(figures(waves, one))
+                against = of_best(waves, one) if "@" not in one and one != PLAIN else None
+                if against is not None:
+                    best.setdefault(key, []).append(against)
+    tree: dict[str, Any] = {}
+    for key, own in found.items():
+        place = tree
+        for part in key[:-1]:
+            place = place.setdefault(part, {})
+        place[key[-1]] = _over(own) | ({"of_best": _over(best[key])} if key in best else {})
+    return tree
+
+
+def ratios(records: Iterable[Record]) -> dict[str, Any]:
+    """{target: {cell: {pass: {contestant: speed by plain decoding's}}}}."""
+    return {
+        target: {
+            cell: {name: {one: own["ratio"] for one, own in by.items()} for name, by in own.items()}
+            for cell, own in cells.items()
+        }
+        for target, cells in summary(records).items()
+    }
+
+
+def brief(record: Record) -> str:
+    """One line for a record: every drafter's ratio in every pass."""
+    parts = []
+    for name, waves in _passes(record).items():
+        own = [one for one in waves[0]["by"] if "@" not in one and one != PLAIN]
+        found = [f"{one} {figures(waves, one)['ratio']:.2f}" for one in own]
+        parts.append(f"{name}: {', '.join(found)}")
+    return "; ".join(parts)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def as_report(records: Sequence[Record]) -> Report:
+    """Per target: speed by plain decoding's in every cell and pass, tokens a step, the adaptive
+    length by the best, and where anything is slower than plain decoding."""
+    report = Report("Drafters beside plain decoding")
+    for target, cells in summary(records).items():
+        tables = []
+        for name, title in PASSES.items():
+            own = {cell: found[name] for cell, found in cells.items() if name in found}
+            if own:
+                tables.append(_grid(title, own, _ratio))
+        report.add(target, *tables, *_against(cells), *_slower(cells))
+        steps = {cell: found["first"] for cell, found in cells.items() if "first" in found}
+        report.add(f"{target}: tokens a step", _grid("First requests", steps, _step))
+    settings = [record["settings"] for record in records]
+    abouts = {_machine(record["machine"]) for record in records}
+    tokens = sorted({own["tokens"] for own in settings})
+    report.add(
+        "How",
+        Text(f"Answers of {' or '.join(map(str, tokens))} tokens at most. {'; '.join(abouts)}."),
+    )
+    return report
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    return (
+        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, "
+        f"transformers {about['transformers']}"
+    )
+
+
+def _grid(
+    title: str,
+    cells: Mapping[str, Mapping[str, Any]],
+    show: Callable[[Mapping[str, Any]], str],
+) -> Table:
+    names = list(dict.fromkeys(one for own in cells.values() for one in own if one != PLAIN))
+    rows = [
+        [name, *(show(own[name]) if name in own else "" for own in cells.values())]
+        for name in names
+    ]
+    note = "By plain decoding; in brackets the worst set, or batch." if show is _ratio else ""
+    return Table(["drafter", *cells], rows, title=title, note=note)
+
+
+def _ratio(own: Mapping[str, Any]) -> str:
+    return f"{own['ratio']:.2f} ({own['worst']:.2f})"
+
+
+def _step(own: Mapping[str, Any]) -> str:
+    if own["acceptance"] is None:
+        return f"{own['tokens_a_step']:.2f}"
+    return f"{own['tokens_a_step']:.2f} ({own['acceptance']:.0%})"
+
+
+def _against(cells: Mapping[str, Any]) -> list[Table]:
+    rows = []
+    for cell, passes in cells.items():
+        for name, found in passes.items():
+            for one, own in found.items():
+                if (best := own.get("of_best")) is not None:
+                    ratio = f"{best['ratio']:.3f}"
+                    worst = f"{best['worst']:.3f} {best['worst_set']}"
+                    rows.append([cell, name, one, best["best"], ratio, worst])
+    columns = ["cell", "pass", "drafter", "best", "adaptive / best", "worst set"]
+    note = "The best of plain decoding and the chosen lengths, in all and within each set."
+    return [Table(columns, rows, title="The adaptive length", note=note)] if rows else []
+
+
+def _slower(cells: Mapping[str, Any]) -> list[Text]:
+    slow = [
+        f"{cell}, {name}: {one} {own['ratio']:.3f}"
+        for cell, passes in cells.items()
+        for name, found in passes.items()
+        for one, own in found.items()
+        if "@" not in one and own["ratio"] < WANTED
+    ]
+    return [Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'nothing'}.")]
