@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.quantised.formats import is_kept, owned, quantised_weights
 from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
@@ -112,7 +113,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
             "checkpoint by paceline quantize and serve that"
         )
     with stage(f"quantising {name} to {precision}"):
-        quantise_module(hf, Scheme(precision, head="int8", finer=True))
+        quantise_module(hf, Scheme(precision, head="int8", finer=True), rounder=round_to_nearest)
     return hf
 
 

@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
+from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
@@ -98,7 +99,7 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, options)
     before = _perplexity(hf, name, texts)
-    found = quantise_module(hf, options.scheme, read)
+    found = quantise_module(hf, options.scheme, read, round_to_nearest)
     if not found.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)

@@ -12,6 +12,7 @@ import torch
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.packing import Form, Packed
+from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.quantised.rounding import Zero, nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
@@ -121,6 +122,26 @@ def test_matrices_of_several_forms_are_packed_in_one_without_loss(
     both = zip(found, linears, strict=True)
     wanted = torch.cat([quantised_product(x, weight) + m.bias for weight, m in both], 1)
     assert float((packed.product(x) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("zero", ["none", "whole", "free"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64), (8, 576)])
+def test_rounding_has_the_bits_of_the_readable_truth(
+    kernels: str, bits: int, group: int, zero: Zero
+) -> None:
+    """Also where halves do not hold the scales of some rows, and in groups without a range."""
+    weight = 0.03 * torch.randn(150, 576, generator=torch.Generator().manual_seed(bits))
+    weight[3:5], weight[7], weight[140] = 0.0, 0.5, weight[140] * 1e-4
+    weight[20] += 9
+    for numbers in (weight, weight.bfloat16(), weight.half(), weight * 1e9):
+        found = round_to_nearest(numbers, bits, group, zero)
+        wanted = nearest(numbers, bits, group, zero)
+        assert torch.equal(found.codes, wanted.codes)
+        assert torch.equal(found.scales, wanted.scales)
+        assert (found.offsets is None) == (wanted.offsets is None) == (zero == "none")
+        if found.offsets is not None and wanted.offsets is not None:
+            assert torch.equal(found.offsets, wanted.offsets)
+        assert found.from_zero == wanted.from_zero
 
 
 def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,13 +22,22 @@ EIGHT_BIT_GROUP = (
 
 
 @dataclass(frozen=True)
+class Code:
+    """What a matrix is rounded to: ``group`` inputs share a scale, ``zero`` as in rounding.py."""
+
+    bits: int
+    group: int
+    zero: Zero
+
+
+@dataclass(frozen=True)
 class Scheme:
     """``precision`` "int8" has a scale per output channel, "int4" one per ``group`` inputs.
 
     ``finer``: eight bits have a scale for each 64 inputs where these divide a layer's, which no
     engine but ours reads; half of the error is gone for 3 % more bytes.
     ``zero`` (of four bits) says where the codes of four bits may stand (see rounding.py).
-    ``head``: the precision of the language-model head, or None for that of the file. (A head is
+    ``head``: the precision of the language-model head; None leaves it as it is. (A head is
     read whole in every step, and errors in it move every logit; docs/quantise.md has the figures.)
     """
 
@@ -47,6 +56,18 @@ class Scheme:
                 f"group {self.group} is not a multiple of {ROW_GROUP}, in which activations are "
                 f"rounded; use {ROW_GROUP}, 64 or 128"
             )
+
+    def code_of(self, inputs: int, is_head: bool) -> Code | None:
+        """Of a matrix of so many inputs; None if it stays as it is."""
+        precision = self.head if is_head else self.precision
+        if precision is None:
+            return None
+        bits = BITS[precision]
+        finer = self.finer and inputs % EIGHT_BIT_GROUP == 0
+        group = self.group if bits == 4 else EIGHT_BIT_GROUP if finer else inputs
+        if inputs % ROW_GROUP or inputs % group:
+            return None
+        return Code(bits, group, self.zero if bits == 4 else "none")
 
 
 def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Scheme:
@@ -69,63 +90,51 @@ class Quantised:
     left: list[str] = field(default_factory=list)
 
 
+class Rounder(Protocol):
+    """``nearest`` of rounding.py, or what gives the same numbers sooner."""
+
+    def __call__(
+        self, weight: torch.Tensor, bits: int, group: int, zero: Zero
+    ) -> QuantisedWeight: ...
+
+
 def quantise_module(
-    hf: Any, scheme: Scheme, calibration: Sequence[Sequence[int]] | None = None
+    hf: Any,
+    scheme: Scheme,
+    calibration: Sequence[Sequence[int]] | None = None,
+    rounder: Rounder = nearest,
 ) -> Quantised:
     """Replace linear modules by ``QuantisedLinear``.
 
-    ``calibration``: token ids of texts; with them rounding is GPTQ's, else to the nearest code.
+    ``calibration``: token ids of texts; with them rounding is GPTQ's, else ``rounder``'s.
     Layers that do not divide into groups stay as they are and are named in ``left``.
     """
     found = Quantised()
     head = hf.get_output_embeddings()
-    names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
-    usable = []
-    for name in names:
-        module = hf.get_submodule(name)
-        if module is head and scheme.head is None:
+    codes: dict[str, Code] = {}
+    for name, module in hf.named_modules():
+        if not isinstance(module, nn.Linear):
             continue
-        group = _group_of(module, head, scheme)
-        if module.in_features % ROW_GROUP or module.in_features % group:
+        code = scheme.code_of(module.in_features, module is head)
+        if code is not None:
+            codes[name] = code
+        elif module is not head or scheme.head is not None:
             found.left.append(name)
-        else:
-            usable.append(name)
-    with stage("quantising", total=len(usable), unit="layers") as progress:
-        for part in _parts(hf, usable, calibration is not None):
+    with stage("quantising", total=len(codes), unit="layers") as progress:
+        for part in _parts(hf, list(codes), calibration is not None):
             hessians = {} if calibration is None else observe(hf, part, calibration)
             for name in part:
-                module = hf.get_submodule(name)
-                weight = _round(module, head, scheme, hessians.get(name))
-                found.before += module.weight.nbytes
+                module, code = hf.get_submodule(name), codes[name]
+                dense = module.weight.detach()
+                how = code.bits, code.group, code.zero
+                weight = gptq(dense, hessians[name], *how) if hessians else rounder(dense, *how)
+                found.before += dense.nbytes
                 found.after += weight.nbytes
                 found.layers += 1
                 parent, _, last = name.rpartition(".")
                 setattr(hf.get_submodule(parent), last, QuantisedLinear(weight, module.bias))
                 progress.advance()
     return found
-
-
-def _precision_of(module: nn.Module, head: nn.Module | None, scheme: Scheme) -> str:
-    return scheme.head if module is head and scheme.head is not None else scheme.precision
-
-
-def _group_of(module: nn.Linear, head: nn.Module | None, scheme: Scheme) -> int:
-    if _precision_of(module, head, scheme) == "int4":
-        return scheme.group
-    finer = scheme.finer and module.in_features % EIGHT_BIT_GROUP == 0
-    return EIGHT_BIT_GROUP if finer else module.in_features
-
-
-def _round(
-    module: nn.Linear, head: nn.Module | None, scheme: Scheme, hessian: torch.Tensor | None
-) -> QuantisedWeight:
-    bits = BITS[_precision_of(module, head, scheme)]
-    zero: Zero = scheme.zero if bits == 4 else "none"
-    group = _group_of(module, head, scheme)
-    weight = module.weight.detach()
-    if hessian is None:
-        return nearest(weight, bits, group, zero)
-    return gptq(weight, hessian, bits, group, zero)
 
 
 def _parts(hf: Any, names: Sequence[str], hold: bool) -> Iterator[list[str]]:

@@ -141,6 +141,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(CWeight)),
     ),
+    "pl_round": (
+        c_int,
+        (c_int64, c_void_p, *(c_int64,) * 5, c_void_p, c_void_p, c_void_p, c_int64),
+    ),
     "pl_product": (
         c_int,
         (c_int64, POINTER(CWeight), c_void_p, c_int64, c_float, c_void_p, c_int64),

@@ -224,6 +224,19 @@ void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales,
       quantised_row<false>(*w, place, first + r, codes, scales, offsets, r);
 }
 
+int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
+             int8_t* codes, float* scales, float* offsets, int64_t threads) {
+  return outcome([&](const Kernels& k) {
+    Rounding r{dtype, weight, columns, group, bits, zero, codes, scales, offsets};
+    Rows scratch;
+    scratch.shape(threads, rounding_scratch(r));
+    long step = rounded_rows(r);
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
+    for (int64_t first = 0; first < rows; first += step)
+      k.round_rows(r, first, rows - first < step ? rows - first : step, scratch.at(omp_get_thread_num()));
+  });
+}
+
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads) {
   return outcome([&](const Kernels& k) {
     Rows in, scratch;

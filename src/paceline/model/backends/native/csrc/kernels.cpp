@@ -3,6 +3,7 @@
 // the linker might take them for all.
 #include "attention.h"
 #include "products.h"
+#include "rounding.h"
 #include "rows.h"
 
 #if defined(PACELINE_AMX)
@@ -26,4 +27,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, give, take};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, give, take, round_rows};

@@ -115,6 +115,25 @@ struct Choice {
   float weight;
 };
 
+// A weight [rows, columns] that is rounded to codes, see rounding.h.
+struct Rounding {
+  int64_t dtype;
+  const void* weight;
+  long columns, group, bits, zero;  // inputs that share a scale; PL_ZERO_...
+  int8_t* codes;
+  float *scales, *offsets;  // offsets: NULL if there are none
+};
+
+// Rows that are rounded together: whether a free grid is in half precision is decided for all of
+// them (best_grid() of rounding.py). Else they fill the sixteen lanes.
+inline long rounded_rows(const Rounding& r) {
+  long rows = (1 << 16) / r.columns, least = r.zero == PL_ZERO_FREE ? 1 : 16;
+  return rows > least ? rows : least;
+}
+inline long rounding_scratch(const Rounding& r) {
+  return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
+}
+
 struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
@@ -135,6 +154,7 @@ struct Kernels {
   float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
+  void (*round_rows)(const Rounding&, long first, long rows, float* scratch);
 };
 
 constexpr long CHUNK = 48;  // rows of a product per pass over the weights

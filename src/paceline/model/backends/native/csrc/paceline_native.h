@@ -12,6 +12,7 @@ extern "C" {
 enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };
 enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
 enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_MIDDLE = 1, PL_OFFSETS_LEAST = 2 };  // LEAST: codes of 4 bits are 0 to 15
+enum { PL_ZERO_NONE = 0, PL_ZERO_WHOLE = 1, PL_ZERO_FREE = 2 };  // where codes may stand, see rounding.py
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
 
 // A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
@@ -144,6 +145,11 @@ void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t 
 int64_t pl_quantised_bytes(const pl_weight* w);
 void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales, float* offsets, int64_t rows,
                        int64_t first, const pl_weight* w);
+
+// Round a weight [rows, columns] in dtype to codes of 8 or 4 bits, `group` inputs (a multiple of 16)
+// to a scale: what pl_copy_quantised takes. offsets: NULL without a zero of its own.
+int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
+             int8_t* codes, float* scales, float* offsets, int64_t threads);
 
 // y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits.
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads);
