@@ -53,7 +53,7 @@ from paceline.errors import PacelineError
 from paceline.llm import LLM
 from paceline.tools.bench.prompts import evenly
 from paceline.tools.report.terminal import print_report
-from prompts import ALL_SUITES, default_folder, encode, read_texts
+from prompts import ALL_SUITES, at_hand, default_folder, encode, read_texts
 from report import machine
 from waves import Contestant, Run, together
 
@@ -174,6 +174,7 @@ class Bench:
         self.began = time.perf_counter()
         self.weights = weights_of(args)
         self.entries = chosen(args, self.weights)
+        args.sets = at_hand(args.prompts_dir, args.sets)
         self.settings = {
             key: getattr(args, key)
             for key in ("pair", "weights", "form", "sets", "prompts", "later", "again", "tokens")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +90,8 @@ def default_folder() -> Path:
 
 def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
     """(format, first turn) of every record; our own few where the file is missing."""
-    stem, category = PARTS.get(suite, (suite, None))
-    path = Path(folder) / f"{stem}.jsonl"
+    category = PARTS.get(suite, (suite, None))[1]
+    path = _file(folder, suite)
     if not path.is_file():
         if suite not in BUILT_IN:
             raise SystemExit(f"error: no {path}, and no built-in prompts for {suite!r}")
@@ -99,6 +101,20 @@ def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
     if not chosen:
         raise SystemExit(f"error: {path} has no prompts of {suite}")
     return [(r["format"], r["turns"][0]) for r in chosen]
+
+
+def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
+    """Those whose file is there, the others named in one line; if none is, our own few."""
+    missing = [name for name in suites if not _file(folder, name).is_file()]
+    found = [name for name in suites if name not in missing or name in BUILT_IN]
+    if left := [name for name in missing if name not in BUILT_IN]:
+        instead = "" if found else f"; taking our own few prompts of {', '.join(BUILT_IN)}"
+        print(f"left out {', '.join(left)}: not in {folder}{instead}", file=sys.stderr)
+    return found or [*BUILT_IN]
+
+
+def _file(folder: str | Path, suite: str) -> Path:
+    return Path(folder) / f"{PARTS.get(suite, (suite, None))[0]}.jsonl"
 
 
 def encode(tokenizer: Any, form: str, text: str) -> list[int]:

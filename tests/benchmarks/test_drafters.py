@@ -15,7 +15,7 @@ from inflate import Sizes
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.llm import LLM
-from prompts import ALL_SUITES
+from prompts import ALL_SUITES, BUILT_IN, at_hand
 from random_heads import write_eagle
 from waves import Contestant, together
 
@@ -243,6 +243,16 @@ def test_the_inflated_pair_is_written_at_need(
     weights = weights_of(drafters.parse(["--pair", "inflated", *named]))
     assert weights.medusa is None and str(weights.skip).startswith(":skip=")
     assert weights.target != pair[0] and weights.draft != pair[1] and weights.eagle3 != head
+
+
+def test_sets_that_are_not_there_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "spec_bench.jsonl").write_text("{}")
+    assert at_hand(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
+    assert f"left out gsm8k: not in {tmp_path}\n" in capsys.readouterr().err
+    assert at_hand(tmp_path, ["gsm8k"]) == [*BUILT_IN]
+    assert "taking our own few prompts of stories" in capsys.readouterr().err
 
 
 def test_bad_arguments_are_refused(
