@@ -21,7 +21,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import TokenTree
+from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import Drafter
 from paceline.draft.spec import (
     DraftContext,
@@ -32,15 +32,22 @@ from paceline.draft.spec import (
     TreeSpec,
 )
 from paceline.draft.swift import Layers, SkipSearch, skippable
-from paceline.draft.trees.levels import LevelDrafter
+from paceline.draft.trees.confidence import Confidence
+from paceline.draft.trees.grow import Growing
+from paceline.draft.trees.levels import Finished, LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.errors import ConfigError
+from paceline.model.backends.native.growth import GrownTree, NativeGrowth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.view import LayerView
 
+# A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
+# step no longer pays (docs/decisions.md).
+STOP_BELOW = 0.5
 # More pending tokens are the end of a prompt: the view would have to read it, too, for one draft.
 _MOST_PENDING = 16
+_SURE = 100.0  # a logit: what else has 0 is not likely
 _TRIAL = -1  # sequence id of a trial; ids of requests are not negative
 
 
@@ -148,6 +155,20 @@ class SelfDrafter(LevelDrafter):
     ) -> None:
         super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
+        self.stop_below = STOP_BELOW
+        # Of greedy requests, and of sampled ones.
+        self._confidence = {True: Confidence(), False: Confidence()}
+        # Of drafts that wait for a verdict, log-probabilities of their paths.
+        self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
+
+    @property
+    def growth(self) -> NativeGrowth | None:
+        return self.view.growth
+
+    @property
+    def prefers_seeds(self) -> bool:
+        """All drafts then grow in one call, which saves more than block verification gains."""
+        return self.growth is not None
 
     def _feed(self, item: Slice) -> Feed | None:
         """The pending tokens, if there is room for what is run.
@@ -170,11 +191,44 @@ class SelfDrafter(LevelDrafter):
     def _base(self, item: Slice) -> int:
         return len(item.seq.tokens)
 
+    def _in_one_call(
+        self, trees: Sequence[Growing], feeds: Sequence[Feed]
+    ) -> list[Finished] | None:
+        if self.growth is None or not all(tree.plain_size() for tree in trees):
+            return None
+        logits = self._made_up([tree.item.seq for tree in trees])
+        bases = [self._base(tree.item) for tree in trees]
+        return self._at_once(trees, bases, logits, self.cache.batch_of(feeds))
+
+    def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
+        model = self.view.model
+        logits = torch.zeros(len(seqs), model.vocab_size, dtype=model.dtype)
+        logits[:, 0] = _SURE
+        return logits
+
+    def _least(self, seq: SequenceView) -> float:
+        return self._confidence[seq.params.greedy].least(self.stop_below)
+
+    def _seen(
+        self, seqs: Sequence[SequenceView], grown: Sequence[GrownTree]
+    ) -> Sequence[GrownTree]:
+        self._waiting |= {
+            seq.seq_id: (self._confidence[seq.params.greedy], tree.scores)
+            for seq, tree in zip(seqs, grown, strict=True)
+            if tree.parents and is_chain(tree.parents)
+        }
+        return grown
+
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Nothing to do: what is committed is in the target's cache."""
+        """How far chains were right; all else that is committed is in the target's cache."""
+        for commit in commits:
+            confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))
+            if confidence and 0 < commit.reached <= len(scores) == commit.drafted:
+                refused = commit.reached > len(commit.path)
+                confidence.learn(scores[: commit.reached], refused)
 
     def forget(self, seq_id: int) -> None:
-        """There is no state of its own."""
+        self._waiting.pop(seq_id, None)
 
 
 class SwiftDrafter(SelfDrafter):
@@ -211,6 +265,7 @@ class SwiftDrafter(SelfDrafter):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Now and then, compare sets on the sequence that has generated most."""
+        super().observe(commits, out)
         if self._search.over:
             return
         self._due += 1.0 if any(commit.drafted for commit in commits) else 0.25
@@ -254,6 +309,7 @@ class SwiftDrafter(SelfDrafter):
         return [sum(map(eq, row, tokens)) / self._size for row in choices.tolist()]
 
     def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
         self._seqs.pop(seq_id, None)
 
 

@@ -18,6 +18,8 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.model.backends.native.growth import NativeGrowth
+from paceline.model.backends.native.model import NativeModel
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
 from paceline.model.target import CausalModel
@@ -51,6 +53,12 @@ class LayerView:
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, as CausalModel's."""
         return self._short(batch, cache)
+
+    @property
+    def growth(self) -> NativeGrowth | None:
+        """What grows whole drafts with these layers; None: nothing does."""
+        native = self._short.native
+        return native.growth if isinstance(native, NativeModel) else None
 
     def _choose(self, layers: Sequence[int]) -> None:
         model = self.model

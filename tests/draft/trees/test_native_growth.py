@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 
 from engine_models import write_pair
 from paceline import LLM, SamplingParams
+from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.model.backends.native.growth import NativeGrowth, WantedTree
+from paceline.model.backends.native.growth import GrownTree, NativeGrowth, WantedTree
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
+from paceline.model.view import LayerView
 from random_heads import write_eagle
 
 PROMPTS = [[5, 9, 30, 41, 7], [3, 1, 4], [17] * 9 + [8], [60, 2, 77, 12]]
@@ -29,6 +32,10 @@ SPECS = (
     "eagle2:{eagle1},nodes=7,width=2",
     "eagle3:{eagle3},nodes=12,width=4",
     "eagle3:{eagle3},nodes=32,width=8",
+    "quantized:int8",
+    "quantized:int8,nodes=9,width=3",
+    "early_exit:layers=1",
+    "layer_skip:skip=0",
 )
 
 
@@ -99,7 +106,9 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("params", SAMPLED)
-@pytest.mark.parametrize("spec", ["model:{draft}", "eagle3:{eagle3},nodes=12,width=4"])
+@pytest.mark.parametrize(
+    "spec", ["model:{draft}", "eagle3:{eagle3},nodes=12,width=4", "quantized:int8"]
+)
 def test_the_same_trees_of_seeded_requests(
     folders: dict[str, str], spec: str, params: dict[str, Any]
 ) -> None:
@@ -110,6 +119,7 @@ def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **para
     found = []
     for at_once in (True, False):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.draft.selfspec.STOP_BELOW", 0.0)
             watched = Watched(patch, at_once)
             texts = generate(folders, spec, length, **params)
             assert bool(watched.calls) is at_once
@@ -167,6 +177,56 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     assert len(tree.parents) == 6
     with pytest.raises(IndexError, match="no room"):
         growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0), GREEDY, 8)], logits)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=3)])
+def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
+    folders: dict[str, str], params: SamplingParams
+) -> None:
+    """And nowhere else: it is the beginning of the chain that goes on."""
+    model = CausalModel.load(folders["target"], torch.float32, "cpu", backend="native")
+    cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
+    cache.admit(0, ())
+    cache.reserve(0, 32)
+    logits = 3 * torch.randn(1, model.vocab_size, generator=torch.Generator().manual_seed(1))
+
+    def chain(least: float) -> GrownTree:
+        cache.kv(0)[0].zero_(), cache.kv(0)[1].zero_(), cache.kv(1)[0].zero_()
+        cache.kv(1)[1].zero_()
+        wanted = WantedTree(9, 1, 9, 8, cache.blocks_of(0), params, 8, least)
+        (grown,) = model.native.growth(cache, [wanted], logits)  # type: ignore[union-attr]
+        return grown
+
+    whole = chain(1e-30)
+    likely = [math.exp(score) for score in whole.scores]
+    assert len(likely) == 9 and likely == sorted(likely, reverse=True) and likely[0] < 1
+    if params.greedy:
+        first = (GREEDY_SHARPNESS * logits).softmax(-1).max()
+        assert likely[0] == pytest.approx(float(first), rel=1e-4)
+    for end in range(9):
+        part = chain(likely[end] * 1.0001)
+        assert len(part.parents) == end + 1
+        assert torch.equal(part.tokens, whole.tokens[: end + 1])
+
+
+def test_a_draft_by_the_target_is_one_call(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first pass included; and requests without a seed are given one."""
+    watched, passes = Watched(monkeypatch, True), 0
+    call = LayerView.__call__
+
+    def counted(view: LayerView, *args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return call(view, *args)
+
+    monkeypatch.setattr(LayerView, "__call__", counted)
+    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    for params in ({}, {"temperature": 1.0}):
+        watched.calls = 0
+        generate(folders, "quantized:int8", 5, **params)
+        assert watched.calls and not passes
 
 
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.core.batch import Plan, Slice
+from paceline.core.batch import Batch, Plan, Slice
 from paceline.core.draws import draft
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
@@ -17,7 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.native.growth import NativeGrowth, WantedTree
+from paceline.model.backends.native.growth import GrownTree, NativeGrowth, WantedTree
 from paceline.model.paged.cache import Feed, PagedCache
 
 Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
@@ -70,9 +70,12 @@ class LevelDrafter(ABC):
         }
         grown: dict[int, TokenTree] = {}
         if found:
-            logits = self._first([feed for _, feed in found])
-            trees = list(growing.values())
-            finished = self._at_once(trees, [self._base(tree.item) for tree in trees], logits)
+            feeds, trees = [feed for _, feed in found], list(growing.values())
+            finished = self._in_one_call(trees, feeds)
+            if finished is None:
+                logits = self._first(feeds)
+                bases = [self._base(tree.item) for tree in trees]
+                finished = self._at_once(trees, bases, logits)
             if finished is None:
                 grow(trees, logits, self._level, self._generator)
                 finished = [tree.finish() for tree in trees]
@@ -82,25 +85,47 @@ class LevelDrafter(ABC):
             }
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
-    def _at_once(
-        self, trees: Sequence[Growing], bases: Sequence[int], logits: Logits
+    def _in_one_call(
+        self, trees: Sequence[Growing], feeds: Sequence[Feed]
     ) -> list[Finished] | None:
-        """The finished trees, if all of them can be grown in one call."""
+        """The finished trees, if all of them can be grown in the call that runs ``feeds``."""
+        return None
+
+    def _at_once(
+        self,
+        trees: Sequence[Growing],
+        bases: Sequence[int],
+        logits: Logits,
+        first: Batch | None = None,
+    ) -> list[Finished] | None:
+        """The finished trees, if all of them can be grown in one call; ``first``: as growth's."""
         growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
             return None
         wanted = [
-            WantedTree(*size, base, self.cache.blocks_of(seq.seq_id), seq.params, len(seq.tokens))
+            WantedTree(
+                *(*size, base, self.cache.blocks_of(seq.seq_id), seq.params, len(seq.tokens)),
+                least=self._least(seq),
+            )
             for seq, base, size in zip((t.item.seq for t in trees), bases, sizes, strict=True)
         ]
         ids = logits.ids if isinstance(logits, Narrow) else None
         logits = logits.logits if isinstance(logits, Narrow) else logits
         outputs = self._outputs([tree.item.seq.seq_id for tree in trees])
-        return [
-            (TokenTree(tree.tokens, tree.parents), tree.slots)
-            for tree in growth(self.cache, wanted, logits, ids, outputs)
-        ]
+        grown = growth(self.cache, wanted, logits, ids, outputs, first)
+        seen = self._seen([tree.item.seq for tree in trees], grown)
+        return [(TokenTree(tree.tokens, tree.parents), tree.slots) for tree in seen]
+
+    def _least(self, seq: SequenceView) -> float:
+        """The probability of a path behind which a chain ends; 0: it goes on."""
+        return 0.0
+
+    def _seen(
+        self, seqs: Sequence[SequenceView], grown: Sequence[GrownTree]
+    ) -> Sequence[GrownTree]:
+        """What was grown in one call, for those who learn from it."""
+        return grown
 
     @property
     def growth(self) -> NativeGrowth | None:

@@ -44,6 +44,15 @@ class CachePointers:
         return found
 
 
+def skipped_flags(skipped: frozenset[int], num_layers: int) -> Any:
+    """For each layer whether it is left out; None: no layer is."""
+    return (
+        (ctypes.c_uint8 * num_layers)(*(n in skipped for n in range(num_layers)))
+        if skipped
+        else None
+    )
+
+
 class BatchArrays:
     """A Batch as int32 arrays and the structure that points to them."""
 
@@ -102,11 +111,9 @@ class BatchArrays:
         self.struct.features = len(features)
         self.struct.feature_layers = ctypes.addressof(layers)
         self.struct.feature = ctypes.addressof(places)
-        if skipped:
-            flags = (ctypes.c_uint8 * num_layers)(*(n in skipped for n in range(num_layers)))
-            self.struct.skipped = ctypes.addressof(flags)
-            self._held.append(flags)
-        self._held += [layers, places]
+        flags = skipped_flags(skipped, num_layers)
+        self.struct.skipped = None if flags is None else ctypes.addressof(flags)
+        self._held += [layers, places, flags]
 
     def go_on_from(self, hidden: torch.Tensor, fused: bool, outputs: torch.Tensor) -> None:
         """What an EAGLE head reads beside tokens, and where its outputs go."""

@@ -2,25 +2,28 @@
 
 Between the levels of a small draft Python takes longer than the forward. What is grown here is what
 draft/trees/grow.py grows, up to ties and the last bits of scores; for sampled requests, without the
-tokens that are a millionth as likely as a row's likeliest.
+tokens that are a millionth as likely as a row's likeliest. A chain may end earlier: behind a token
+whose path is too unlikely for another pass.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from paceline.core.batch import Span
+from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
 from paceline.core.params import SamplingParams
 from paceline.core.tree import chain_parents
-from paceline.model.backends.native.adapter import CachePointers
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.library import CGrowth, CTree, check, library
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.witness import NativeWork, tell, traced
@@ -34,8 +37,9 @@ class WantedTree:
     """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
 
     The ``width`` likeliest candidates after each expanded node, of which as many of a level are
-    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain. ``position``: the absolute
-    index of its first token, on which a seeded request's noise depends.
+    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain, which ends behind the first
+    token whose path has a probability below ``least``. ``position``: the absolute index of its
+    first token, on which a seeded request's noise depends.
     """
 
     depth: int
@@ -45,6 +49,7 @@ class WantedTree:
     table: Sequence[int]  # the sequence's blocks, with room for what is expanded
     params: SamplingParams
     position: int
+    least: float = 0.0
 
     def as_c(self, table: int) -> CTree:
         """With the place where its blocks begin."""
@@ -58,6 +63,7 @@ class WantedTree:
             sharpness=sharpness,
             top_p=params.top_p,
             min_p=params.min_p,
+            least=math.log(self.least) if self.least > 0 else -math.inf,
             position=self.position,
             seed=splitmix64(params.seed or 0),
         )
@@ -65,12 +71,13 @@ class WantedTree:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """``tokens`` int64 ``[n]``, and of each node its parent and its number among the expanded
-    ones, -1 if it was not."""
+    """``tokens`` int64 ``[n]``, and of each node its parent, its number among the expanded ones,
+    -1 if it was not, and the log-probability of its path (0 in chains that end nowhere)."""
 
     tokens: torch.Tensor
     parents: tuple[int, ...]
     slots: tuple[int, ...]
+    scores: tuple[float, ...]
 
 
 class NativeGrowth:
@@ -86,9 +93,11 @@ class NativeGrowth:
         caches: CachePointers,
         name: str,
         work: Callable[[Sequence[Span], KeyValueStore, int], NativeWork],
+        skipped: Any = None,
     ) -> None:
+        """``skipped``: a flag for each layer, if some are left out."""
         self._opened, self._ropes, self._caches = opened, ropes, caches
-        self._name, self._work = name, work
+        self._name, self._work, self._skipped = name, work, skipped
 
     def __call__(
         self,
@@ -97,11 +106,13 @@ class NativeGrowth:
         logits: torch.Tensor,
         ids: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
+        first: Batch | None = None,
     ) -> list[GrownTree]:
         """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
         ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
-        ascending: the tokens of the columns, if not their numbers. Raises IndexError where a
-        table has no room for a tree."""
+        ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
+        the logits in the same call. Raises IndexError where a table has no room for a tree, or
+        ``first`` names a token or a position that is out of range."""
         tables, trees = array("i"), (CTree * len(wanted))()
         for i, tree in enumerate(wanted):
             if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * cache.block_size:
@@ -110,12 +121,22 @@ class NativeGrowth:
             tables.extend(tree.table)
         most = max(tree.nodes for tree in wanted)
         found = torch.empty(3, len(wanted), most, dtype=torch.int32)
+        scores = torch.empty(len(wanted), most)
         counts = torch.zeros(len(wanted), dtype=torch.int32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
-        ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
+        pointers = keys, values, coded = self._caches.of(cache)
+        longest, run = max(tree.base + tree.depth for tree in wanted), None
+        if first is not None:
+            run = BatchArrays(first, cache, pointers)
+            longest = max(longest, run.longest)
+        ropes = self._ropes.reach(longest)
         tables_of_ropes = (ctypes.c_void_p * len(ropes))(*(rope.data_ptr() for rope in ropes))
-        keys, values, coded = self._caches.of(cache)
+        skipped = None if self._skipped is None else ctypes.addressof(self._skipped)
+        if run is not None:
+            assert logits.is_contiguous() and run.struct.logit_rows == len(wanted)
+            run.struct.rope, run.struct.skipped = ctypes.addressof(tables_of_ropes), skipped
+            run.struct.logits, run.struct.columns = logits.data_ptr(), logits.shape[1]
         tokens, parents, slots = found
         growth = CGrowth(
             trees=len(wanted),
@@ -123,6 +144,7 @@ class NativeGrowth:
             threads=torch.get_num_threads(),
             tree=ctypes.addressof(trees),
             tables=tables.buffer_info()[0],
+            first=None if run is None else ctypes.addressof(run.struct),
             logits=logits.data_ptr(),
             stride=logits.stride(0),
             columns=logits.shape[1],
@@ -131,32 +153,43 @@ class NativeGrowth:
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
             coded=coded,
+            skipped=skipped,
             rope=ctypes.addressof(tables_of_ropes),
             most=most,
             tokens=tokens.data_ptr(),
             parents=parents.data_ptr(),
             slots=slots.data_ptr(),
             counts=counts.data_ptr(),
+            scores=scores.data_ptr(),
         )
         with traced(self._name):
             check(library().pl_grow(self._opened.handle, growth))
-        for spans in _levels(wanted, logits.shape[1]):
+        if first is not None:
+            tell(partial(self._work, first.spans, cache, len(wanted)))
+        grown = counts.tolist()
+        for spans in _levels(wanted, grown, logits.shape[1]):
             tell(partial(self._work, spans, cache, sum(span.rows for span in spans)))
         longs = tokens.to(torch.int64)
         return [
-            GrownTree(longs[i, :count], tuple(own[:count]), tuple(places[:count]))
-            for i, (count, own, places) in enumerate(
-                zip(counts.tolist(), parents.tolist(), slots.tolist(), strict=True)
+            GrownTree(
+                longs[i, :count], tuple(own[:count]), tuple(places[:count]), tuple(said[:count])
+            )
+            for i, (count, own, places, said) in enumerate(
+                zip(grown, parents.tolist(), slots.tolist(), scores.tolist(), strict=True)
             )
         ]
 
 
-def _levels(wanted: Sequence[WantedTree], columns: int) -> Iterator[list[Span]]:
-    """The rows of each forward, as far as attention's reads depend on them."""
-    for level in range(1, max(tree.depth for tree in wanted)):
+def _levels(
+    wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
+) -> Iterator[list[Span]]:
+    """The rows of each forward, as far as attention's reads depend on them. Of a chain, as many
+    levels were grown as it has nodes, ``counts``."""
+    depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]
+    for level in range(1, max(depths)):
         spans, start = [], 0
-        for tree in wanted:
-            if tree.depth > level:
+        for tree, depth in zip(wanted, depths, strict=True):
+            if depth > level:
                 width = min(tree.width, columns)
                 nodes = chain_parents(level * width)
                 spans.append(Span(-1, start, tree.base, 0, nodes, (level - 1) * width))

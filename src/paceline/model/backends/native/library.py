@@ -95,7 +95,9 @@ class CBatch(Structure):
         *((name, c_int64) for name in ("rows", "spans", "logit_rows", "features")),
         *((name, c_int64) for name in ("block_size", "threads")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
-        *((name, c_void_p) for name in ("wanted", "logits", "feature_layers", "feature")),
+        *((name, c_void_p) for name in ("wanted", "logits")),
+        ("columns", c_int64),
+        *((name, c_void_p) for name in ("feature_layers", "feature")),
         *((name, c_void_p) for name in ("keys", "values")),
         ("coded", c_int64),
         *((name, c_void_p) for name in ("skipped", "rope", "hidden")),
@@ -108,7 +110,7 @@ class CTree(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("depth", "width", "nodes", "base", "table")),
         *((name, c_int32) for name in ("sampled", "top_k")),
-        *((name, c_float) for name in ("sharpness", "top_p", "min_p")),
+        *((name, c_float) for name in ("sharpness", "top_p", "min_p", "least")),
         ("position", c_int64),
         ("seed", c_uint64),
     )
@@ -117,14 +119,14 @@ class CTree(Structure):
 class CGrowth(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("trees", "block_size", "threads")),
-        *((name, c_void_p) for name in ("tree", "tables", "logits")),
+        *((name, c_void_p) for name in ("tree", "tables", "first", "logits")),
         ("stride", c_int64),
         ("columns", c_int64),
         *((name, c_void_p) for name in ("ids", "outputs", "keys", "values")),
         ("coded", c_int64),
-        ("rope", c_void_p),
+        *((name, c_void_p) for name in ("skipped", "rope")),
         ("most", c_int64),
-        *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts")),
+        *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts", "scores")),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import trim
 from paceline.model.backends.base import NATIVE
-from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers, skipped_flags
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.library import (
     DTYPES,
@@ -192,10 +192,11 @@ class NativeModel:
         return other
 
     @property
-    def growth(self) -> NativeGrowth | None:
-        """Grows drafts with this model; None if layers are left out."""
+    def growth(self) -> NativeGrowth:
+        """Grows drafts with this model, without the layers that are left out."""
         parts = self._opened, self._ropes, self._caches  # made anew: kept, it would keep the model
-        return None if self.skipped else NativeGrowth(*parts, "grow", self._work)
+        flags = skipped_flags(self.skipped, self.num_layers)
+        return NativeGrowth(*parts, "grow", self._work, flags)
 
     def scratch_bytes(self, rows: int) -> int:
         """As Backend: float32 activations, and partial results of attention."""

@@ -265,7 +265,9 @@ void Forward::logits(int thread, int threads) {
   }
   team_.meet();
   QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
-  Product p{&m_.head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, m_.vocab, 0, m_.logit_cap,
+  pl_weight head = m_.head;
+  if (b_.columns) head.outputs = b_.columns;
+  Product p{&head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, head.outputs, 0, m_.logit_cap,
             quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
 }

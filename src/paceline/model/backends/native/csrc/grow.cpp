@@ -1,5 +1,6 @@
 // Drafts grown to their end in one call: for greedy and seeded requests what draft/trees/grow.py
-// does, a forward a level, without a word of Python between the levels.
+// does, a forward a level, without a word of Python between the levels. And where the next level of a
+// chain no longer pays, it ends: these drafts are matched, so that where they end moves no distribution.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -37,6 +38,10 @@ struct Tree {
   std::vector<int32_t> place, parent;  // of each expanded node: its candidate, and its parent's number
   long row = 0, rows = 1;              // of its newest expanded nodes, in the level's forward
 
+  bool chain() const { return want.width == 1; }
+  // What comes next costs a pass: of a chain, whose path is likely enough.
+  bool ends(long level) const { return level == want.depth || (chain() && score.back() < want.least); }
+
   long expanded() const { return static_cast<long>(place.size()); }
 
   // The `count` best of the candidates from `from` on, in their order. Of equals the first: a parent
@@ -62,6 +67,7 @@ struct Tree {
       g.tokens[at] = token[c];
       g.parents[at] = below[c] < 0 ? -1 : node[place[below[c]]];
       g.slots[at] = slot[c];
+      g.scores[at] = score[c];
       node[c] = count++;
     }
     g.counts[index] = count;
@@ -132,9 +138,10 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
       sample(want, g, m.dtype, row, want.position + level - 1, count, place, value);
       continue;
     }
-    float mass = k.likeliest(m.dtype, row, g.columns, count, want.sharpness, place, value), first = value[0];
-    // A chain has no choice, so that what it scores does not matter.
-    for (long c = 0; c < count; c++) value[c] = count == 1 ? 0.0f : want.sharpness * (value[c] - first) - std::log(mass);
+    // A chain has no choice: what it scores says where it ends.
+    bool scored = count > 1 || want.least > NEVER;
+    float mass = k.likeliest(m.dtype, row, g.columns, count, scored ? want.sharpness : 0.0f, place, value), first = value[0];
+    for (long c = 0; c < count; c++) value[c] = want.sharpness * (value[c] - first) - std::log(mass);
   }
   for (Tree* t : trees) {
     long first = t->expanded() - t->rows;
@@ -162,19 +169,20 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
   std::vector<Tree> all(g.tree, g.tree + g.trees);
   std::vector<Tree*> trees;
   for (Tree& tree : all) tree.row = static_cast<long>(trees.size()), trees.push_back(&tree);
+  if (g.first) forward.run(k, quantised, *g.first);
   const char* logits = static_cast<const char*>(g.logits);
   if (g.outputs) outputs_.assign(static_cast<const char*>(g.outputs), static_cast<const char*>(g.outputs) + g.trees * state);
   for (long level = 1;; level++) {
     std::vector<long> before;
     for (Tree* t : trees) before.push_back(static_cast<long>(t->token.size()));
-    add_candidates(k, m, g, trees, logits, level == 1 ? g.stride : m.vocab, level);
+    add_candidates(k, m, g, trees, logits, level == 1 ? g.stride : g.columns, level);
     std::vector<int32_t> ids, positions, slots, wanted, parents;
     std::vector<pl_span> spans;
     std::vector<Tree*> further;
     hidden_.clear();
     for (size_t n = 0; n < trees.size(); n++) {
       Tree* t = trees[n];
-      if (t->want.depth == level) continue;
+      if (t->ends(level)) continue;
       long first = t->expanded(), above = first - t->rows, row = t->row;
       const int32_t* table = g.tables + t->want.table;
       for (int32_t c : t->best(before[n], t->want.width)) {
@@ -198,14 +206,15 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     }
     if (further.empty()) break;
     long rows = static_cast<long>(ids.size());
-    logits_.resize(static_cast<size_t>(rows * m.vocab * size));
+    logits_.resize(static_cast<size_t>(rows * g.columns * size));
     if (g.outputs) outputs_.resize(static_cast<size_t>(rows * state));
     pl_batch batch{};
     batch.rows = batch.logit_rows = rows, batch.spans = static_cast<int64_t>(spans.size());
     batch.block_size = g.block_size, batch.threads = g.threads;
     batch.ids = ids.data(), batch.positions = positions.data(), batch.slots = slots.data();
     batch.span = spans.data(), batch.tables = g.tables, batch.parents = parents.data(), batch.wanted = wanted.data();
-    batch.logits = logits_.data(), batch.keys = g.keys, batch.values = g.values, batch.coded = g.coded, batch.rope = g.rope;
+    batch.logits = logits_.data(), batch.columns = g.columns, batch.skipped = g.skipped;
+    batch.keys = g.keys, batch.values = g.values, batch.coded = g.coded, batch.rope = g.rope;
     if (g.outputs) batch.hidden = hidden_.data(), batch.fused = 1, batch.outputs = outputs_.data();
     forward.run(k, quantised, batch);
     logits = logits_.data();

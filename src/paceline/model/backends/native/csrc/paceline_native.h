@@ -80,7 +80,8 @@ typedef struct {
   const pl_span* span;
   const int32_t *tables, *parents;
   const int32_t* wanted;  // [logit_rows]: rows whose logits are wanted
-  void* logits;  // [logit_rows, vocab] in dtype
+  void* logits;  // [logit_rows, columns] in dtype
+  int64_t columns;  // of the vocabulary, the first ones; 0: all
   const int32_t* feature_layers;  // [features], ascending
   void* const* feature;  // each [rows, hidden] in dtype
   // Per layer, [slots, kv_heads, head_dim] in dtype; `coded`: each head's numbers are codes of 8 bits
@@ -98,14 +99,14 @@ typedef struct {
 
 // A tree below a committed token: after each expanded node its `width` likeliest tokens, of which
 // the `width` likeliest of a level are expanded; in the end the `nodes` likeliest stay. A width of 1
-// is a chain.
+// is a chain, which ends behind a token whose path is less likely than e^least.
 typedef struct {
   int32_t depth, width, nodes;
   int32_t base, table;  // rows of the cache in front of the nodes; where its block table begins
   int32_t sampled;  // 0: greedy; 1: truncated as asked for; 2: and by the noise of seed and position
   int32_t top_k;
   float sharpness;  // what is scored is softmax(sharpness * logits)
-  float top_p, min_p;
+  float top_p, min_p, least;
   int64_t position;  // of the tree's first tokens
   uint64_t seed;  // hashed once
 } pl_tree;
@@ -114,17 +115,21 @@ typedef struct {
   int64_t trees, block_size, threads;
   const pl_tree* tree;
   const int32_t* tables;
+  // What has to be run before the first level: its logits are those after the committed tokens.
+  const pl_batch* first;  // NULL: they are here already
   const void* logits;  // after the committed tokens, in dtype: [trees], `stride` numbers apart
-  int64_t stride, columns;  // columns: the first ones, that are tokens
+  int64_t stride, columns;  // columns: the first ones, that are tokens; no others are computed
   const int64_t* ids;  // [columns]: tokens, ascending; NULL: the columns' numbers
   const void* outputs;  // of an EAGLE head, [trees, hidden] in dtype; else NULL
   void *const *keys, *const *values;
-  int64_t coded;  // as of a batch
+  int64_t coded;  // as of a batch, and so is
+  const uint8_t* skipped;
   const float* const* rope;
-  // Of each tree `counts` nodes in order, in lines of `most`: tokens, their parents, and which
-  // expanded node each is, or -1.
+  // Of each tree `counts` nodes in order, in lines of `most`: tokens, their parents, which expanded
+  // node each is, or -1, and the log-probabilities of their paths.
   int64_t most;
   int32_t *tokens, *parents, *slots, *counts;
+  float* scores;
 } pl_growth;
 
 const char* pl_instructions(void);  // of the kernels in use

@@ -167,7 +167,7 @@ float likeliest_of(const T* x, long width, long count, float sharpness, int32_t*
       }
     }
   }
-  if (count == 1) return 1.0f;
+  if (sharpness == 0) return 1.0f;
   V total = zero(), best = set1(values[0]), by = set1(sharpness);
   long whole = width / 16 * 16;
   for (long i = 0; i < whole; i += 16) total = total + exponential((load(x + i) - best) * by);

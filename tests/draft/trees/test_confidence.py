@@ -1,0 +1,46 @@
+"""The chance of a drafted path, learnt from what was accepted."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.draft.trees.confidence import Confidence
+
+
+def drafts(power: float, count: int) -> Confidence:
+    """After ``count`` chains of which a token of probability p is accepted with p ** power."""
+    confidence, rng = Confidence(), random.Random(1)
+    for _ in range(count):
+        scores = [0.0]
+        for _ in range(8):
+            p = rng.uniform(0.2, 1.0)
+            scores.append(scores[-1] + math.log(p))
+            if refused := rng.random() > p**power:
+                break
+        confidence.learn(scores[1:], refused)
+    return confidence
+
+
+@pytest.mark.parametrize("power", [0.05, 0.3, 1.0, 1.5])
+def test_what_is_accepted_teaches_the_power(power: float) -> None:
+    found = sum(drafts(power, 500 + n).power for n in range(60)) / 60
+    assert found == pytest.approx(power, rel=0.2)
+
+
+def test_a_wanted_chance_as_a_probability_of_the_drafter() -> None:
+    sure, unsure = drafts(0.1, 300), drafts(1.5, 300)
+    assert sure.least(0.6) < 0.1 < 0.5 < unsure.least(0.6)
+    assert sure.least(0.6) ** sure.power == pytest.approx(0.6)
+    assert sure.least(0.0) == 0.0
+
+
+def test_drafts_that_are_never_refused_go_on_to_the_end() -> None:
+    confidence = Confidence()
+    for _ in range(2000):
+        confidence.learn([-1.0, -5.0], False)
+    assert confidence.least(0.6) < 1e-30 and confidence.power > 0
+    confidence.learn([-1.0, -math.inf], True)  # of a row that was no distribution
+    assert math.isfinite(confidence.power)
