@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 import paceline
 from paceline.model.target import CausalModel
 
-ROOT = Path(paceline.__file__).parent
+ROOT = str(Path(paceline.__file__).parent)
 HOST = torch.device("cpu")
 Tensor = torch.Tensor
 _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
@@ -67,6 +66,9 @@ class Claimed(torch.Tensor):
         made.host = host
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MixedDevicesError("a tensor of a device is on its way to another process")
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -88,33 +90,73 @@ def _indexed(device: Any) -> torch.device:
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
 
 
-def _hosts(values: Any) -> Any:
-    def host(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return HOST
-        return value.host if isinstance(value, Claimed) else value
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """All that containers hold, changed."""
+    if isinstance(value, list | tuple):
+        found = [_map(change, one) for one in value]
+        named = hasattr(value, "_fields")  # torch's own kinds of tuple take a list
+        return type(value)(*found) if named else type(value)(found)
+    if isinstance(value, dict):
+        return {key: _map(change, one) for key, one in value.items()}
+    return change(value)
 
-    return tree_map(host, values)
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, Claimed):
+        return value.host
+    return HOST if isinstance(value, torch.device) else value
+
+
+def _hosts(values: Any) -> Any:
+    return _map(_host, values)
+
+
+# What copies for others: noted is who asks it to.
+_HELPERS = {"transfer.upload", "transfer.to_device", "transfer.send", "transfer.__init__"}
+
+
+def _asking() -> str:
+    """The innermost function of the package on the stack, as in "verifier._verdicts"."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT):
+            name = f"{Path(file).stem}.{frame.f_code.co_name}"
+            if name not in _HELPERS:
+                return name
+        frame = frame.f_back
+    return "elsewhere"
 
 
 class Devices(TorchFunctionMode):
     """Computes what is asked of claimed tensors, and counts what goes between host and devices.
 
-    ``to_device``, ``to_host`` and ``between`` count copies, ``waits`` what the host waits for, by
-    the function of the package that asks.
+    ``to_device``, ``to_host`` and ``between`` count copies, ``waits`` what the host waits for: each
+    by the function of the package that asks.
     """
 
     current: Devices
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_device = self.to_host = self.between = 0
-        self.waits: Counter[str] = Counter()
+        self.to_device, self.to_host, self.between = Counter[str](), Counter[str](), Counter[str]()
+        self.waits = Counter[str]()
         self.events: list[Event] = []
 
     def reset(self) -> None:
-        self.to_device = self.to_host = self.between = 0
-        self.waits.clear()
+        for counter in (self.to_device, self.to_host, self.between, self.waits):
+            counter.clear()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -126,7 +168,7 @@ class Devices(TorchFunctionMode):
             return self._run(function, args, kwargs)
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if function is Tensor.pin_memory:
             return args[0]
         if function is torch._has_compatible_shallow_copy_type:
@@ -140,7 +182,7 @@ class Devices(TorchFunctionMode):
             if wanted is None or torch.device(wanted).type == "cpu":
                 return function(*args, **kwargs)
             if function in (torch.tensor, torch.as_tensor):
-                self.to_device += 1
+                self.to_device[_asking()] += 1
                 self.wait()  # from memory that is not pinned
             return self._claim(function(*args, **{**kwargs, "device": HOST}), [], _indexed(wanted))
         name = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -163,11 +205,11 @@ class Devices(TorchFunctionMode):
             places = ", ".join(f"{t.device}{list(t.shape)}" for t in tensors)
             raise MixedDevicesError(f"{getattr(function, '__name__', function)}: {places}")
         if function in _LOOKS:
-            self.to_host += 1
+            self.to_host[_asking()] += 1
             self.wait()
         elif function in _SIZES or (
             function in (Tensor.__getitem__, Tensor.__setitem__)
-            and any(getattr(t, "dtype", None) == torch.bool for t in tree_flatten(args[1])[0])
+            and any(getattr(t, "dtype", None) == torch.bool for t in _leaves(args[1]))
         ):
             self.wait()
         if wanted is not None:
@@ -203,29 +245,22 @@ class Devices(TorchFunctionMode):
         if source.device == place:
             return
         if place == HOST:
-            self.to_host += 1
+            self.to_host[_asking()] += 1
             if not at_once:
                 self.wait()
         elif source.device == HOST:
-            self.to_device += 1
+            self.to_device[_asking()] += 1
             if not at_once:
                 self.wait()
         else:
-            self.between += 1
+            self.between[_asking()] += 1
 
     def wait(self) -> None:
-        """The host waits for a device: noted under the function of the package that asks."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT):
-                self.waits[f"{path.stem}.{frame.f_code.co_name}"] += 1
-                return
-            frame = frame.f_back
-        self.waits["elsewhere"] += 1
+        """The host waits for a device."""
+        self.waits[_asking()] += 1
 
     def _claim(self, out: Any, given: Any, place: torch.device) -> Any:
-        known = {id(t.host): t for t in tree_flatten(given)[0] if isinstance(t, Claimed)}
+        known = {id(t.host): t for t in _leaves(given) if isinstance(t, Claimed)}
 
         def claim(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or isinstance(value, Claimed):
@@ -234,7 +269,7 @@ class Devices(TorchFunctionMode):
                 return known[id(value)]
             return value if place == HOST else Claimed(value, place)
 
-        return tree_map(claim, out)
+        return _map(claim, out)
 
 
 class Stream:

@@ -3,8 +3,11 @@ host, one wait, and one copy each way."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +17,25 @@ from claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
 from every_drafter import SPECS
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core.transfer import Arrival
+from paceline.model.target import CausalModel
+from paceline.parallel import shared
+from paceline.parallel.group import StopOrder
+from paceline.parallel.worker import Follower
 
 PROMPTS = ["Once upon a time there was a", "one two one two one two", "def add(a, b):\n    return"]
 LENGTH: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True}
 GREEDY = [SamplingParams(**LENGTH)] * 3
+UNSEEDED = [SamplingParams(temperature=0.9, **LENGTH)] * 3
 MIXED = [
     SamplingParams(temperature=0.9, seed=3, logprobs=2, **LENGTH),
     SamplingParams(presence_penalty=0.7, repetition_penalty=1.2, logit_bias={5: 2.0}, **LENGTH),
     SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=4, prompt_logprobs=1, **LENGTH),
 ]
+GRAMMAR = SamplingParams(grammar=Grammar("regex", "(one two ){2,9}three"), max_tokens=12)
+KINDS = {
+    **{"greedy": GREEDY, "unseeded": UNSEEDED, "mixed": MIXED},
+    "grammar": [GRAMMAR, GREEDY[0], UNSEEDED[0]],
+}
 HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "max_batch_size": 2}
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
@@ -32,6 +45,30 @@ SAID = {"grow.grow", "translated.propose", "selfspec._scores"}
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, best first"]
+
+# Copies that a step of two requests at draft length 3 sends to the device, greedy or sampled
+# without a seed, and that it fetches. None makes the host wait but for the verdict's.
+# - A forward's numbers are one copy: of the target, and of a draft at each of its levels.
+# - A look-up's tokens are one for each request.
+# - Of a tree the branch that was accepted is moved in each cache, and learnt from.
+# - Drafts that are judged by different rules are told apart: two lists of rows.
+# - Best-first growth decides on the host which node to expand, and fetches their scores once.
+COPIES = {
+    **{"none": (1, 1), "medusa": (2, 1), "ngram": (3, 1), "suffix": (3, 1), "lookahead": (4, 1)},
+    **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
+    **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, best first": (8, 2)},
+    **{"layer_skip, best first": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
+}
+# Tables that stay on the device, sent once for each shape of tree in the process.
+KEPT = {"grow._levels", "recycling._levels", "layout.layout_of", "layout.chain_grid"}
+KEPT |= {"layout.<genexpr>"}
+# A grammar's automaton is the host's: it must know each level that the device drafted before the
+# next, and what was drafted before the target's rows are forbidden.
+LEVELS = {"constraint.forbid": 2}
+ROOM = 9  # blocks of 16 tokens for three requests that fill six each
+# A grammar's automaton is the host's: it must know each level that the device drafted before the
+# next, and fetches what was drafted, with its parents, before it forbids.
+LEVELS = {"constraint.forbid": 2}
 
 
 @pytest.fixture
@@ -48,55 +85,88 @@ def counted(llm: LLM, devices: Devices) -> list[tuple[Counter[str], int, int]]:
     def watched() -> Any:
         devices.reset()
         made = step()
-        steps.append((Counter(devices.waits), devices.to_device, devices.to_host))
+        up = sum(count for name, count in devices.to_device.items() if name not in KEPT)
+        steps.append((Counter(devices.waits), up, devices.to_host.total()))
         return made
 
     engine.step = watched  # type: ignore[method-assign]
     return steps
 
 
-def texts(llm: LLM, params: Any) -> list[list[int]]:
-    return [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+def texts(llm: LLM, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Those that must be the same anywhere: of other requests a device draws other numbers."""
+    done = llm.generate(PROMPTS, params)
+    pairs = zip(done, params, strict=True)
+    return [one.token_ids for one, own in pairs if own.greedy or own.seed is not None]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "mixed"])
+LOADED: dict[str, LLM] = {}
+
+
+def loaded(name: str, device: str = "cpu", length: int | None = 3) -> LLM:
+    """The tiny target on a device, loaded once, with a drafter."""
+    if device not in LOADED:
+        LOADED[device] = LLM("paceline/tiny", device=device, **HOW)
+    spec = SPECS.get(name, name)
+    return LOADED[device].beside(spec, draft_length=length, seed=1, max_batch_size=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    LOADED.clear()
+
+
 @pytest.mark.parametrize("name", sorted(SPECS.keys() - ON_CPU_ONLY))
-def test_every_drafter_on_a_device(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_drafter_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is on cuda:1, and the current device is cuda:0."""
-    params = GREEDY if kind == "greedy" else MIXED
-    wanted = texts(LLM("paceline/tiny", draft=SPECS[name], draft_length=3, **HOW), params)
+    host = loaded(name)
+    wanted = {kind: texts(host, params) for kind, params in KINDS.items()}
     with claimed_devices(monkeypatch) as devices:
-        llm = LLM("paceline/tiny", draft=SPECS[name], draft_length=3, device="cuda:1", **HOW)
+        llm = loaded(name, "cuda:1")
         llm.generate("A dog", SamplingParams(max_tokens=4))  # what is moved once, at first use
         devices.events.clear()
         steps = counted(llm, devices)
-        assert texts(llm, params) == wanted
+        for kind, params in KINDS.items():
+            steps.clear()
+            assert texts(llm, params) == wanted[kind]
+            assert not devices.between
+            if kind in ("greedy", "unseeded"):
+                ups, downs = COPIES[name]
+                assert all(up <= ups and down <= downs for _, up, down in steps)
+            for waits, _, _ in steps:
+                check_waits(waits, kind)
         recorded = {event.device for event in devices.events if event.device is not None}
         assert recorded == {torch.device("cuda:1")}
-        assert devices.between == 0
-    for waits, _, _ in steps:
-        assert waits.pop(VERIFY, 0) <= 1
-        assert waits.keys() <= SAID | ARRIVED | {"prompts.prompt_logprobs"}, waits
-        assert all(waits[name] <= 1 for name in SAID), waits
 
 
-@pytest.mark.parametrize("kind", ["greedy", "mixed"])
+def check_waits(waits: Counter[str], kind: str) -> None:
+    """At most the one, and those that are said."""
+    others = waits.keys() - {VERIFY} - ARRIVED
+    if kind == "grammar":
+        others -= LEVELS.keys()
+        assert all(waits[key] <= most for key, most in LEVELS.items()), waits
+    assert waits[VERIFY] <= 1 and others <= SAID | {"prompts.prompt_logprobs"}, waits
+    assert all(waits[key] <= 1 for key in SAID), waits
+
+
 @pytest.mark.parametrize("name", ON_A_DRAFT_DEVICE)
-def test_a_draft_on_another_device(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_on_another_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed batches, too: some requests are not drafted for, and get an empty tree."""
-    params = list(GREEDY if kind == "greedy" else MIXED)
-    params[1] = SamplingParams(**{**vars(params[1]), "draft_length": 0})
-    wanted = texts(LLM("paceline/tiny", draft=SPECS[name], draft_length=3, **HOW), params)
+    host = loaded(name)
     with claimed_devices(monkeypatch):
         places = {"device": "cuda:0", "draft_device": "cuda:1"}
         llm = LLM("paceline/tiny", draft=SPECS[name], draft_length=3, **places, **HOW)
-        assert texts(llm, params) == wanted
+        for params in KINDS.values():
+            params = [params[0], replace(params[1], draft_length=0), params[2]]
+            assert texts(llm, params) == texts(host, params)
 
 
 def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
     llm = LLM("paceline/tiny", device="cuda:0", **HOW)
     steps = counted(llm, devices)
     texts(llm, GREEDY)
+    texts(llm, UNSEEDED)
     for waits, up, down in steps:
         assert waits.keys() <= {VERIFY, "clock._settle"} and waits[VERIFY] == 1, waits
         assert (up, down) == (1, 1)
@@ -105,7 +175,7 @@ def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
 @pytest.mark.parametrize("name", ["ngram", "suffix", "recycling"])
 def test_a_hybrid_that_follows_its_look_ups_waits_once(name: str, devices: Devices) -> None:
     """Their tokens are the host's already, or arrive while the forward runs."""
-    llm = LLM("paceline/tiny", draft=f"hybrid:{name}", device="cuda:0", **HOW)
+    llm = loaded(f"hybrid:{name}", "cuda:1", None)
     steps = counted(llm, devices)
     long = SamplingParams(max_tokens=40, ignore_eos=True)
     done = llm.generate([PROMPTS[1] * 4], long)
@@ -115,27 +185,117 @@ def test_a_hybrid_that_follows_its_look_ups_waits_once(name: str, devices: Devic
         assert name == "recycling" or not waits["transfer.values"], "the host knows its look-ups"
 
 
-def test_a_grammar_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = Grammar("regex", "(one two ){2,9}three")
-    params = [SamplingParams(grammar=grammar, max_tokens=12), *GREEDY[1:]]
-    wanted = texts(LLM("paceline/tiny", draft="ngram", draft_length=3, **HOW), params)
-    with claimed_devices(monkeypatch) as devices:
-        llm = LLM("paceline/tiny", draft="ngram", draft_length=3, device="cuda:1", **HOW)
-        devices.events.clear()
-        assert texts(llm, params) == wanted
-        recorded = {event.device for event in devices.events if event.device is not None}
-        assert recorded == {torch.device("cuda:1")}
-
-
 def test_preempted_and_shared_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that made room for others is read and drafted for again, behind shared blocks."""
     how = {**HOW, "draft": "paceline/tiny-draft", "draft_length": 3, "max_batch_size": 3}
     prompts, params = [PROMPTS[0] * 6] * 3, SamplingParams(max_tokens=40, ignore_eos=True)
-    llm = LLM("paceline/tiny", kv_cache_memory=3 << 20, **how)
-    wanted = [one.token_ids for one in llm.generate(prompts, params)]
+
+    def run(**device: Any) -> tuple[list[list[int]], int]:
+        llm = LLM("paceline/tiny", kv_cache_memory=3 << 20, **device, **how)
+        llm.engine.cache.pool.allocate(llm.engine.cache.pool.available - ROOM, None)
+        found = [one.token_ids for one in llm.generate(prompts, params)]
+        return found, llm.engine.scheduler.preemptions
+
+    wanted, preempted = run()
+    assert preempted
     with claimed_devices(monkeypatch):
-        llm = LLM("paceline/tiny", kv_cache_memory=3 << 20, device="cuda:1", **how)
-        assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
-        assert llm.engine.scheduler.preemptions or llm.engine.cache.shares
+        assert run(device="cuda:1") == (wanted, preempted)
+
+
+# -- tensor parallel -------------------------------------------------------------------------------
+
+
+class ClaimedRanks:
+    """Team and group of two ranks in one process: the second one is on cuda:1, with all weights.
+
+    What it is told goes through pickle, as on its way to another process.
+    """
+
+    def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
+        self.size, self.group, self.lost = size, self, None
+        self._orders: list[Any] = []
+        self._numbers: torch.Tensor | None = None
+        self.follower: Follower | None = None
+        self.told: Counter[str] = Counter()
+
+    def loading(self) -> Any:
+        return contextlib.nullcontext()
+
+    together = loading
+
+    def tell(self, order: Any) -> None:
+        self.told[type(order).__name__] += 1
+        self._orders.append(pickle.loads(pickle.dumps(order)))
+        if not getattr(order, "following", 0):
+            self._follow()
+
+    def share(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._numbers is None:  # rank 0 sends
+            assert numbers.device == torch.device("cuda:0")
+            self._numbers = numbers
+            self._follow()
+            return numbers
+        assert numbers.device == torch.device("cuda:1")
+        sent, self._numbers = self._numbers, None
+        return numbers.copy_(sent)
+
+    def _follow(self) -> None:
+        assert self.follower is not None
+        self._orders.append(StopOrder())
+        self.follower.run()
+
+    def hear(self) -> Any:
+        return self._orders.pop(0)
+
+    def least_memory(self) -> int:
+        return 1 << 30
+
+    def leave(self) -> None:
+        pass
+
+    def when_lost(self, told: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["ngram", "model", "tree", "tree, best first", "eagle", "medusa"])
+def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is told plain data of the host, and what only rank 0's device knows follows
+    from device to device: its keys and values are those of rank 0, and nobody waits for them."""
+    made: list[ClaimedRanks] = []
+    wanted = texts(loaded(name), MIXED)
+
+    def ranks(*given: Any) -> ClaimedRanks:
+        made.append(ClaimedRanks(*given))
+        return made[0]
+
+    def part(model: str, dtype: str, device: torch.device, size: int) -> CausalModel:
+        other = CausalModel.load(model, dtype, "cuda:1", backend="reference")
+        made[0].follower = Follower(other, made[0])  # type: ignore[arg-type]
+        return CausalModel.load(model, dtype, str(device), backend="reference")
+
+    monkeypatch.setattr(shared, "RankTeam", ranks)
+    monkeypatch.setattr(shared, "load_part", part)
+    with claimed_devices(monkeypatch) as devices:
+        how = {**HOW, "backend": "auto", "tensor_parallel": 2, "device": "cuda"}
+        llm = LLM("paceline/tiny", draft=SPECS[name], draft_length=3, **how)
+        llm.generate("A dog", SamplingParams(max_tokens=4))
+        steps = counted(llm, devices)
+        assert texts(llm, MIXED) == wanted
+        (team,) = made
+        (theirs,) = team.follower._caches.values()
+        for layer in range(len(llm.target.cache_shapes)):
+            for own, other in zip(llm.engine.cache.kv(layer), theirs.kv(layer), strict=True):
+                assert str(own.device) == "cuda:0" and str(other.device) == "cuda:1"
+                assert torch.equal(own.cpu(), other.cpu())
+    assert team.told["BatchOrder"] >= len(steps)
+    for waits, _, _ in steps:
+        assert (
+            waits[VERIFY] <= 1
+            and waits.keys() <= {VERIFY, "prompts.prompt_logprobs"} | SAID | ARRIVED
+        )
 
 
 # -- the harness itself ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import NATIVE, REFERENCE
-from paceline.model.loading import check_architecture
+from paceline.model.loading import causal_class, check_architecture
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
 
@@ -197,6 +197,9 @@ def test_equal_or_refused(case: str) -> None:
     config = tiny_config(case)
     check_architecture(config)
     model = random_model(config)
+    saved = copy.copy(model.config)  # as it is written: of some it is another kind's
+    saved.architectures = [type(model).__name__]
+    assert causal_class(saved) is type(model)
     wanted = [alone(model, prompt, not WHOLE.isdisjoint({kind, case})) for prompt in prompts()]
     for backend in (REFERENCE, NATIVE):
         target = adapted(model, backend)

@@ -186,6 +186,16 @@ def test_unsupported(kind: str, reason: str, options: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_text_part_that_was_saved_by_itself(tmp_path: Path) -> None:
+    """transformers writes Emu3's with a configuration that its own automatic class refuses."""
+    sizes = {key: COMMON[key] for key in COMMON if key not in ("head_dim", "initializer_range")}
+    saved = transformers.Emu3ForCausalLM(transformers.Emu3TextConfig(**sizes))
+    saved.save_pretrained(tmp_path)
+    loaded = CausalModel.load(str(tmp_path), dtype="float32", device="cpu", quick=False)
+    assert type(loaded.hf) is transformers.Emu3ForCausalLM
+    assert all(map(torch.equal, saved.parameters(), loaded.hf.parameters()))
+
+
 def test_unsupported_from_a_folder(tmp_path: Path) -> None:
     config = transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

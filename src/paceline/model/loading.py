@@ -273,21 +273,37 @@ def _source(path: str) -> tuple[str, dict[str, str]]:
     return (path, {}) if gguf is None else (str(gguf.parent), {"gguf_file": gguf.name})
 
 
+def causal_class(config: Any) -> Any | None:
+    """The class of transformers that reads a checkpoint as a causal language model, if one does.
+
+    A text part that was saved by itself (Emu3's) has a configuration that transformers maps to no
+    class; ``architectures`` names it.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    for name in set(config.architectures or ()) & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        named = getattr(transformers, name)
+        if named.config_class is type(config):
+            return named
+    return None
+
+
 def check_architecture(config: Any) -> None:
     """Refuse what cannot be paged and rolled back, by name, before reading weights."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{kind} is an encoder-decoder model with cross-attention layers; "
             "only decoder-only language models can be decoded speculatively here"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model = causal_class(config)
+    if model is None:
         raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
     text = config.get_text_config(decoder=True)
     names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     foreign = ", ".join(sorted(set(names) - _PAGED_LAYERS))
     if foreign or getattr(model, "_is_stateful", False):
         layers = f"{foreign} layers" if foreign else "recurrent layers (state space, RWKV, ...)"
@@ -320,7 +336,8 @@ def _weights(
 
     place, options = _source(path)
     given = tensors is not None  # which the automatic class cannot be told
-    loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if given else AutoModelForCausalLM
+    mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not given
+    loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
     try:
         module, info = loader.from_pretrained(
             None if given else place,

@@ -27,6 +27,7 @@ from paceline.files import cache_folder
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import (
+    causal_class,
     check_folder,
     load_module,
     read_config,
@@ -109,13 +110,12 @@ def plan_offload(
     """Where a model's layers stay, of which ``memory`` bytes may be on the device (None: half of
     what is free there), the others on "cpu" or "disk"; from its configuration and the tables of its
     files. Raises ConfigError and ModelLoadError."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     place = resolve_device(device)
     config, files = _offloadable(name, offload, place)
     number = resolve_dtype(dtype, place) or getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
-        skeleton = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(number)
+        kind: Any = causal_class(config)
+        skeleton = kind(config).to(number)
     skeleton.tie_weights()
     layers = dict(decoder_layers(skeleton))
     within = tuple(f"{layer}." for layer in layers)

@@ -11,7 +11,7 @@ import pytest
 from paceline.engine.driver import StepSums
 from paceline.tools.profiling.runs import RunProfile, figures_of, split
 from paceline.tools.profiling.steady import Stretch, medians
-from paceline.tools.profiling.trace import Profiled, Share, shares
+from paceline.tools.profiling.trace import Profiled, Share, operators, shares
 from paceline.tools.profiling.work import Work
 
 STRETCH = Stretch(StepSums(steps=10, tokens=10), 0.0)
@@ -88,6 +88,24 @@ def test_one_slow_call_among_hundreds_is_not_what_a_step_waits_for() -> None:
     assert found.kernel_seconds == pytest.approx(20 * 80e-6)
     kernels, launches, _ = split(profiled(found), "target", 1.0, "cpu", 0.0)
     assert kernels > 5 * launches
+
+
+def test_the_table_of_operators_is_of_the_median_step() -> None:
+    """One call of 7 ms made its operator the dearest."""
+    events = []
+    for number in range(9):
+        step = event("paceline: step", 100)
+        target = event("paceline: target", 90, step)
+        events += [
+            step,
+            target,
+            event("aten::linear", 60, target),
+            event("aten::linear", 20, target),
+        ]
+        events.append(event("aten::add", 7000 if number == 4 else 5, target))
+    first, second = operators(events, "cpu")
+    assert (first.name, first.calls, second.name) == ("aten::linear", 18, "aten::add")
+    assert first.seconds == pytest.approx(9 * 80e-6) and second.seconds == pytest.approx(9 * 5e-6)
 
 
 def test_of_each_step_the_median_over_the_rounds_counts() -> None:

@@ -153,5 +153,8 @@ def _operator_table(run: RunProfile) -> Table:
         Column("", "ms", "seconds", lambda seconds: f"{1e3 * seconds / steps:.3f}"),
         Column("", "share", "seconds", lambda own: f"{own / total:.0%}" if total else ""),
     )
-    note = "Of a step under the profiler: own time, without what an operator calls in turn."
+    note = (
+        "Of a step under the profiler, the median of those that called it: own time, without what "
+        "an operator calls in turn."
+    )
     return table_of(run.operators[:_TOP], columns, note)

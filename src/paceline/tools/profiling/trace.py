@@ -64,7 +64,8 @@ class _Passage:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator under the profiler: calls, and seconds of its own, without what it called."""
+    """One operator under the profiler: calls, and seconds of its own, without what it called, both
+    over all steps. Each step that called it counts at their median."""
 
     name: str
     calls: int
@@ -249,15 +250,26 @@ def _add_typical(share: Share, passages: Iterable[_Passage]) -> None:
 
 def operators(events: Iterable[Any], device: str) -> tuple[Operator, ...]:
     """All operators of the steps, the dearest first: by device time on CUDA, else the host's."""
-    found: dict[str, Operator] = {}
+    calls: dict[str, int] = defaultdict(int)
+    by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         if event.name.startswith(PREFIX) or _on_device(event) or _chain(event) is None:
             continue
         on_device = event.self_device_time_total
         seconds = (on_device if device == "cuda" else event.self_cpu_time_total) / 1e6
-        old = found.get(event.name, Operator(event.name, 0, 0.0))
-        found[event.name] = Operator(event.name, old.calls + 1, old.seconds + seconds)
-    return tuple(sorted(found.values(), key=lambda operator: -operator.seconds))
+        calls[event.name] += 1
+        by_step[event.name][_step_of(event)] += seconds
+    found = [
+        Operator(name, calls[name], len(steps) * statistics.median(steps.values()))
+        for name, steps in by_step.items()
+    ]
+    return tuple(sorted(found, key=lambda operator: -operator.seconds))
+
+
+def _step_of(event: Any) -> int:
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+    return id(event)
 
 
 def _on_device(event: Any) -> bool:
