@@ -30,6 +30,7 @@ class QuantizedDraft(TreeSpec):
     page = "quantized.md"
     tried = "real"
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
+    natural_length = 12  # chains end by themselves
 
     precision: str = "int4"
 

@@ -36,6 +36,7 @@ from paceline.draft.trees.confidence import Confidence
 from paceline.draft.trees.grow import Growing
 from paceline.draft.trees.levels import Finished, LevelDrafter
 from paceline.draft.trees.policy import Policy
+from paceline.draft.vocabulary.frequent import FrequentTokens
 from paceline.errors import ConfigError
 from paceline.model.backends.native.growth import GrownTree, NativeGrowth
 from paceline.model.paged.blocks import OutOfBlocksError
@@ -156,6 +157,7 @@ class SelfDrafter(LevelDrafter):
         super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
         self.stop_below = STOP_BELOW
+        self._frequent = FrequentTokens(view.model.vocab_size, view.head_share)
         # Of greedy requests, and of sampled ones.
         self._confidence = {True: Confidence(), False: Confidence()}
         # Of drafts that wait for a verdict, log-probabilities of their paths.
@@ -201,8 +203,8 @@ class SelfDrafter(LevelDrafter):
         return self._at_once(trees, bases, logits, self.cache.batch_of(feeds))
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
-        model = self.view.model
-        logits = torch.zeros(len(seqs), model.vocab_size, dtype=model.dtype)
+        columns = self._frequent.columns(seqs)
+        logits = torch.zeros(len(seqs), columns, dtype=self.view.model.dtype)
         logits[:, 0] = _SURE
         return logits
 
@@ -222,6 +224,7 @@ class SelfDrafter(LevelDrafter):
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """How far chains were right; all else that is committed is in the target's cache."""
         for commit in commits:
+            self._frequent.learn(commit.seq_id, commit.tokens)
             confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))
             if confidence and 0 < commit.reached <= len(scores) == commit.drafted:
                 refused = commit.reached > len(commit.path)
@@ -229,6 +232,7 @@ class SelfDrafter(LevelDrafter):
 
     def forget(self, seq_id: int) -> None:
         self._waiting.pop(seq_id, None)
+        self._frequent.forget(seq_id)
 
 
 class SwiftDrafter(SelfDrafter):

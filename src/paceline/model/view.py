@@ -60,6 +60,12 @@ class LayerView:
         native = self._short.native
         return native.growth if isinstance(native, NativeModel) else None
 
+    @property
+    def head_share(self) -> float:
+        """Of the bytes of all matrices, the head's, as far as the kernels know."""
+        native = self.model.native
+        return native.head_share if isinstance(native, NativeModel) else 0.0
+
     def _choose(self, layers: Sequence[int]) -> None:
         model = self.model
         self.layers = tuple(sorted(set(layers)))

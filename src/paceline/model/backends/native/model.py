@@ -198,6 +198,12 @@ class NativeModel:
         flags = skipped_flags(self.skipped, self.num_layers)
         return NativeGrowth(*parts, "grow", self._work, flags)
 
+    @property
+    def head_share(self) -> float:
+        """Of the bytes of all matrices, the head's."""
+        head = self.lm_head.data.nbytes
+        return head / sum(matrix.data.nbytes for matrix, _, _ in self._packing._matrices)
+
     def scratch_bytes(self, rows: int) -> int:
         """As Backend: float32 activations, and partial results of attention."""
         shape = self.decoder
