@@ -26,6 +26,7 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Paceline and its pinned dependencies into $(VENV) (once; some minutes)"
 	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf]"
+	-$(BIN)/python -m paceline.model.backends.native.compile
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -169,7 +170,7 @@ dist-check: $(VENV)/.installed-dev  ## build sdist and wheel, install the wheel 
 	cd build && $(FRESH)/paceline pull --list
 	cd build && $(FRESH)/paceline generate "Once upon a time" --max-tokens 20
 	cd build && $(FRESH)/paceline chat "What is 12 + 30?" --max-tokens 20 --draft hybrid:suffix+ngram
-	cd build && $(FRESH)/paceline demo --json --rounds 1 --max-tokens 16
+	cd build && $(FRESH)/paceline demo --json --max-tokens 16
 	cd build && $(FRESH)/paceline doctor
 	cd build && $(FRESH)/paceline serve --print-config
 	cd build && ! $(FRESH)/paceline chat "Hello" --model paceline/smollm2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import LLM
-from paceline.cli import pull
-from paceline.cli.demo import Measurement, SceneResult, _table, total
+from paceline import LLM, SamplingParams
+from paceline.cli import demo as demo_module
+from paceline.cli import pull, race
+from paceline.cli.demo import Measurement, _next, _table, total
 from paceline.cli.main import app
+from paceline.cli.race import who
 from paceline.cli.scenes import REAL_SCENES, SCENES
+from paceline.defaults import EMBEDDED, REAL
 from paceline.difference import Difference
 from paceline.errors import ModelLoadError
 from pulled_model import plant
@@ -28,7 +33,13 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
     tokens = {"plain_tokens": 100, "tokens": 100, "drafted": 80, "accepted": 60}
     took = {"plain_seconds": 2.0, "speculative_seconds": 1.0, "target_steps": 40}
-    return Measurement(name=name, difference=difference, **tokens, **took)
+    did = {"drafters": {"ngram": 40, "suffix": 20}, "not_drafted": {"too dear": 3}}
+    return Measurement(name=name, difference=difference, **tokens, **took, **did)
+
+
+def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
+    """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
+    return Measurement("y", 100, tokens, plain, fast, drafted, 0, tokens, {}, {}, None)
 
 
 def test_figures() -> None:
@@ -41,16 +52,15 @@ def test_figures() -> None:
 
 
 def test_no_draft_is_not_an_acceptance_of_zero() -> None:
-    assert Measurement("y", 100, 100, 6.0, 4.0, 0, 0, 100, None).acceptance_rate is None
-    assert Measurement("y", 100, 100, 6.0, 4.0, 9, 0, 100, None).acceptance_rate == 0
+    assert unaided(100, 6.0, 4.0).acceptance_rate is None
+    assert unaided(100, 6.0, 4.0, 9).acceptance_rate == 0
 
 
 def test_a_scene_without_drafts_says_so_in_the_table() -> None:
-    silent = Measurement("y", 100, 100, 6.0, 4.0, 0, 0, 100, None)
-    none: Any = None
+    silent = unaided(100, 6.0, 4.0)
     for item, said in ((silent, True), (measurement("x"), False)):
         out = io.StringIO()
-        Console(file=out, width=200).print(_table([SceneResult(item, None, none, none)], "d", 1))
+        Console(file=out, width=200).print(_table([[item]], "d"))
         assert ("none tried" in out.getvalue()) == said
         shown = " ".join(out.getvalue().split())
         assert ("no draft was tried, as it would not have paid" in shown) == said
@@ -58,11 +68,13 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
 
 
 def test_total_adds_tokens_and_seconds() -> None:
-    slow = Measurement("y", 100, 100, 6.0, 4.0, 20, 0, 100, None)
+    slow = unaided(100, 6.0, 4.0, 20)
     whole = total([measurement("x"), slow])
     assert whole.tokens == 200
     assert whole.speedup == 8 / 5
     assert whole.acceptance_rate == 0.6
+    assert whole.drafters == {"ngram": 40, "suffix": 20}
+    assert total([measurement("x"), measurement("y")]).not_drafted == {"too dear": 6}
     assert whole.difference is None
     assert total([slow, measurement("x", TIE)]).difference == TIE
     assert total([measurement("x", TIE), measurement("y", BUG)]).difference == BUG
@@ -70,7 +82,7 @@ def test_total_adds_tokens_and_seconds() -> None:
 
 def test_answers_of_different_lengths_are_compared_by_their_tokens_a_second() -> None:
     """Behind a near tie a shorter answer is no faster one."""
-    short = Measurement("x", 100, 50, 2.0, 1.0, 0, 0, 50, TIE)
+    short = unaided(50, 2.0, 1.0)
     assert short.plain_rate == short.speculative_rate == 50
     assert short.speedup == 1
     assert total([short, measurement("y")]).speedup == (150 / 2) / (200 / 4)
@@ -84,7 +96,7 @@ def test_scenes_are_of_different_kinds() -> None:
 @pytest.fixture(scope="module")
 def arguments(tiny_pair: TinyPair) -> list[str]:
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
-    return ["demo", *pair, "--draft-length", "2", "--max-tokens", "8", "--rounds", "1"]
+    return ["demo", *pair, "--draft-length", "2", "--max-tokens", "8"]
 
 
 def test_json(arguments: list[str]) -> None:
@@ -94,7 +106,7 @@ def test_json(arguments: list[str]) -> None:
     assert record["identical"] is True
     assert [item["name"] for item in record["prompts"]] == [scene.name for scene in SCENES]
     assert record["tokens"] == sum(item["tokens"] for item in record["prompts"])
-    assert set(record) - {"prompts"} == set(record["prompts"][0]) - {"name"}
+    assert set(record) - {"prompts", "draft"} == set(record["prompts"][0]) - {"name"}
     assert record["plain_tokens_per_second"] > 0
 
 
@@ -103,7 +115,50 @@ def test_show(arguments: list[str]) -> None:
     assert result.exit_code == 0, result.output
     for words in (*(scene.prompt[:40] for scene in SCENES), "speedup", "identical", "total"):
         assert words in result.stdout
-    assert "NO" not in result.stdout
+    assert "NO" not in result.stdout and "again" not in result.stdout
+    assert result.stdout.count("speculative ━") == len(SCENES)
+    assert re.search(r"Try next: paceline \w+$", result.stdout.strip())
+
+
+def test_a_sentence_says_which_drafter_did_it() -> None:
+    both = {"ngram": 3, "quantized": 40, "suffix": 0, "mine": 7}
+    assert who(both, 50, 60, {}) == (
+        "50 of 60 tokens were drafted: 40 by the model's own 4-bit form, 7 by mine and "
+        "3 by a look into the text so far."
+    )
+    assert who({"eagle3": 9}, 9, 20, {}) == "9 of 20 tokens were drafted by the EAGLE-3 head."
+    assert who({}, 9, 20, {}) == "9 of 20 tokens were drafted."
+    assert who({}, 0, 20, {"a": 1, "would not pay": 7}) == "No draft was of use: would not pay."
+    assert who({}, 0, 20, {}) == "No draft was of use."
+
+
+def test_the_next_command_is_called_as_this_one_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "paceline")])
+    assert _next(EMBEDDED) == "bin/paceline pull smollm2"
+    assert _next(REAL) == "bin/paceline chat"
+    monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / "bin" / "paceline"))
+    assert _next(REAL) == "paceline chat"
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    assert _next(REAL) == "paceline chat"
+
+
+def test_both_take_turns_on_clocks_of_their_own(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody's time holds the other's, or the drawing."""
+    plain = LLM(tiny_pair.target, dtype="float32", draft="none")
+    fast = plain.beside(tiny_pair.draft, draft_length=2)
+    monkeypatch.setattr(race, "_drawn", lambda *lanes: time.sleep(0.05) or "")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    start = time.perf_counter()
+    one, other = race.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
+    assert one.tokens == other.tokens == 12
+    assert one.completion is not None and other.completion is not None
+    assert one.completion.token_ids == other.completion.token_ids
+    assert one.seconds + other.seconds < time.perf_counter() - start - 0.05
 
 
 @pytest.mark.parametrize(
@@ -122,7 +177,7 @@ def test_a_difference_is_shown(
 
 # -- the real model ----------------------------------------------------------------------------
 
-QUICK = ["demo", "--dtype", "float32", "--max-tokens", "24", "--rounds", "1"]
+QUICK = ["demo", "--dtype", "float32", "--max-tokens", "24"]
 
 
 def test_the_real_model_is_asked_real_questions_twice(
@@ -148,22 +203,32 @@ def test_the_real_model_is_asked_real_questions_twice(
     assert again["tokens"] == record["tokens"]
     assert again["mean_accepted_length"] > max(1.5, record["mean_accepted_length"])
     text = CliRunner().invoke(app, QUICK).stdout
-    for words in ("What is the capital of France", "hybrid:suffix+ngram", "story again", "total"):
+    for words in (
+        "What is the capital of France",
+        "hybrid:suffix+ngram",
+        "story again",
+        "total",
+        "born in 4 bits",
+    ):
         assert words in text
 
 
-def test_a_first_answer_is_not_drafted_from_itself(
+def test_a_first_answer_is_not_drafted_from_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
-    """However many rounds are timed, the first row is that of a request never seen."""
+    """The first rows are those of requests never seen: the memory begins empty."""
     plant(monkeypatch, tmp_path, tiny_pair.target)
+    held: list[int] = []
+    inner = demo_module.measure
 
-    def accepted(rounds: str) -> list[float]:
-        arguments = [*QUICK[:-1], rounds, "--json", "--draft-length", "4", "--draft", "suffix"]
-        record = json.loads(CliRunner().invoke(app, arguments).stdout)
-        return [item["mean_accepted_length"] for item in record["prompts"]]
+    def measured(console: Console, plain: LLM, fast: LLM, *given: Any) -> Any:
+        held.extend(memory.stored_tokens for memory in demo_module._with_memory(fast))
+        return inner(console, plain, fast, *given)
 
-    assert accepted("1") == accepted("3")
+    monkeypatch.setattr(demo_module, "measure", measured)
+    result = CliRunner().invoke(app, [*QUICK, "--json", "--draft", "suffix"])
+    assert result.exit_code == 0, result.output
+    assert held[0] == 0 and held[1] > 0
 
 
 def test_the_demo_pulls_what_is_missing(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
+import shutil
 import sys
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
-from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json, stream_to
+from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json
 from paceline.cli.progress import showing
+from paceline.cli.race import race, who
 from paceline.cli.scenes import Scene, scenes_for
-from paceline.defaults import REAL, VARIABLE, default_draft
+from paceline.defaults import EMBEDDED, REAL, VARIABLE
 from paceline.errors import PacelineError
 from paceline.stages import stage
 from paceline.tools.report.columns import NONE_TRIED, UNTRIED, Column, record_of
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
     from paceline.difference import Difference
     from paceline.draft.suffix import SuffixDrafter
+
+# Until `--draft auto` is there: look-ups, and what everybody has.
+AUTO = "hybrid:suffix+ngram+quantized:int4"
+_ABOUT = (
+    "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
+    "were born in 4 bits, so its own 4-bit form drafts better for it than for most models."
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Measurement:
     drafted: int
     accepted: int
     target_steps: int
+    drafters: dict[str, int]  # accepted tokens by drafter
+    not_drafted: dict[str, int]  # steps without a draft by reason
     difference: Difference | None  # where the two texts part, None if they are identical
 
     @property
@@ -89,6 +100,7 @@ _FIGURES = (
     Column("speedup", "speedup", "speedup", "{:.2f}x".format),
     Column("acceptance_rate", "accept.\nrate", "acceptance_rate", "{:.0%}".format),
     Column("mean_accepted_length", "accepted\nlength", "mean_accepted_length", "{:.2f}".format),
+    Column("drafters", "", "drafters"),
     Column("identical", "identical", "", _identical, lambda found: found.difference is None),
     Column("difference", "", "difference", stored=_difference),
 )
@@ -105,10 +117,13 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
     """All scenes as one; it has a difference if any scene has."""
     differences = [m.difference for m in measurements if m.difference is not None]
     worst = sorted(differences, key=lambda difference: difference.is_tie)
-    whole: dict[str, Any] = {"name": "total", "difference": worst[0] if worst else None}
-    counted = [item.name for item in fields(Measurement) if item.name not in whole]
-    sums = {name: sum(getattr(m, name) for m in measurements) for name in counted}
-    return Measurement(**whole, **sums)
+    counts = {
+        name: dict(sum((Counter(getattr(m, name)) for m in measurements), Counter[str]()))
+        for name in ("drafters", "not_drafted")
+    }
+    whole: dict[str, Any] = {"name": "total", "difference": worst[0] if worst else None, **counts}
+    summed = [item.name for item in fields(Measurement) if item.name not in whole]
+    return Measurement(**whole, **{n: sum(getattr(m, n) for m in measurements) for n in summed})
 
 
 def prompt_ids(llm: LLM, scene: Scene) -> list[int]:
@@ -117,61 +132,52 @@ def prompt_ids(llm: LLM, scene: Scene) -> list[int]:
     return llm.render_chat([{"role": "user", "content": scene.prompt}])
 
 
-def _timed(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[float, Completion]:
-    start = time.perf_counter()
-    (completion,) = llm.generate([ids], params)
-    return time.perf_counter() - start, completion
-
-
 @dataclass(frozen=True)
 class SceneResult:
-    """A scene as it was measured, and the texts. ``again``: asked a second time, of a drafter
-    that looks into earlier answers; None of others, which draft the same every time."""
+    """A scene as it was measured, and the two completions."""
 
     measurement: Measurement
-    again: Measurement | None
     plain: Completion
     fast: Completion
 
 
 def measure(
-    plain: LLM, speculative: LLM, scene: Scene, params: SamplingParams, rounds: int
+    console: Console, plain: LLM, fast: LLM, scene: Scene, params: SamplingParams, shown: bool
 ) -> SceneResult:
-    """Time both alternately, after one untimed run each; medians over the rounds.
-
-    The clock runs around the whole call, prompt included; nothing is printed meanwhile. A drafter
-    with a memory forgets before every round, and is asked again after it.
-    """
+    """Decode a scene by both in turns; ``shown``: with the text as it is written."""
     ids = prompt_ids(plain, scene)
-    memory = _with_memory(speculative)
-    for llm in (plain, speculative):
-        _timed(llm, ids, params)
-    asked = {"plain": plain, "fast": speculative} | ({"again": speculative} if memory else {})
-    seconds: dict[str, list[float]] = {which: [] for which in asked}
-    said: dict[str, Completion] = {}
-    for _ in range(rounds):
-        for drafter in memory:
+    one, other = race(console, plain, fast, ids, params, shown)
+    assert one.completion is not None and other.completion is not None
+    stats = other.completion.stats
+    found = Measurement(
+        name=scene.name,
+        plain_tokens=one.tokens,
+        tokens=other.tokens,
+        plain_seconds=one.seconds,
+        speculative_seconds=other.seconds,
+        drafted=stats.drafted_tokens,
+        accepted=stats.accepted_tokens,
+        target_steps=stats.target_steps,
+        drafters=getattr(stats, "drafters", {}),
+        not_drafted=getattr(stats, "not_drafted", {}),
+        difference=explain(plain, ids, one.completion, other.completion),
+    )
+    return SceneResult(found, one.completion, other.completion)
+
+
+def _said(found: Measurement) -> Text:
+    words = who(found.drafters, found.accepted, found.tokens, found.not_drafted)
+    return Text(words, style="dim")
+
+
+def _warm_up(*llms: LLM) -> None:
+    """Kernels, buffers and lazy imports; a memory keeps none of it."""
+    from paceline import SamplingParams
+
+    for llm in llms:
+        llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
+        for drafter in _with_memory(llm):
             drafter.clear()
-        for which, llm in asked.items():
-            took, said[which] = _timed(llm, ids, params)
-            seconds[which].append(took)
-
-    def figures(which: str) -> Measurement:
-        expected, fast = said["plain"], said[which]
-        return Measurement(
-            name=scene.name,
-            plain_tokens=len(expected.token_ids),
-            tokens=len(fast.token_ids),
-            plain_seconds=statistics.median(seconds["plain"]),
-            speculative_seconds=statistics.median(seconds[which]),
-            drafted=fast.stats.drafted_tokens,
-            accepted=fast.stats.accepted_tokens,
-            target_steps=fast.stats.target_steps,
-            difference=explain(plain, ids, expected, fast),
-        )
-
-    again = figures("again") if memory else None
-    return SceneResult(figures("fast"), again, said["plain"], said["fast"])
 
 
 def _with_memory(llm: LLM) -> list[SuffixDrafter]:
@@ -180,13 +186,6 @@ def _with_memory(llm: LLM) -> list[SuffixDrafter]:
     from paceline.draft.suffix import SuffixDrafter
 
     return [own for own in with_members(llm.engine.drafter) if isinstance(own, SuffixDrafter)]
-
-
-def _perform(console: Console, llm: LLM, scene: Scene, params: SamplingParams) -> None:
-    """Stream one scene with its colours."""
-    console.rule(Text(scene.name, style="bold"), align="left")
-    console.print(Text(scene.prompt, style="dim"), end="\n" if scene.chat else "", soft_wrap=True)
-    stream_to(console, llm, [prompt_ids(llm, scene)], params, show_draft=True)
 
 
 def _legend() -> Text:
@@ -199,11 +198,12 @@ def _legend() -> Text:
     )
 
 
-def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
-    silent = any(item.acceptance_rate is None for g in _groups(results) for item in g)
+def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
+    """All scenes as they were asked first and, where that makes a difference, again."""
+    silent = any(item.acceptance_rate is None for group in groups for item in group)
     table = Table(
         title=f"Greedy decoding, plain and with --draft {draft}",
-        caption=f"Median of {rounds} alternating rounds without printing, prompts included. "
+        caption="Whole requests, prompts included, both in turns of a twentieth of a second. "
         "Accepted length: tokens per target step." + (f" {UNTRIED}" if silent else ""),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -213,23 +213,16 @@ def _table(results: Sequence[SceneResult], draft: str, rounds: int) -> Table:
     for column in columns:
         words = column in (columns[0], columns[-1])
         table.add_column(column.heading, justify="left" if words else "right")
-    for group in _groups(results):
+    for group in groups:
         for item in [*group, total(group)]:
             if item.name == "total":
                 table.add_section()
-            again = " again" if group[0] is results[0].again else ""
+            again = " again" if group is not groups[0] else ""
             found = (column.cell(item) for column in columns)
             name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in found)
             table.add_row(name + again, *cells)
         table.add_section()
     return table
-
-
-def _groups(results: Sequence[SceneResult]) -> list[list[Measurement]]:
-    """All scenes as they were asked first and, where that makes a difference, a second time."""
-    first = [result.measurement for result in results]
-    again = [result.again for result in results if result.again is not None]
-    return [first, again] if again else [first]
 
 
 def _explain_difference(
@@ -255,13 +248,21 @@ def _explain_difference(
     console.print(Text(f"  {reason}", style="dim"))
 
 
-def _record(results: Sequence[SceneResult]) -> dict[str, Any]:
-    def of(group: list[Measurement]) -> dict[str, Any]:
+def _record(groups: Sequence[Sequence[Measurement]], draft: str) -> dict[str, Any]:
+    def of(group: Sequence[Measurement]) -> dict[str, Any]:
         record = record_of(total(group), _FIGURES[1:])
         return {**record, "prompts": [record_of(item, _FIGURES) for item in group]}
 
-    first, *again = _groups(results)
-    return of(first) | ({"repeated": of(again[0])} if again else {})
+    first, *again = groups
+    return {"draft": draft, **of(first)} | ({"repeated": of(again[0])} if again else {})
+
+
+def _next(model: str) -> str:
+    """The one command to try next, as this one was called."""
+    called = Path(sys.argv[0])
+    name = "paceline" if shutil.which("paceline") == str(called) else os.path.relpath(called)
+    name = name if called.name == "paceline" else "paceline"
+    return f"{name} chat" if model != EMBEDDED else f"{name} pull smollm2"
 
 
 def _pull_first(context: typer.Context, wanted: bool) -> None:
@@ -285,7 +286,7 @@ def _pull_first(context: typer.Context, wanted: bool) -> None:
 def _setting(engine: ModelOptions) -> ModelOptions:
     """With the draft of the demo where none was named."""
     if engine.draft is None and engine.profile is None and engine.model == REAL:
-        return replace(engine, draft=default_draft(REAL))
+        return replace(engine, draft=AUTO)
     return engine
 
 
@@ -293,7 +294,6 @@ def _setting(engine: ModelOptions) -> ModelOptions:
 def demo(
     engine: ModelOptions,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 120,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the show.")
     ] = False,
@@ -302,7 +302,7 @@ def demo(
         typer.Option("--pull", help=f"Fetch {REAL} first if it is not here.", callback=_pull_first),
     ] = False,
 ) -> None:
-    """Decode some prompts plainly and speculatively, and compare text and speed."""
+    """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
     engine = _setting(engine)
     draft = engine.resolved_draft
     if draft is None:
@@ -316,24 +316,36 @@ def demo(
     with showing(), stage("loading the models"):
         speculative = engine.open(draft)
         plain = engine.plain_beside(speculative)
+        _warm_up(plain, speculative)
     console.print(_legend())
+    if engine.model == REAL:
+        console.print(_ABOUT, style="dim")
+    results: list[SceneResult] = []
+    groups: list[list[Measurement]] = []
     scenes = scenes_for(engine.model, speculative)
-    if not as_json:
+    for repeated in (False, True) if _with_memory(speculative) else (False,):
+        groups.append([])
         for scene in scenes:
-            _perform(console, speculative, scene, params)
-    console.rule(style="dim")
-    results = []
-    with showing(), stage("measuring both in turn", len(scenes), "prompts") as progress:
-        for scene in scenes:
-            results.append(measure(plain, speculative, scene, params, rounds))
-            progress.advance()
+            _announce(console, scene, repeated)
+            result = measure(console, plain, speculative, scene, params, not (repeated or as_json))
+            console.print(_said(result.measurement))
+            results.append(result)
+            groups[-1].append(result.measurement)
     if as_json:
-        print_json(_record(results))
+        print_json(_record(groups, draft))
         return
-    console.print(_table(results, draft, rounds))
+    console.print(_table(groups, draft))
     for result in results:
         found = result.measurement
         if found.difference is not None:
             _explain_difference(
                 console, plain, found.name, found.difference, result.plain, result.fast
             )
+    console.print(Text.assemble("Try next: ", (_next(engine.model), "bold")))
+
+
+def _announce(console: Console, scene: Scene, repeated: bool) -> None:
+    console.print()
+    console.rule(Text(scene.name + (" again" if repeated else ""), style="bold"), align="left")
+    if not repeated:
+        console.print(Text(scene.prompt, style="dim"), soft_wrap=True)

@@ -1,0 +1,114 @@
+"""`paceline demo` in many fresh processes: how far its speedups lie apart.
+
+Half of the runs print JSON; the others are the show, through a pseudo-terminal, as a newcomer sees
+it. What is reported of both: seconds of the whole command, and the speedups of the first and the
+repeated requests, least, median and greatest. A run that is more than `--within` from the median
+of its form is named.
+
+    python benchmarks/demo_runs.py --runs 4
+    python benchmarks/demo_runs.py --runs 50 --json runs/demo.jsonl --seconds 220
+
+Every finished run is a line of `--json`; the next call goes on. Arguments behind `--` go to the
+demo. Ends with 1 if a run was further away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_TOTAL = re.compile(r"^ total( again)? .*?([0-9.]+)x", re.MULTILINE)
+KINDS = ("json", "terminal")
+
+
+def _json(command: list[str]) -> list[float]:
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return [found["speedup"], *([found["repeated"]["speedup"]] if "repeated" in found else [])]
+
+
+def _terminal(command: list[str]) -> list[float]:
+    parts: list[bytes] = []
+
+    def read(descriptor: int) -> bytes:
+        parts.append(os.read(descriptor, 65536))
+        return b"."  # instead of what was read: nothing reaches our own terminal
+
+    os.environ |= {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        status = pty.spawn(command, read)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+    text = _COLOUR.sub("", b"".join(parts).decode(errors="replace")).replace("\r", "")
+    found = [float(times) for _, times in _TOTAL.findall(text)]
+    if status or not found:
+        raise SystemExit(f"error: the demo ended with status {status}:\n{text[-2000:]}")
+    return found
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}, median {median(values):.2f}"
+
+
+def main() -> None:
+    """Run as the command line says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--within", type=float, default=0.1, help="of the median")
+    parser.add_argument("--seconds", type=float, help="begin no run that would end later")
+    parser.add_argument("--json", help="file, a line a run; the next call goes on")
+    parser.add_argument("rest", nargs="*", help="arguments of the demo, behind --")
+    args = parser.parse_args()
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", *args.rest]
+    file = Path(args.json) if args.json else None
+    lines = file.read_text().splitlines() if file is not None and file.is_file() else []
+    runs: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    began, longest = time.perf_counter(), 0.0
+    while len(runs) < args.runs:
+        start = time.perf_counter()
+        if args.seconds is not None and start - began + longest > args.seconds:
+            break
+        kind = KINDS[len(runs) % 2]
+        found = (_json if kind == "json" else _terminal)(command)
+        longest = max(longest, time.perf_counter() - start)
+        took = time.perf_counter() - start
+        runs.append({"kind": kind, "seconds": round(took, 1), "speedups": found})
+        if file is not None:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(runs[-1]) + "\n")
+        shown = " and ".join(f"{times:.2f}x" for times in found)
+        print(f"{len(runs)}/{args.runs} {kind}: {shown}, {took:.0f} s", file=sys.stderr, flush=True)
+    apart = []
+    for kind in KINDS:
+        own = [run for run in runs if run["kind"] == kind]
+        if not own:
+            continue
+        print(f"{kind}, {len(own)} processes: {spread([run['seconds'] for run in own])} s")
+        for name, values in zip(
+            ("first", "repeated"), zip(*(run["speedups"] for run in own), strict=True), strict=False
+        ):
+            middle = median(values)
+            print(f"  {name} requests: {spread([*values])}")
+            apart += [(kind, name, v) for v in values if abs(v / middle - 1) > args.within]
+    for kind, name, value in apart:
+        print(f"further than {args.within:.0%} from the median: {kind}, {name}, {value:.2f}x")
+    raise SystemExit(1 if apart else 0)
+
+
+if __name__ == "__main__":
+    main()

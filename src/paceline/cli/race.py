@@ -1,0 +1,111 @@
+"""One prompt decoded plainly and speculatively side by side, with bars that show both as they go.
+
+Both take turns of a twentieth of a second, each on a clock of its own, prompt included. So both
+meet the machine's moods alike, and drawing costs neither of them anything.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.output import DRAFT_STYLE, Painter
+
+if TYPE_CHECKING:
+    from paceline import LLM, Completion, SamplingParams
+
+_TURN = 0.05  # seconds
+_WORDS = {
+    "quantized": "the model's own 4-bit form",
+    "suffix": "the memory of what was written before",
+    "ngram": "a look into the text so far",
+    "recycling": "recycled candidates",
+    "lookahead": "lookahead",
+    "early_exit": "the model's first layers",
+    "layer_skip": "the model with layers left out",
+    "model": "the draft model",
+    "tree": "the draft model",
+    "medusa": "the Medusa heads",
+    "eagle": "the EAGLE head",
+    "eagle2": "the EAGLE-2 head",
+    "eagle3": "the EAGLE-3 head",
+}
+
+
+class Lane:
+    """One side of a race. ``seconds`` is what its own work took."""
+
+    def __init__(self, llm: LLM, ids: list[int], params: SamplingParams, shown: bool) -> None:
+        self.most = params.max_tokens
+        self.events = llm.stream([ids], params)
+        self.painter = Painter(llm.tokenizer, shown, ids) if shown else None
+        self.text = Text()
+        self.seconds = 0.0
+        self.tokens = 0
+        self.completion: Completion | None = None
+
+    def work(self, turn: float) -> None:
+        """Decode for ``turn`` seconds, at least a step."""
+        until = self.seconds + turn
+        while self.completion is None and self.seconds < until:
+            start = time.perf_counter()
+            event = next(self.events)
+            self.seconds += time.perf_counter() - start
+            self.tokens += len(event.token_ids)
+            self.completion = event.completion
+            if self.painter is not None:
+                painted = self.painter.paint(event.text, event.token_ids, event.from_draft)
+                self.text.append_text(painted)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def race(
+    console: Console, plain: LLM, fast: LLM, ids: list[int], params: SamplingParams, shown: bool
+) -> tuple[Lane, Lane]:
+    """Decode a prompt by both, on the console as it goes; ``shown``: with the text of ``fast``."""
+    lanes = Lane(plain, ids, params, False), Lane(fast, ids, params, shown)
+    with Live(console=console, auto_refresh=False) as live:
+        while any(lane.completion is None for lane in lanes):
+            for lane in lanes:
+                lane.work(_TURN)
+            live.update(_drawn(*lanes), refresh=True)
+    return lanes
+
+
+def _drawn(plain: Lane, fast: Lane) -> Group:
+    ended = plain.completion is not None and fast.completion is not None
+    bars = Table.grid(padding=(0, 1))
+    for name, lane, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
+        most = lane.most if lane.completion is None else max(1, lane.tokens)
+        times = f"{lane.rate / plain.rate:.2f}x" if lane is fast and ended and plain.rate else ""
+        bars.add_row(
+            name,
+            ProgressBar(most, lane.tokens, width=36, complete_style=style, finished_style=style),
+            Text(f"{lane.rate:4.0f} tokens/s", justify="right"),
+            Text(f"{lane.seconds:5.2f} s"),
+            Text(times, style="bold"),
+        )
+    return Group(*([fast.text] if fast.painter is not None else []), bars)
+
+
+def who(drafters: dict[str, int], accepted: int, tokens: int, not_drafted: dict[str, int]) -> str:
+    """One sentence: how much of a text was drafted, and by whom (accepted tokens by drafter)."""
+    if not accepted:
+        most = max(not_drafted, key=lambda reason: not_drafted[reason], default="")
+        return "No draft was of use" + (f": {most}." if most else ".")
+    ranked = sorted((item for item in drafters.items() if item[1]), key=lambda item: -item[1])
+    words = [_WORDS.get(name, name) for name, _ in ranked]
+    if len(ranked) > 1:
+        parts = [f"{n} by {said}" for (_, n), said in zip(ranked, words, strict=True)]
+        words = [", ".join(parts[:-1]) + f" and {parts[-1]}"]
+    by = "" if not words else f": {words[0]}" if len(ranked) > 1 else f" by {words[0]}"
+    return f"{accepted} of {tokens} tokens were drafted{by}."
