@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import track
 
 from paceline import LLM
+from paceline.control.cost import predicted_by_measured
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, sequence
-from paceline.pace.cost import predicted_by_measured
 from paceline.tools.report.document import Report, Table, Text
 from paceline.tools.report.terminal import print_report
 from scale_costs import Measured

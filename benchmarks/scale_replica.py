@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.controller import Choice, Controller, FixedLength
+from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.batch import Commit, Plan, Slice
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.model.paged.cache import PagedCache
-from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
-from paceline.pace.cost import CostModel, Profile
 from paceline.tools.bench.figures import percentile
 from scale_costs import MOST_DRAFTED, Costs, Rows, as_start_up_measures
 
@@ -140,9 +141,9 @@ class Replica:
         lengths = tuple(range(own.longest + 1))
         passes = (1, max(2, own.batch))
         seconds = tuple(self.costs.draft_pass([Rows(1, 64)] * count) for count in passes)
-        profile = Profile(lengths, lengths, CostCurve(passes, seconds), follows=True)
+        profile = DrafterCosts(lengths, lengths, CostCurve(passes, seconds), follows=True)
         known = as_start_up_measures(self.costs, own.batch, own.longest)
-        return AdaptiveLength(CostModel(known, {"draft": profile}))
+        return AdaptiveController(CostModel(known, {"draft": profile}))
 
     def run(self, requests: Iterable[Arrival], clients: int | None = None) -> Figures:
         """Until all are answered. ``clients`` send one request each and wait: a closed loop."""
@@ -175,11 +176,12 @@ class Replica:
         self.served[number] = Served(at)
         self.scheduler.add(seq)
 
-    def _lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
-        return self.controller.lengths(seqs) if self.drafts else [0] * len(seqs)
+    def _choices(self, seqs: Sequence[SequenceState]) -> list[Choice]:
+        found = self.controller.lengths(seqs) if self.drafts else [0] * len(seqs)
+        return [choice if isinstance(choice, Choice) else Choice(choice) for choice in found]
 
     def _step(self) -> None:
-        plan = self.scheduler.plan(self._lengths, lambda length: length)
+        plan = self.scheduler.plan(self._choices, lambda length: length)
         while self.scheduler.preempted:
             self.controller.forget(self.scheduler.preempted.pop())
         drafting, rest = self._seconds(plan)

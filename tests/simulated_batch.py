@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from paceline.core.batch import Commit
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.cost import CostModel, DrafterCosts
+from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.pace.controller import AdaptiveLength
-from paceline.pace.cost import CostModel, Profile
+from paceline.draft.base import LookupDrafter
 
 Rate = Callable[[int, int], float]  # (sequence, tokens written) -> chance of the next drafted token
 SIZES = (2, 4, 8, 16)
@@ -69,7 +71,7 @@ def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -
     return TargetCosts(tuple(sizes), tuple(map(curve, sizes)))
 
 
-def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> Profile:
+def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> DrafterCosts:
     """A drafter of chains; ``wrong`` times the seconds that a pass really takes."""
     longest *= 1 if truth.level else 2
     lengths = tuple(range(longest + 1))
@@ -81,7 +83,7 @@ def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> P
     nodes = tuple(truth.wide * length for length in lengths)
     if not truth.level:
         seconds = CostCurve((1,), (0.0,))
-    return Profile(nodes, passes, seconds, truth.reads)
+    return DrafterCosts(nodes, passes, seconds, truth.reads)
 
 
 @dataclass
@@ -101,6 +103,31 @@ class Outcome:
         return self.plain / self.seconds
 
 
+class Looked(LookupDrafter):
+    """What look-ups find: ``wide`` nodes a level, right as far as ``kept`` says."""
+
+    name = "it"
+
+    def __init__(self, truth: Truth, rate: Rate, dice: random.Random) -> None:
+        super().__init__()
+        self.truth, self.rate, self.dice = truth, rate, dice
+        self.kept: dict[int, int] = {}
+
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        seq, length, wide = item.seq, item.draft_length, self.truth.wide
+        kept = self.kept[seq.seq_id] = _kept(
+            self.dice, length, lambda level: self.rate(seq.seq_id, seq.generated + level)
+        )
+        if self.dice.random() >= self.truth.found:
+            return (), ()
+        tokens = [1 if not i % wide and i // wide < kept else -1 for i in range(wide * length)]
+        return tokens, [i // wide * wide - wide if i >= wide else -1 for i in range(len(tokens))]
+
+
+def _kept(dice: random.Random, length: int, rate: Callable[[int], float]) -> int:
+    return next((n for n in range(length) if dice.random() >= rate(n)), length)
+
+
 class Batches:
     """Waves of requests under one controller."""
 
@@ -109,19 +136,20 @@ class Batches:
         truth: Truth,
         rate: Rate,
         batch: int,
-        control: AdaptiveLength | None = None,
+        control: AdaptiveController | None = None,
         wrong: tuple[float, float, float] = (1.0, 1.0, 1.0),
         seed: int = 0,
     ) -> None:
         """``wrong``: how start-up took target steps, their rows and passes, by the truth."""
         self.truth, self.rate, self.batch = truth, rate, batch
+        self.dice = random.Random(seed)
+        self.lookup = None if truth.level else Looked(truth, rate, self.dice)
         target, rows, passes = wrong
         if control is None:
             known = believed(truth, batch, target, rows)
             cost = CostModel(known, {"it": profile(truth, batch, passes)})
-            control = AdaptiveLength(cost)
+            control = AdaptiveController(cost, None, {"it": self.lookup} if self.lookup else {})
         self.control = control
-        self.dice = random.Random(seed)
         self.number = 0
         self.step = 0
         self._read: dict[int, int] = {}
@@ -148,15 +176,14 @@ class Batches:
 
     def _step(self, seqs: Sequence[SequenceState], out: Outcome) -> None:
         truth, dice = self.truth, self.dice
-        lengths = list(self.control.lengths(seqs))
-        if not truth.level:
-            lengths = [n if dice.random() < truth.found else 0 for n in lengths]
+        lengths = [choice.length for choice in self.control.lengths(seqs)]
         lengths = [max(0, min(n, seq.remaining - 1)) for n, seq in zip(lengths, seqs, strict=True)]
         commits = []
         for seq, length in zip(seqs, lengths, strict=True):
-            kept = 0
-            while kept < length and dice.random() < self.rate(seq.seq_id, seq.generated + kept):
-                kept += 1
+            rate = partial(self._rate, seq)
+            kept = _kept(dice, length, rate)
+            if self.lookup is not None:
+                kept = min(length, self.lookup.kept.get(seq.seq_id, 0))
             commits.append(
                 Commit(
                     seq.seq_id,
@@ -184,6 +211,9 @@ class Batches:
         self.control.observe(commits, (rest + drafting) * speed, drafting * speed)
         out.seconds += rest + drafting  # noise is no fault of ours
         out.steps.append((len(seqs), rest + drafting))
+
+    def _rate(self, seq: SequenceState, level: int) -> float:
+        return self.rate(seq.seq_id, seq.generated + level)
 
     def _reading(self, commits: Sequence[Commit]) -> float:
         """A model reads what it has not seen of a sequence: by a further row for each token."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.core.tree import TokenTree, children_of
+from paceline.core.tree import TokenTree, chain_parents, children_of
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.pace.controller import AdaptiveLength
-from paceline.pace.cost import CostModel, Profile
-from paceline.pace.hybrid import HybridDrafter
+from paceline.draft.hybrid import HybridDrafter
 
 STEP = 1.0  # seconds of a target step over one token
 TOKEN = 0.01  # of each further one
@@ -37,6 +37,7 @@ class Guesser(NoDrafter):
         self.text: list[int] = []
         self.drafted = 0  # proposals asked for
         self._seed = seed
+        super().__init__()
 
     def max_nodes(self, length: int) -> int:
         return length
@@ -44,19 +45,25 @@ class Guesser(NoDrafter):
     def passes(self, length: int) -> int:
         return length if self.pass_seconds else 0
 
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        return [self._guess(item) for item in plan.slices]
+    @property
+    def offers(self) -> bool:  # type: ignore[override]
+        """One that takes no pass looks something up."""
+        return not self.pass_seconds
 
-    def _guess(self, item: Slice) -> TokenTree:
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        self.drafted += any(item.decodes and item.draft_length for item in plan.slices)
+        return super().propose(plan)
+
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         position, length = len(item.seq.tokens), item.draft_length
         chance = self.chance(position)
-        if chance is None or not length:
-            return TokenTree.empty()
-        self.drafted += 1
+        if chance is None:
+            return (), ()
         right = self.text[position : position + length]
         # As with a look-up, a shorter draft is the beginning of a longer one.
         dice = random.Random(f"{self._seed} {item.seq.seq_id} {position}")
-        return TokenTree.chain([token if dice.random() < chance else -1 for token in right])
+        tokens = [token if dice.random() < chance else -1 for token in right]
+        return tokens, chain_parents(len(tokens))
 
 
 def costs() -> TargetCosts:
@@ -65,17 +72,19 @@ def costs() -> TargetCosts:
     return TargetCosts((1, 8), (one, full))
 
 
-def profile(drafter: Drafter, mistaken: float = 1.0) -> Profile:
+def profile(drafter: Drafter, mistaken: float = 1.0) -> DrafterCosts:
     seconds = CostCurve((1,), (mistaken * getattr(drafter, "pass_seconds", 0.0),))
-    return Profile.of(drafter, LONGEST, seconds)
+    return DrafterCosts.of(drafter, LONGEST, seconds)
 
 
-def calibrated(hybrid: HybridDrafter, mistaken: float = 1.0) -> AdaptiveLength:
-    """What a hybrid asks, whose members are known by their places."""
-    profiles = {n: profile(member, mistaken) for n, member in enumerate(hybrid.members)}
-    control = AdaptiveLength(CostModel(costs(), profiles), {"it": tuple(profiles)})
-    hybrid.calibrate(control, tuple(profiles))
-    return control
+def controller_of(drafter: Drafter, mistaken: float = 1.0) -> AdaptiveController:
+    """Of a drafter, or of a hybrid's members, which are known by their places."""
+    members = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
+    profiles = {n: profile(member, mistaken) for n, member in enumerate(members)}
+    if isinstance(drafter, HybridDrafter):
+        drafter.names = tuple(profiles)
+    looked = {n: m for n, m in enumerate(members) if getattr(m, "offers", False)}
+    return AdaptiveController(CostModel(costs(), profiles), {"it": tuple(profiles)}, looked)
 
 
 class Machine:
@@ -87,13 +96,13 @@ class Machine:
         self.parts = parts
         self.drafter = drafter
         self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
-        if isinstance(drafter, HybridDrafter):
-            self.controller = calibrated(drafter, mistaken)
-        else:
-            cost = CostModel(costs(), {"it": profile(drafter, mistaken)})
-            self.controller = AdaptiveLength(cost)
+        self.controller = controller_of(drafter, mistaken)
         self.seconds = 0.0
         self.tokens = 0
+        self.steps = 0
+        self.hiccups: dict[int, float] = {}  # by step: how many times longer it seems to take
+        self.looking = 0.0  # seconds of a step's look-ups
+        self.commits: list[int] = []  # tokens of each commit
         self._next = 1_000_000
 
     def decode(self, count: int, seq_id: int = 0) -> float:
@@ -134,10 +143,12 @@ class Machine:
     def _advance(self, seqs: Sequence[SequenceState], text: Sequence[int]) -> None:
         for seq in seqs:
             seq.cached = len(seq.tokens) - 1
-        lengths = self.controller.lengths(seqs)
-        limited = [max(0, min(n, s.remaining - 1)) for n, s in zip(lengths, seqs, strict=True)]
+        choices = self.controller.lengths(seqs)
         asked = [own.drafted for own in self.guessers]  # type: ignore[attr-defined]
-        slices = tuple(Slice(seq, 1, n) for seq, n in zip(seqs, limited, strict=True))
+        slices = tuple(
+            Slice(seq.view(), 1, max(0, min(c.length, seq.remaining - 1)), True, c.drafter)
+            for c, seq in zip(choices, seqs, strict=True)
+        )
         trees = self.drafter.propose(Plan(slices))
         commits = [self._commit(seq, tree, text) for seq, tree in zip(seqs, trees, strict=True)]
         self.drafter.observe(commits, ModelOutput(None))  # type: ignore[arg-type]
@@ -149,8 +160,12 @@ class Machine:
         )
         rows = len(seqs) - 1 + sum(map(len, trees))
         seconds = STEP + TOKEN * rows + passes + REST
-        self.controller.observe(commits, seconds, passes if self.parts else None)
+        seconds += self.looking * len(seqs)
+        slower = self.hiccups.get(self.steps, 1.0)
+        self.controller.observe(commits, seconds * slower, passes if self.parts else None)
         self.seconds += seconds
+        self.steps += 1
+        self.commits += [len(commit.tokens) for commit in commits]
 
     def _commit(self, seq: SequenceState, tree: TokenTree, text: Sequence[int]) -> Commit:
         path: list[int] = []

@@ -11,10 +11,10 @@ import torch
 
 from paceline import LLM, build
 from paceline.build import measure_costs
+from paceline.control import measure
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.trees.size import FEWEST, MOST, paying_nodes
 from paceline.model.paged.cache import PagedCache
-from paceline.pace import measure
 from simulated_clock import Clock
 
 EAGLE3 = "eagle3:paceline/tiny-eagle3"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, SamplingParams, tuned
+from paceline.control.adaptive import AdaptiveController
 from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
-from paceline.pace.controller import AdaptiveLength
 from paceline.tuned import TunedProfile
 from tiny_models import TinyPair
 
@@ -182,7 +182,7 @@ def test_an_llm_takes_what_is_left_open(
     assert llm.engine.scheduler.config.max_batch_size == 3
     (fast,), (slow,) = llm.generate(PROMPT, FREE), plain.generate(PROMPT, FREE)
     assert fast.token_ids == slow.token_ids
-    assert isinstance(llm.engine.controller, AdaptiveLength)
+    assert isinstance(llm.engine.controller, AdaptiveController)
 
 
 def test_what_is_given_wins(path: Path, random_pair: tuple[str, str]) -> None:

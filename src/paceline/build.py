@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.controller import Controller, FixedLength, LoggedController
+from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.measure import measure, measure_target
 from paceline.core.costs import TargetCosts
-from paceline.draft.base import Drafter, NoDrafter, prefers_seeds
+from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
+from paceline.draft.hybrid import HybridDrafter
+from paceline.draft.predicted import Predictions
 from paceline.draft.router import Router
-from paceline.draft.spec import DraftContext, Loading, Prepared
-from paceline.drafters import BLOCK_SIZE, DraftLike, prepare_all
+from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
+from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.paged.codes import cache_dtype
 from paceline.model.target import CausalModel
-from paceline.pace.controller import AdaptiveLength, Controller, FixedLength
-from paceline.pace.cost import CostModel, Profile
-from paceline.pace.hybrid import HybridDrafter
-from paceline.pace.measure import measure, measure_target
 from paceline.settings import EngineSettings
 from paceline.tuned import KnownCosts
 from paceline.verify.prompts import most_rows, scoring_bytes
@@ -55,6 +57,7 @@ class EngineOptions(EngineSettings):
     max_draft_length: int = 8  # of the adaptive length; more where drafting takes no forward
     prefill_chunk: int = 512
     rule: str = "auto"
+    controller: Controller | None = None  # in place of the adaptive one
     known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
 
     def __post_init__(self) -> None:
@@ -197,12 +200,15 @@ def build_engine(
         return measure_costs(target, cache, options.max_batch_size)
 
     drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
+    predictions = Predictions(device)
     controller: Controller
-    if adapts and not isinstance(drafter, NoDrafter):
+    if options.controller is not None:
+        controller = options.controller
+    elif adapts and not isinstance(drafter, NoDrafter):
         members = {prepared.names[0] if prepared.names else drafter.name: drafter}
         if isinstance(drafter, Router):
             members = drafter.members
-        controller = adaptive_length(members, costs(), options, device)
+        controller = adaptive_controller(members, predictions, costs(), options, device)
     else:
         length = options.draft_length if isinstance(options.draft_length, int) else 0
         controller = FixedLength(length)
@@ -216,7 +222,10 @@ def build_engine(
     scheduler = Scheduler(limits, cache)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
     draw_seed = _draw_seed(options, drafter)
-    return Engine(target, cache, drafter, verifier, scheduler, controller, draw_seed)
+    if options.log_decisions:
+        controller = LoggedController(controller)
+    parts = target, cache, drafter, verifier, scheduler, controller
+    return Engine(*parts, draw_seed, predictions)
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
@@ -230,31 +239,41 @@ def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | 
 
 
 @torch.inference_mode()
-def adaptive_length(
-    members: Mapping[str, Drafter],
+def adaptive_controller(
+    drafters: Mapping[str, Drafter],
+    predictions: Predictions,
     costs: TargetCosts,
     options: EngineOptions,
     device: torch.device,
-) -> AdaptiveLength:
-    """The controller of all drafters that requests may name; hybrids learn their costs here."""
+) -> AdaptiveController:
+    """The controller of all drafters that requests may name, and of what these are made of."""
     cost = CostModel(costs)
-    teams: dict[str, tuple[str, ...]] = {}
-    for name, member in members.items():
-        team = {name: member}
-        if isinstance(member, HybridDrafter):
-            team = {f"{name}/{place}": own for place, own in enumerate(member.members)}
-            teams[name] = tuple(team)
-        for key, own in team.items():
-            seconds = options.known.passes_of(own.name) if options.known else None
-            if seconds is None:
-                batches = sorted({1, costs.batches[-1]})
-                seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
-            cost.add(key, Profile.of(own, options.max_draft_length, seconds, _COSTLESS))
-    control = AdaptiveLength(cost, teams, default=next(iter(members)))
-    for name, member in members.items():
-        if isinstance(member, HybridDrafter):
-            member.calibrate(control, teams[name])
-    return control
+    members: dict[str, tuple[Hashable, ...]] = {}
+    lookups: dict[Hashable, LookupDrafter] = {}
+
+    def add(name: str, own: Drafter) -> str:
+        while name in cost.drafters:
+            name += "'"
+        seconds = options.known.passes_of(own.name) if options.known else None
+        if seconds is None:
+            batches = sorted({1, costs.batches[-1]})
+            seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
+        kind = DRAFTERS.get(own.name, DraftSpec)
+        longest = max(options.max_draft_length, kind.deepest)
+        known = DrafterCosts.of(own, longest, seconds, _COSTLESS, kind.acceptance)
+        cost.add(name, known)
+        if isinstance(own, LookupDrafter) and own.offers:
+            lookups[name] = own
+        return name
+
+    add(predictions.name, predictions)
+    for name, drafter in drafters.items():
+        if isinstance(drafter, HybridDrafter):
+            drafter.names = tuple(add(own.name, own) for own in drafter.members)
+            members[name] = (predictions.name, *drafter.names)
+        else:
+            members[name] = (predictions.name, add(name, drafter))
+    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair")
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:

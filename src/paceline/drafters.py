@@ -18,6 +18,7 @@ from paceline.core.tree import Draw, TokenTree
 from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
+from paceline.draft.hybrid import Hybrid
 from paceline.draft.lookahead import Lookahead
 from paceline.draft.model import DraftModel, DraftTree
 from paceline.draft.ngram import NGram
@@ -38,7 +39,6 @@ from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
 from paceline.foreign import read_foreign
 from paceline.model.hub import is_path
-from paceline.pace.joined import Hybrid
 
 RECORDS: tuple[type[DraftSpec], ...] = (
     NoDraft,

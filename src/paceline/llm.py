@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
+from paceline.control.controller import Controller
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
@@ -63,7 +64,10 @@ class LLM:
     "cpu" or "disk" leaves layers there for which ``weights_memory`` bytes of the device do not do,
     ``draft_offload`` those of draft models, which run on ``draft_device``. ``kv_cache_memory`` is
     in bytes, ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits,
-    ``draft_length`` is in tokens or "auto". ``prefix_sharing`` shares what is cached of equal
+    ``draft_length`` is in tokens or "auto"; ``drafting`` "throughput" lets the tokens a second of
+    all requests decide where "fair" slows none down for another's sake; ``log_decisions`` logs who
+    drafts and why, and ``controller`` decides in place of the adaptive one (docs/control.md).
+    ``prefix_sharing`` shares what is cached of equal
     beginnings, ``seed`` seeds requests that bring none. Requests without parameters sample as the
     checkpoint's ``generation_config`` says ("none": as if it said nothing) or, where they are
     given, as ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
@@ -108,6 +112,9 @@ class LLM:
         draft_offload: str | None = None,
         draft_device: str | None = None,
         kv_cache_dtype: str = "auto",
+        drafting: str = "fair",
+        log_decisions: bool = False,
+        controller: Controller | None = None,
         generation_config: str = "auto",
         default_temperature: float | None = None,
         default_top_p: float | None = None,
@@ -118,7 +125,8 @@ class LLM:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (None, tuned.draft.spec)
-        options = EngineOptions(**(tuned.settings(follows, lossy) if tuned else {}) | given)
+        settings = tuned.settings(follows, lossy) if tuned else {}
+        options = EngineOptions(**settings | given, controller=controller)
         with stage(f"loading {model}"):
             target = load_target(model, options)
         self._ranks = target.ranks
@@ -153,6 +161,9 @@ class LLM:
         draft_quantize: str | None = None,
         draft_offload: str | None = None,
         draft_device: str | None = None,
+        drafting: str = "fair",
+        log_decisions: bool = False,
+        controller: Controller | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with a drafter, cache and settings of its own.
 
@@ -160,7 +171,8 @@ class LLM:
         the length "auto" (None: 8); the rest is as of the constructor without a profile. Raises
         what that does.
         """
-        options = EngineOptions(dtype=self._dtype, **told(locals(), "beside"))
+        given = told(locals(), "beside")
+        options = EngineOptions(dtype=self._dtype, **given, controller=controller)
         other = LLM.__new__(LLM)
         other.sampling_defaults = self.sampling_defaults
         other._assemble(self.target, self.tokenizer, draft, options)

@@ -277,6 +277,12 @@ class EngineSettings(LoadSettings):
         high=64,
         shown="auto",
     )
+    drafting: str = _model(
+        "fair",
+        "What drafts are for: fair, no request is slowed down for another's sake; throughput, most "
+        "tokens a second of all.",
+        choices=("fair", "throughput"),
+    )
     draft_quantize: str | None = _model(
         None,
         "Round the weights of a draft model when loading, on a processor.",
@@ -317,6 +323,9 @@ class EngineSettings(LoadSettings):
         False,
         "Typical acceptance: faster sampling that is NOT the model's own distribution.",
         but=("server",),
+    )
+    log_decisions: bool = _model(
+        False, "Log who drafts for a request, how far and why, when that changes.", but=("command",)
     )
     max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
     prefix_sharing: bool = _engine(

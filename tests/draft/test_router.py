@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine_models import write_pair
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
@@ -14,8 +16,6 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.router import Router
 from paceline.errors import ConfigError
 from paceline.llm import LLM
-from paceline.pace.controller import AdaptiveLength
-from paceline.pace.cost import CostModel, Profile
 from simulated_time import Guesser, always, costs
 
 
@@ -68,13 +68,13 @@ def test_each_request_is_drafted_for_by_the_one_it_names() -> None:
 def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
     """What one drafter showed says nothing about the other."""
     lengths = tuple(range(9))
-    own = Profile(lengths, lengths, CostCurve((1,), (0.1,)))
-    control = AdaptiveLength(CostModel(costs(), {"good": own, "bad": own}), default="good")
+    own = DrafterCosts(lengths, lengths, CostCurve((1,), (0.1,)))
+    control = AdaptiveController(CostModel(costs(), {"good": own, "bad": own}))
     seqs = [request(0, "good"), request(1, "bad"), request(2, None), request(3, "none")]
     chosen: dict[int, list[int]] = {seq.seq_id: [] for seq in seqs}
     for _ in range(100):
         for seq in seqs:  # each alone: together none may slow down another
-            (length,) = control.lengths([seq])
+            length = control.lengths([seq])[0].length
             chosen[seq.seq_id].append(length)
             kept = 0 if seq.params.drafter == "bad" else length
             path = tuple(range(kept))
@@ -86,8 +86,8 @@ def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
     assert good > 4 and default > 4
     assert bad < 1 and none == 0, "but for probes"
     # A new request starts from what its drafter has shown.
-    assert control.lengths([request(8, "good")])[0] > 4
-    assert control.lengths([request(9, "bad")])[0] <= 4, "at most a probe"
+    assert control.lengths([request(8, "good")])[0].length > 4
+    assert control.lengths([request(9, "bad")])[0].length <= 4, "at most a probe"
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,14 @@ import pytest
 
 from every_drafter import SPECS, WEIGHTS
 from paceline import LLM, SamplingParams
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.cost import CostModel
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, with_members
 from paceline.draft.model import ModelDrafter
 from paceline.engine.driver import Drive, sequence
-from paceline.pace.controller import AdaptiveLength
-from paceline.pace.cost import CostModel
-from paceline.pace.hybrid import HybridDrafter
 
 PARAMS = SamplingParams(max_tokens=70, ignore_eos=True)
 BLOCKS = 10
@@ -39,7 +38,7 @@ def tight(plain: LLM, spec: str | list[str], length: int | str = 4) -> LLM:
     return llm
 
 
-class Steady(AdaptiveLength):
+class Steady(AdaptiveController):
     """Every step takes a second, a pass of the drafter next to nothing."""
 
     def observe(
@@ -48,7 +47,7 @@ class Steady(AdaptiveLength):
         super().observe(commits, 1.0, 0.001)
 
 
-def steady(known: AdaptiveLength) -> Steady:
+def steady(known: AdaptiveController) -> Steady:
     """In place of one that measures: the same drafters, at a thousandth of a step."""
     target = TargetCosts((1,), (CostCurve((1, 101), (1.0, 1.1)),))
     pass_seconds = CostCurve((1,), (0.001,))
@@ -56,15 +55,15 @@ def steady(known: AdaptiveLength) -> Steady:
         name: replace(profile, seconds=pass_seconds)
         for name, profile in known.cost.drafters.items()
     }
-    return Steady(CostModel(target, drafters), known.teams, known._default)
+    return Steady(CostModel(target, drafters), known.members, known._lookups.drafters)
 
 
 def holders(llm: LLM) -> list[object]:
     """Whatever may know something of a sequence for drafting."""
     found = [*with_members(llm.engine.drafter), llm.engine.predictions, llm.engine.controller]
-    if isinstance(llm.engine.controller, AdaptiveLength):
+    if isinstance(llm.engine.controller, AdaptiveController):
         control = llm.engine.controller
-        found += [control.ledger, control.cost.acceptance]
+        found += [control._lookups, control.cost.acceptance]
     return found
 
 
@@ -123,10 +122,8 @@ def test_the_controller_begins_anew_with_every_drafter(plain: LLM, team: bool) -
     """Not only with a hybrid's: a model's cache is gone, so it has to read again."""
     llm = tight(plain, HYBRID if team else SPECS["model"], "auto")
     engine, known = llm.engine, llm.engine.controller
-    assert isinstance(known, AdaptiveLength)
+    assert isinstance(known, AdaptiveController)
     engine.controller = steady(known)
-    if isinstance(engine.drafter, HybridDrafter):
-        engine.drafter.calibrate(engine.controller, list(known.cost.drafters))
     (model,) = (own for own in with_members(engine.drafter) if isinstance(own, ModelDrafter))
     (name,) = (own for own, entry in known.cost.drafters.items() if entry.reads)
     observe, drafted = model.observe, []

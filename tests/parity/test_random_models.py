@@ -19,9 +19,9 @@ from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.draft.base import with_members
+from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
-from paceline.pace.hybrid import HybridDrafter, _Pick
 from paceline.request.completion import Completion
 from random_heads import write_eagle
 
@@ -145,25 +145,20 @@ def test_members_of_a_hybrid_may_take_any_turns(
     folders: dict[str, str], plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever drafts, and whatever is withdrawn: members catch up, the text stays."""
-    chance = random.Random(4)
+    chance, propose = random.Random(4), HybridDrafter.propose
 
-    def any_pick(
-        self: HybridDrafter, plan: Plan, found: list[dict[int, TokenTree]]
-    ) -> list[object]:
-        picks: list[object] = []
-        for item, proposals in zip(plan.slices, found, strict=True):
-            members = [
-                i for i, costless in enumerate(self._costless) if not costless or i in proposals
-            ]
-            picks.append(None)
-            if item.decodes and item.draft_length and chance.random() < 0.9:
-                member = chance.choice(members)
-                deepest = max(proposals[member].depths) if member in proposals else 4
-                most = min(deepest, item.draft_length)
-                picks[-1] = _Pick(member, chance.randint(1, most))
-        return picks
+    def any_member(self: HybridDrafter, plan: Plan) -> list[TokenTree]:
+        items = [
+            replace(
+                item,
+                drafter=chance.choice(self.names),
+                draft_length=chance.randint(0, item.draft_length),
+            )
+            for item in plan.slices
+        ]
+        return propose(self, Plan(tuple(items)))
 
-    monkeypatch.setattr(HybridDrafter, "_settle", any_pick)
+    monkeypatch.setattr(HybridDrafter, "propose", any_member)
     spec = MANY + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
     llm = plain.beside(spec.format(**folders), draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):

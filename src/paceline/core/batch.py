@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +19,15 @@ class Slice:
     ``scheduled`` pending tokens go through the target. If they are all that is pending, the
     sequence decodes: it may draft up to ``draft_length`` levels and gains at least one token.
     Otherwise it is a prefill chunk, and neither drafts nor samples. Where drafting has failed
-    ``drafts`` is false: no drafter sees the sequence any more.
+    ``drafts`` is false: no drafter sees the sequence any more. ``drafter``: who is to draft, of
+    several that could; None: the first that has anything to propose.
     """
 
     seq: SequenceView
     scheduled: int
     draft_length: int = 0
     drafts: bool = True
+    drafter: Hashable = None
 
     @property
     def decodes(self) -> bool:

@@ -22,14 +22,24 @@ class DraftCounts:
     drafted: int = 0
     levels: int = 0  # depths of all trees
     accepted: int = 0
+    # Accepted tokens by who drafted them, and steps without a draft by why.
+    by_drafter: dict[str, int] = field(default_factory=dict)
+    not_drafted: dict[str, int] = field(default_factory=dict)
     reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, nodes: int, levels: int, accepted: int, reached: int) -> None:
+    def record(
+        self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
+    ) -> None:
         """Count one verified tree: its nodes, its depth, how much was accepted, how much tried.
 
         ``reached`` is ``accepted`` plus one if the last accepted node had children to try.
+        ``reason``: why there was no draft.
         """
+        if nodes:
+            self.by_drafter[drafter] = self.by_drafter.get(drafter, 0) + accepted
+        else:
+            self.not_drafted[reason] = self.not_drafted.get(reason, 0) + 1
         self.target_steps += 1
         self.drafted += nodes
         self.levels += levels

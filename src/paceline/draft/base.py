@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree
+from paceline.core.tree import TokenTree, depths_of, is_chain
 
 
 @runtime_checkable
@@ -38,11 +38,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        """One tree per slice, on the target's device; empty for slices that do not decode.
-
-        It may be asked again for a sequence before ``observe`` (pace/hybrid.py does): the last
-        answer counts, and asking for draft length 0 withdraws the one before.
-        """
+        """One tree per slice, on the target's device; empty for slices that do not decode."""
         ...
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
@@ -56,8 +52,7 @@ class Drafter(Protocol):
         """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
 
         Start-up times this to know what drafting costs: of greedy requests. Where sampled ones cost
-        more, their first steps tell that (pace/correction.py). A price too low risks less than one
-        too high, with which nobody would try.
+        more, their first steps tell that (control/correction.py).
         """
         ...
 
@@ -88,22 +83,55 @@ TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of
 _FOLLOWED = 256  # plans without a question after which prompts are not taken in any more
 
 
+class Offer(NamedTuple):
+    """What a look-up has found for a sequence: a tree (``TokenTree.parents``), by ``levels`` the
+    nodes down to each depth, and how sure it is, such as the length of the match."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    confidence: int
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Nodes down to each depth; entry 0 is 0."""
+        parents = tuple(self.parents)
+        if is_chain(parents):
+            return tuple(range(len(parents) + 1))
+        depths = depths_of(parents)
+        return tuple(sum(d <= depth for d in depths) for depth in range(max(depths) + 1))
+
+    def cut(self, levels: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens and parents of the first levels."""
+        parents = tuple(self.parents)
+        if is_chain(parents):
+            return self.tokens[:levels], parents[:levels]
+        kept = [node for node, depth in enumerate(depths_of(parents)) if depth <= levels]
+        place = {node: number for number, node in enumerate(kept)}
+        below = tuple(place.get(parents[node], -1) for node in kept)
+        return [self.tokens[node] for node in kept], below
+
+
 class LookupDrafter:
     """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
 
     It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does, and
     where it has an index of each text ``unread`` and ``read``: a long prompt enters it in parts, as
     it is prefilled, and what is left beside the first look-ups, which find the parts that are in.
+
+    What it finds is an offer: the controller looks at it before it decides. Where looking changes
+    what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
     """
 
     name: str
     features: tuple[int, ...] = ()
+    offers = True
     _unasked = 0  # plans since a draft was wanted
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is the target's."""
         self._device = device
         self._empty = TokenTree.empty(device)
+        self._found: dict[int, tuple[int, Offer]] = {}  # by sequence, and for how many tokens
 
     def max_nodes(self, length: int) -> int:
         """A chain's."""
@@ -116,6 +144,10 @@ class LookupDrafter:
         """Tokens of a tree of at most ``item.draft_length`` levels, which is above 0, and the
         parent of each (``TokenTree.parents``)."""
         raise NotImplementedError
+
+    def confidence(self, seq_id: int) -> int:
+        """How sure the last guess was: the length of its match, 0 where that is not known."""
+        return 0
 
     def unread(self, seq: SequenceView) -> int:
         """Tokens of a text that the index lacks."""
@@ -141,24 +173,49 @@ class LookupDrafter:
         for seq in sorted(wanted, key=self.unread) if len(wanted) > 1 else wanted:
             left -= self.read(seq, left)
 
+    def look(self, slices: Sequence[Slice]) -> list[Offer | None]:
+        """What it finds for each slice, before anybody has decided; ``propose`` takes it up."""
+        self._found = {}  # of the step before
+        self.take_in(slices)
+        return [self._offer(item) for item in slices]
+
+    def _offer(self, item: Slice) -> Offer | None:
+        if not (item.decodes and item.draft_length):
+            return None
+        seq_id, length = item.seq.seq_id, len(item.seq.tokens)
+        tokens, parents = self.guess(item)
+        if not tokens:
+            return None
+        offer = Offer(tokens, parents, self.confidence(seq_id))
+        self._found[seq_id] = length, offer
+        return offer
+
     def propose(self, plan: Plan) -> list[TokenTree]:
-        self.take_in(plan.slices)
-        trees = []
-        for item in plan.slices:
-            drafts = item.decodes and item.draft_length
-            tokens, parents = self.guess(item) if drafts else ((), ())
-            tree = None
-            if tokens:
-                ids, known = to_device(tokens, self._device), tuple(tokens)
-                tree = TokenTree(ids, tuple(parents), known=known)
-            trees.append(tree or self._empty)
-        return trees
+        fresh = [item for item in plan.slices if self._looked(item) is None]
+        if fresh:
+            self.take_in(fresh)
+        return [self._tree(item) for item in plan.slices]
+
+    def _looked(self, item: Slice) -> Offer | None:
+        """What has been found for this very step."""
+        length, offer = self._found.get(item.seq.seq_id, (-1, None))
+        return offer if length == len(item.seq.tokens) else None
+
+    def _tree(self, item: Slice) -> TokenTree:
+        if not (item.decodes and item.draft_length):
+            return self._empty
+        offer = self._looked(item)
+        tokens, parents = self.guess(item) if offer is None else offer.cut(item.draft_length)
+        if not tokens:
+            return self._empty
+        known = tuple(tokens)
+        return TokenTree(to_device(tokens, self._device), tuple(parents), known=known)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
 
     def rehearse(self, batch_size: int) -> None:
-        pass  # a few dictionary lookups: nothing beside a forward
+        pass  # a look-up: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
         pass
@@ -168,6 +225,7 @@ class NoDrafter(LookupDrafter):
     """Proposes nothing: plain decoding."""
 
     name = "none"
+    offers = False
 
     def max_nodes(self, length: int) -> int:
         return 0

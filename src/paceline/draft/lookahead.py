@@ -115,6 +115,7 @@ class LookaheadDrafter(LookupDrafter):
     """
 
     name = "lookahead"
+    offers = False
 
     def __init__(self, device: torch.device | str, spec: Lookahead | None = None) -> None:
         super().__init__(device)

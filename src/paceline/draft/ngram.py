@@ -143,7 +143,7 @@ class NGramDrafter(LookupDrafter):
         return range(first, last)
 
     def confidence(self, seq_id: int) -> int:
-        """Tokens that the last draft's best match had, 0 for none (pace/hybrid.py asks)."""
+        """Tokens that the last draft's best match had, 0 for none (the controller asks)."""
         return self._matched.get(seq_id, 0)
 
     def forget(self, seq_id: int) -> None:

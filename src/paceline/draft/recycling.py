@@ -115,6 +115,7 @@ class RecyclingDrafter(LookupDrafter):
     matrix does not know. Raises ConfigError."""
 
     name = "recycling"
+    offers = False
 
     def __init__(
         self, device: torch.device | str, vocab: int, spec: Recycling | None = None

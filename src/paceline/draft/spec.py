@@ -184,6 +184,10 @@ class DraftSpec(ABC):
     kind: ClassVar[str]
     page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
     natural_length: ClassVar[int] = 4  # levels that pay in general, where none are asked for
+    deepest: ClassVar[int] = 0  # levels worth trying, where more than of other kinds
+    # Chance that a draft's first token is right, its second if the first was, and so on; the last
+    # holds for all deeper ones. What the controller expects before it has seen any.
+    acceptance: ClassVar[tuple[float, ...]] = ()
     remembers: ClassVar[bool] = False  # learns from one request for the next
     looks_up: ClassVar[bool] = False  # in text; drafts where it repeats itself
     # Whether `tune` tries it unasked: always, for real targets only, or never.

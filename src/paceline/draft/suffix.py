@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import TokenTree
 from paceline.draft.base import TAKEN_IN, LookupDrafter
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.draft.suffix_tree import SuffixTree
@@ -151,12 +150,9 @@ class SuffixDrafter(LookupDrafter):
         # Siblings share a probability of one: a level has no more than 1 / min_prob nodes.
         return min(self.options.nodes, length * int(1 / self.options.min_prob + 1e-9))
 
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        for item in plan.slices:
-            self.begin(item.seq)
-        return super().propose(plan)
-
     def take_in(self, slices: Sequence[Slice]) -> None:
+        for item in slices:
+            self.begin(item.seq)
         if any(item.decodes and item.draft_length for item in slices):
             self._catch_up(TAKEN_IN)  # only a step that drafts pays for it
         super().take_in(slices)
@@ -190,7 +186,7 @@ class SuffixDrafter(LookupDrafter):
         return best.tokens, best.parents
 
     def confidence(self, seq_id: int) -> int:
-        """Of the last draft: bits of the match length, 0 for none (pace/hybrid.py asks)."""
+        """Of the last draft: bits of the match length, 0 for none (the controller asks)."""
         local = self._locals.get(seq_id)
         return local.match.bit_length() if local is not None else 0
 

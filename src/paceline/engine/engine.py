@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from paceline.control.controller import NO_DRAFT, PLAIN, Choice, Controller
 from paceline.core import penalties
 from paceline.core.batch import (
     Batch,
@@ -33,7 +34,6 @@ from paceline.engine.recovery import Failure, failed, log, recovering
 from paceline.engine.scheduler import Scheduler
 from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
-from paceline.pace.controller import Controller
 from paceline.verify.prompts import prompt_logprobs
 from paceline.verify.verifier import Verifier
 
@@ -54,20 +54,23 @@ class Engine:
         scheduler: Scheduler,
         controller: Controller,
         draw_seed: Callable[[], int] | None = None,
+        predictions: Predictions | None = None,
     ) -> None:
-        """``draw_seed`` gives one to each sampled request that brings none."""
+        """``draw_seed`` gives one to each sampled request that brings none; ``predictions`` are
+        those that the controller looks at."""
         self.target = target
         self.cache = cache
         self.drafter = drafter
         self.verifier = verifier
         self.scheduler = scheduler
         self.controller = controller
-        self.predictions = Predictions(target.device)
+        self.predictions = predictions or Predictions(target.device)
         self.draw_seed = draw_seed
         self.clock = PhaseClock(target.device)
         self.steps = 0
         self.ready: list[Commit] = []  # made, but not yet returned by a step
         self._empty = TokenTree.empty(target.device)
+        self._choices: dict[int, Choice] = {}  # of the step under way
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
@@ -112,11 +115,19 @@ class Engine:
             commits = self.commit(plan, batch, checks, verdicts, scores)
             self.observe(plan, commits, out)
 
-    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
-        """The draft lengths that the controller requests."""
+    def max_nodes(self, length: int) -> int:
+        """Most nodes of a draft of so many levels; predictions are chains."""
+        most = self.drafter.max_nodes(length)
+        return max(most, length) if most else 0
+
+    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Choice]:
+        """What the controller has drafted."""
+        found: Sequence[Choice | int] = [PLAIN] * len(seqs)
         if any(seq.drafts for seq in seqs):
-            return self.controller.lengths(seqs)
-        return [0] * len(seqs)
+            found = self.controller.lengths(seqs)
+        choices = [c if isinstance(c, Choice) else Choice(c) for c in found]
+        self._choices = {seq.seq_id: c for seq, c in zip(seqs, choices, strict=True)}
+        return choices
 
     def account(self, commits: Sequence[Commit], start: float) -> None:
         """What a step that began at ``start`` yielded, for statistics and the controller."""
@@ -128,7 +139,12 @@ class Engine:
             seq.seconds += now - start
             if commit.tokens:
                 seq.arrivals.append((now, len(commit.tokens)))
-                seq.counts.record(commit.drafted, commit.levels, len(commit.path), commit.reached)
+                choice = self._choices.get(seq.seq_id, PLAIN)
+                seq.counts.record(
+                    *(commit.drafted, commit.levels, len(commit.path), commit.reached),
+                    str(choice.drafter or self.drafter.name),
+                    choice.reason or NO_DRAFT,
+                )
         if any(seq.drafts for seq in seqs):
             self.controller.observe(commits, now - start, self.clock.current("draft"))
         self.clock.lap("other")
@@ -148,9 +164,9 @@ class Engine:
     def draft(self, plan: Plan) -> list[TokenTree]:
         """A tree for every slice; sequences that drafting failed for are kept from it."""
         if all(item.drafts for item in plan.slices):
-            return self.predictions.propose(plan, self.drafter)
+            return self.predictions.beside(self.drafter, plan)
         part = Plan(tuple(item for item in plan.slices if item.drafts))
-        trees = iter(self.predictions.propose(part, self.drafter) if part.slices else ())
+        trees = iter(self.predictions.beside(self.drafter, part) if part.slices else ())
         return [next(trees) if item.drafts else self._empty for item in plan.slices]
 
     @phase("other")

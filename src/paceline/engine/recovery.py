@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from paceline.control.controller import PLAIN, Choice
 from paceline.core.batch import Commit, Plan
 from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
@@ -78,7 +79,7 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
     def safe(engine: Engine) -> list[Commit]:
         if not engine.ready:
             trial = partial(_attempt, engine, step)
-            failure = trial(_planner(engine, engine.lengths))
+            failure = trial(_planner(engine, engine.choices))
             if failure is not None:
                 _recover(engine, trial, failure)
         commits, engine.ready = engine.ready, []
@@ -91,10 +92,10 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
 
 
 def _planner(
-    engine: Engine, lengths: Callable[[Sequence[SequenceState]], Sequence[int]]
+    engine: Engine, choices: Callable[[Sequence[SequenceState]], Sequence[Choice]]
 ) -> Planner:
-    """The whole batch, with drafts of these lengths."""
-    return partial(engine.scheduler.plan, lengths, engine.drafter.max_nodes)
+    """The whole batch, with these drafts."""
+    return partial(engine.scheduler.plan, choices, engine.max_nodes)
 
 
 def _attempt(engine: Engine, step: Step, planned: Planner) -> Failure | None:
@@ -143,7 +144,7 @@ def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # of a device that is lost
             torch.cuda.empty_cache()  # it may have been memory in pieces
-    again = trial(_planner(engine, engine.lengths))
+    again = trial(_planner(engine, engine.choices))
     if again is None:
         return
     drafted = [seq for seq in engine.scheduler.running if seq.drafts]
@@ -158,9 +159,9 @@ def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure
         seq.drafts = True
 
 
-def _nothing(seqs: Sequence[SequenceState]) -> list[int]:
-    """Draft lengths of a step without drafts."""
-    return [0] * len(seqs)
+def _nothing(seqs: Sequence[SequenceState]) -> list[Choice]:
+    """A step without drafts."""
+    return [PLAIN] * len(seqs)
 
 
 def _one_by_one(

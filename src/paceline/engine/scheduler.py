@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.control.controller import Choice
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.errors import CacheMemoryError
@@ -74,22 +75,17 @@ class Scheduler:
 
     def plan(
         self,
-        draft_lengths: Callable[[Sequence[SequenceState]], Sequence[int]],
+        choices: Callable[[Sequence[SequenceState]], Sequence[Choice]],
         max_nodes: Callable[[int], int],
     ) -> Plan:
-        """The next step; ``draft_lengths`` gives the requested length of each decoding sequence,
+        """The next step; ``choices`` gives the draft that is requested for each sequence,
         ``max_nodes`` the most nodes of a draft of some length."""
         for seq in list(self.running):
             if self.cache.outgrown(seq.seq_id, len(seq.tokens)):
                 self._preempt(seq)  # it is read again with the rotations of a long sequence
         self._admit()
-        requested = dict(
-            zip(
-                (seq.seq_id for seq in self.running),
-                draft_lengths(self.running),
-                strict=True,
-            )
-        )
+        ids = [seq.seq_id for seq in self.running]
+        requested = dict(zip(ids, choices(self.running), strict=True))
         scheduled_parts: list[tuple[SequenceState, int]] = []
         budget, rows = self.config.max_step_tokens, self.config.max_scored_rows
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
@@ -106,8 +102,9 @@ class Scheduler:
                 Slice(
                     seq.view(),
                     scheduled,
-                    self._draft_length(seq, scheduled, requested[seq.seq_id], max_nodes),
+                    self._draft_length(seq, scheduled, requested[seq.seq_id].length, max_nodes),
                     seq.drafts,
+                    requested[seq.seq_id].drafter,
                 )
                 for seq, scheduled in scheduled_parts
             )

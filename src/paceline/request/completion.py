@@ -19,7 +19,9 @@ class CompletionStats:
     the request was queued, as are the times in ``arrivals``: one ``(seconds, tokens)`` for every
     step that yielded tokens.
     ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
-    ``cached_tokens`` of the prompt were in the cache when the request first ran.
+    ``drafters``: accepted tokens by the drafter that proposed them. ``not_drafted``: steps without
+    a draft by the reason. ``cached_tokens`` of the prompt were in the cache when the request first
+    ran.
     ``lossy`` figures come from an engine that was asked for typical acceptance.
     """
 
@@ -36,6 +38,8 @@ class CompletionStats:
     reached_per_position: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list, repr=False)
     cached_tokens: int = 0
+    drafters: dict[str, int] = field(default_factory=dict)
+    not_drafted: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, seq: SequenceState, lossy: bool = False) -> CompletionStats:
@@ -58,6 +62,8 @@ class CompletionStats:
             reached_per_position=list(counts.reached_at),
             arrivals=arrivals,
             cached_tokens=seq.shared,
+            drafters=dict(counts.by_drafter),
+            not_drafted=dict(counts.not_drafted),
         )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from engine_models import adapted
 from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
+from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import held_bytes
@@ -22,7 +23,6 @@ from paceline.engine.engine import Engine
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
-from paceline.pace.controller import FixedLength
 from random_heads import dense_attention, random_head
 
 LENGTH = 3

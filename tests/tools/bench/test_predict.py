@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.control.acceptance import expected_tokens
+from paceline.control.cost import CostModel, DrafterCosts, textbook_speedup
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import NoDrafter
 from paceline.model.target import CausalModel
-from paceline.pace.acceptance import expected_tokens
-from paceline.pace.cost import CostModel, Profile, textbook_speedup
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.methods import PLAIN as PLAIN_NAME
 from paceline.tools.bench.methods import Method
@@ -37,7 +37,7 @@ def alone(check: float = 6.0) -> CostModel:
     """Forwards of 5 over one token and ``check`` over four, passes of 0.5: the machine was twice as
     fast."""
     curve = CostCurve((1, 4), (5.0, check))
-    profile = Profile((0, 3), (0, 1), CostCurve((1,), (0.5,)))
+    profile = DrafterCosts((0, 3), (0, 1), CostCurve((1,), (0.5,)))
     return CostModel(TargetCosts((1, 8), (curve, curve)), {"drafter": profile})
 
 

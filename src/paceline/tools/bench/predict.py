@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.control.acceptance import expected_tokens
+from paceline.control.cost import CostModel, DrafterCosts, predicted_by_measured, textbook_speedup
+from paceline.control.measure import measure, measure_target
 from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
 from paceline.engine.driver import column_sums
 from paceline.engine.engine import Engine
-from paceline.pace.acceptance import expected_tokens
-from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
-from paceline.pace.measure import measure, measure_target
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.figures import complete, merged
 from paceline.tools.bench.methods import PLAIN, Method
@@ -267,7 +267,7 @@ def measure_alone(
     seconds = CostCurve((batch,), (0.0,))
     if drafter.passes(1):
         seconds = measure(drafter.rehearse, (batch,), engine.target.device, _ROUNDS)
-    return CostModel(target, {_DRAFTER: Profile((0, nodes), (0, 1), seconds)})
+    return CostModel(target, {_DRAFTER: DrafterCosts((0, nodes), (0, 1), seconds)})
 
 
 # -- counting ------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import product
 
 from paceline.budget import Budget
+from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
-from paceline.pace.controller import FixedLength
 from paceline.tools.certify.certificate import (
     LEAST_PLACES,
     LEAST_TEXTS,
@@ -360,7 +359,7 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     controller = engine.controller
     if not isinstance(controller, FixedLength):
         return (1, 4), True
-    (length,) = controller.lengths([SequenceState(0, [0], 1, _ANY_REQUEST)])
+    length = controller.length
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from paceline.control.cost import CostModel, DrafterCosts, predicted_by_measured, textbook_speedup
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.llm import LLM
-from paceline.pace.cost import CostModel, Profile, predicted_by_measured, textbook_speedup
 from paceline.tools.bench.prompts import load_prompts
 from paceline.tools.doctor.findings import Finding, finding
 
@@ -95,7 +95,7 @@ class Exploration:
         # Look-up drafters do not always find something: as many nodes as they did.
         found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
         nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
-        profile = Profile(nodes, self.passes, CostCurve((1,), (self._pass,)))
+        profile = DrafterCosts(nodes, self.passes, CostCurve((1,), (self._pass,)))
         rest = self._by_rows("target", "verify", "other")
         cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: profile})
         rates: Sequence[float] = self.per_position  # shorter ones were cut by the request's end

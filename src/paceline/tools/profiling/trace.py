@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from paceline.control.measure import synchronise
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
 from paceline.llm import LLM
 from paceline.ownership import check_file
-from paceline.pace.measure import synchronise
 from paceline.tools.profiling import steady
 from paceline.tools.profiling.work import is_kernel
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from paceline.defaults import DRAFTS, EMBEDDED, default_draft
 from paceline.defaults import at_hand as installed
+from paceline.draft.hybrid import Hybrid
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import DRAFTERS, parse_draft
-from paceline.pace.joined import Hybrid
 from paceline.tools.tune.search import MeasuredMethod
 
 

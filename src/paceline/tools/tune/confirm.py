@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.budget import Budget
+from paceline.control.cost import predicted_by_measured
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
-from paceline.pace.cost import predicted_by_measured
 from paceline.tools.tune.decode import Run, decode
 from paceline.tools.tune.search import MARGIN, MeasuredMethod
 

@@ -9,6 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from paceline.budget import Budget
+from paceline.control.cost import DrafterCosts
+from paceline.control.measure import measure, measure_target
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
@@ -17,8 +19,6 @@ from paceline.errors import DataError
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.target import CausalModel
-from paceline.pace.cost import Profile
-from paceline.pace.measure import measure, measure_target
 from paceline.tools.tune.candidates import DrafterCandidate
 from paceline.tools.tune.decode import MeasuredStep, Run, decode
 from paceline.tools.tune.search import MeasuredMethod
@@ -104,7 +104,7 @@ def measure_method(
     """
     drafter = llm.engine.drafter
     rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
-    profile = Profile.of(drafter, LONGEST, rehearsed)
+    profile = DrafterCosts.of(drafter, LONGEST, rehearsed)
     # A draft must have room in the answers, or nothing is learnt of it.
     longest = max(1, min(profile.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest, budget)

@@ -1,4 +1,4 @@
-"""The search through all settings, with the engine's own cost model (pace/cost.py). Pure numbers.
+"""The search through all settings, with the engine's own cost model. Pure numbers.
 
 All that goes in is measured, see measure.py.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.pace.cost import CostModel, Profile
 from paceline.tools.tune.decode import MeasuredStep
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
@@ -62,7 +62,7 @@ class MeasuredMethod:
 @lru_cache(maxsize=256)
 def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     """What steps with a method take and gain; it is known by its spec."""
-    profile = Profile(method.nodes, method.passes, method.pass_seconds)
+    profile = DrafterCosts(method.nodes, method.passes, method.pass_seconds)
     cost = CostModel(target, {method.spec: profile})
     chances = (1.0, *method.survival)
     rates = [after / before if before else 0.0 for before, after in pairwise(chances)]

@@ -7,10 +7,10 @@ from typing import Any
 
 from paceline.draft.heads.eagle import Eagle
 from paceline.draft.heads.medusa import Medusa
+from paceline.draft.hybrid import Hybrid
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.suffix import Suffix
-from paceline.pace.joined import Hybrid
 from paceline.tools.export.heads import medusa_of, placed_head, write_medusa
 from paceline.tools.export.speculation import (
     FEWER_MATCHES,

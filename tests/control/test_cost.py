@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.pace.cost import CostModel
 
 
 def steps(slope: float = 0.1) -> CostModel:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.control.acceptance import expected_tokens
+from paceline.control.choice import HURT, choose
+from paceline.control.cost import CostModel, DrafterCosts, DraftOption
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.pace.acceptance import expected_tokens
-from paceline.pace.choice import HURT, choose
-from paceline.pace.cost import CostModel, Draft, Profile
 
 
 def prices(slope: float, draft: float) -> CostModel:
@@ -21,7 +21,7 @@ def prices(slope: float, draft: float) -> CostModel:
     one = CostCurve((1, 101), (1.0, 1.0 + 100 * slope))
     full = CostCurve((1, 101), (1.0 + 7 * slope, 1.0 + (8 * 101 - 1) * slope))
     lengths = tuple(range(5))
-    profile = Profile(lengths, lengths, CostCurve((1, 8), (draft, 1.7 * draft)))
+    profile = DrafterCosts(lengths, lengths, CostCurve((1, 8), (draft, 1.7 * draft)))
     return CostModel(TargetCosts((1, 8), (one, full)), {"model": profile})
 
 
@@ -29,14 +29,14 @@ def lengths(known: CostModel, rates: list[float], reading: float = 0.0) -> list[
     return [draft.length for draft in choose(known, len(rates), options(known, rates, reading))]
 
 
-def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[Draft]]:
+def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[DraftOption]]:
     """Of sequences with such acceptance, that must first read for so long, with one token to go."""
     gains = [expected_tokens([rate] * 4) for rate in rates]
     none, batch = known.none(len(rates)), len(rates)
     return [[none, *known.drafts("model", batch, own, reading)] for own in gains]
 
 
-def mean_time(known: CostModel, drafts: Sequence[Draft]) -> float:
+def mean_time(known: CostModel, drafts: Sequence[DraftOption]) -> float:
     """Seconds of a token, the mean over the sequences; infinite if any is slowed down."""
     seconds = known.step(len(drafts), drafts)
     gains = [draft.gain for draft in drafts]

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from paceline.control.acceptance import AcceptanceTracker, expected_tokens
+from paceline.control.correction import Correction, cell_of
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter
-from paceline.pace.acceptance import AcceptanceTracker, expected_tokens
-from paceline.pace.correction import Correction, cell_of
 
 _LONG_AGO = 64  # steps
-_PLAIN_FIRST = 3  # steps without drafts at every concurrency
 _PASSES = 0.05**2  # of passes of a draft: their times differ little by how many there are
 _FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # observations after which prices are looked up anew
@@ -55,12 +54,12 @@ def group_of(batch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Profile:
+class DrafterCosts:
     """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
     of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
-    ``follows``, it has seen the prompt.
+    ``follows``, it has seen the prompt. ``prior``: acceptance by level, before anything is seen.
     """
 
     nodes: tuple[float, ...]
@@ -68,16 +67,24 @@ class Profile:
     seconds: CostCurve
     reads: bool = False
     follows: bool = False
+    prior: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, drafter: Drafter, longest: int, seconds: CostCurve, costless: int = 2) -> Profile:
+    def of(
+        cls,
+        drafter: Drafter,
+        longest: int,
+        seconds: CostCurve,
+        costless: int = 2,
+        prior: tuple[float, ...] = (),
+    ) -> DrafterCosts:
         """Of drafts of up to ``longest`` levels; ``costless`` times as many where a level takes no
         pass."""
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
         reads, follows = getattr(drafter, "reads", False), getattr(drafter, "follows", False)
-        return cls(nodes, passes, seconds, reads, follows)
+        return cls(nodes, passes, seconds, reads, follows, prior)
 
     @property
     def longest(self) -> int:
@@ -89,7 +96,7 @@ class Profile:
         return not any(self.passes)
 
 
-class Draft(NamedTuple):
+class DraftOption(NamedTuple):
     """One way to spend a step on a sequence; ``length`` 0 is no draft.
 
     ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
@@ -117,9 +124,11 @@ class CostModel:
     ``target``: forwards measured alone; ``drafters`` by name, more by ``add``.
     """
 
-    def __init__(self, target: TargetCosts, drafters: Mapping[Hashable, Profile] | None = None):
+    def __init__(
+        self, target: TargetCosts, drafters: Mapping[Hashable, DrafterCosts] | None = None
+    ):
         self.target = target
-        self.drafters: dict[Hashable, Profile] = {}
+        self.drafters: dict[Hashable, DrafterCosts] = {}
         self.acceptance = AcceptanceTracker()
         # Nodes proposed, as a share of the most: n-grams are often short.
         self.fill: dict[Hashable, float] = {}
@@ -133,15 +142,16 @@ class CostModel:
         self._since_plain = _LONG_AGO  # steps since one without drafts
         self._whole = False  # whether only the whole of steps is known
         self.predicted = self.measured = 0.0  # seconds of all steps that were learnt from
-        for name, profile in (drafters or {}).items():
-            self.add(name, profile)
+        for name, costs in (drafters or {}).items():
+            self.add(name, costs)
 
-    def add(self, name: Hashable, profile: Profile) -> None:
+    def add(self, name: Hashable, costs: DrafterCosts) -> None:
         """Know one drafter more."""
-        self.drafters[name] = profile
-        self.acceptance.depth = max(self.acceptance.depth, profile.longest)
+        self.drafters[name] = costs
+        self.acceptance.priors[name] = costs.prior
+        self.acceptance.depth = max(self.acceptance.depth, costs.longest)
         self.fill[name] = 1.0
-        row = max(0.0, profile.seconds(1024) - profile.seconds(1)) / 1023
+        row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)  # at first what a pass grows by for a further row
 
     # -- seconds -----------------------------------------------------------------------------------
@@ -152,7 +162,10 @@ class CostModel:
 
     def rest(self, batch: int, nodes: float = 0.0, even: bool = True) -> float:
         """All of a step but the drafting; ``even`` if all sequences have as many nodes."""
-        return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes, even))
+        group, cell = group_of(batch), cell_of(nodes, even)
+        seconds = self.verify(batch, nodes) * self._rest.factor(group, cell)
+        # Steps without drafts are rare where drafting pays; they never take longer than others.
+        return seconds if cell else min(seconds, self.rest(batch, 1.0))
 
     def passes(self, name: Hashable, lengths: Iterable[int]) -> float:
         """A drafter's passes as measured alone, each over the sequences not done yet."""
@@ -179,7 +192,7 @@ class CostModel:
         drafting = (self.drafting(n, batch, nodes, own, even) for n, own in passes.items())
         return self.rest(batch, nodes, even), sum(drafting)
 
-    def step(self, batch: int, drafts: Iterable[Draft]) -> float:
+    def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
         drafts = [draft for draft in drafts if draft.length]
         if not drafts:
@@ -196,7 +209,7 @@ class CostModel:
         table = self._tables.get((name, batch))
         if table is None:
             nodes, fill = self.drafters[name].nodes, self.fill[name]
-            alike = [[Draft(name, n, fill * m, 1, 0)] * batch for n, m in enumerate(nodes)]
+            alike = [[DraftOption(name, n, fill * m, 1, 0)] * batch for n, m in enumerate(nodes)]
             table = [self.step(batch, drafts) / batch for drafts in alike]
             self._tables[name, batch] = table
         return table
@@ -216,15 +229,17 @@ class CostModel:
 
         At a concurrency that is new, some: what drafts cost there is told against them.
         """
-        if self._rest.seen(group_of(batch), 0) < _PLAIN_FIRST:
+        seen = self._rest.seen(group_of(batch), 0)
+        if not seen:
             return True
-        return self._since_plain >= (_LONG_AGO if self._whole else 4 * _LONG_AGO)
+        often = _LONG_AGO if self._whole else 4 * _LONG_AGO
+        return self._since_plain >= min(often, _LONG_AGO * 4 ** (seen - 2))
 
     # -- tokens, and both together -----------------------------------------------------------------
 
-    def none(self, batch: int) -> Draft:
+    def none(self, batch: int) -> DraftOption:
         """No draft."""
-        return Draft(None, 0, 0.0, 1.0, self.rest(batch) / batch)
+        return DraftOption(None, 0, 0.0, 1.0, self.rest(batch) / batch)
 
     def drafts(
         self,
@@ -234,7 +249,7 @@ class CostModel:
         first: float = 0.0,
         tokens: int = 1,
         lengths: Iterable[int] | None = None,
-    ) -> list[Draft]:
+    ) -> list[DraftOption]:
         """Drafts of a sequence, of all lengths from 1 on by default.
 
         ``gains``: expected tokens by length. Reading that must come ``first`` takes so long, to be
@@ -242,7 +257,7 @@ class CostModel:
         """
         table, nodes, fill = self.table(name, batch), self.drafters[name].nodes, self.fill[name]
         return [
-            Draft(name, n, fill * nodes[n], gains[n], table[n] + reading, reading, first)
+            DraftOption(name, n, fill * nodes[n], gains[n], table[n] + reading, reading, first)
             for n in (range(1, len(table)) if lengths is None else lengths)
             for reading in (first * gains[n] / tokens,)
         ]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
-from paceline.pace.cost import CostModel, Draft
+from paceline.control.cost import CostModel, DraftOption
 
-HURT = 0.01  # by which a request may be slowed down for the sake of others, as expected
+HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
 _DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
 
 
-def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> list[Draft]:
+def choose(
+    cost: CostModel, batch: int, options: Sequence[Sequence[DraftOption]], fair: bool = True
+) -> list[DraftOption]:
     """One of each sequence's ``options``, the first of which is no draft, for the fastest batch.
 
     One alone: most expected tokens a second. Several: the least mean time of a token, over the
@@ -20,22 +23,25 @@ def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> l
     not slow down those that gain nothing by it. Where one drafter serves all, one length for all is
     tried first, as rows need no padding then; lengths of their own are taken if they gain more than
     that costs. A pass for few must pay for itself: each drafter is left out in turn.
+
+    Not ``fair``: most tokens a second of all together, whoever gains them.
     """
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
+    score = partial(_mean_time if fair else _time_per_token, cost, batch)
     best = [own[0] for own in options]
-    least = _score(cost, batch, best)
+    least = score(best)
     names = sorted({draft.name for own in options for draft in own[1:]}, key=str)
     for place in range(1, max(map(len, options))) if len(names) == 1 else ():
         alike = [own[min(place, len(own) - 1)] for own in options]
-        if (score := _score(cost, batch, alike)) < least:
-            best, least = alike, score
+        if (found := score(alike)) < least:
+            best, least = alike, found
     for left_out in (None, *(names if len(names) > 1 else ())):
         left = [[o for o in own if not o.length or o.name != left_out] for own in options]
         for dearer in _DEARER:
             apart = _apart(left, best, dearer)
-            if (score := _score(cost, batch, apart)) < least:
-                best, least = apart, score
+            if (found := score(apart)) < least:
+                best, least = apart, found
                 break
         drafting = [draft.name for draft in best if draft.length]
         if all(drafting.count(name) == batch for name in drafting):
@@ -43,9 +49,13 @@ def choose(cost: CostModel, batch: int, options: Sequence[Sequence[Draft]]) -> l
     return best
 
 
-def _score(cost: CostModel, batch: int, drafts: Sequence[Draft]) -> float:
+def _seconds(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
+    return cost.step(batch, drafts) + sum(draft.reading for draft in drafts)
+
+
+def _mean_time(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
     """Seconds of a token, summed over the sequences; infinite if any is slowed down."""
-    seconds = cost.step(batch, drafts) + sum(draft.reading for draft in drafts)
+    seconds = _seconds(cost, batch, drafts)
     # Others in the batch gain nothing.
     least = min(draft.gain for draft in drafts) if len(drafts) == batch else 1.0
     if any(draft.length for draft in drafts) and seconds > (1 + HURT) * cost.rest(batch) * least:
@@ -53,9 +63,15 @@ def _score(cost: CostModel, batch: int, drafts: Sequence[Draft]) -> float:
     return seconds * sum(1 / draft.gain for draft in drafts)
 
 
+def _time_per_token(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
+    """Seconds by tokens of the whole batch."""
+    tokens = sum(draft.gain for draft in drafts) + batch - len(drafts)
+    return _seconds(cost, batch, drafts) / tokens
+
+
 def _apart(
-    options: Sequence[Sequence[Draft]], start: Sequence[Draft], dearer: float
-) -> list[Draft]:
+    options: Sequence[Sequence[DraftOption]], start: Sequence[DraftOption], dearer: float
+) -> list[DraftOption]:
     """Each sequence's own best draft, given the time that a step takes with ``start``.
 
     ``dearer``: by how much time counts for more than it should, which makes shorter drafts.

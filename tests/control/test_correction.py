@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.pace.correction import Correction, cell_of
+from paceline.control.correction import Correction, cell_of
 
 PLAIN, DRAFTS = 0, 3
 

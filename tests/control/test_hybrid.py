@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, Offer
+from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
-from paceline.pace.hybrid import HybridDrafter
-from simulated_time import REST, STEP, Chance, Guesser, Machine, always, calibrated
+from simulated_time import REST, STEP, Chance, Guesser, Machine, always
 
 PLAIN = 1 / (STEP + REST)  # tokens a second
 
@@ -85,19 +87,19 @@ class Sure(Guesser):
         super().__init__("sure", lambda position: 1.0 if position % 4 else 0.0)
         self._position = 0
 
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        self._position = len(plan.slices[0].seq.tokens)
-        return super().propose(plan)
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        self._position = len(item.seq.tokens)
+        return super().guess(item)
 
     def confidence(self, seq_id: int) -> int:
-        return 1 if self._position % 4 else 0
+        return 8 if self._position % 4 else 1
 
 
 def test_acceptance_is_learnt_for_each_confidence() -> None:
     machine = Machine(HybridDrafter([Sure()], "cpu"))
     machine.decode(1000)
     acceptance = machine.controller.cost.acceptance
-    unsure, sure = (acceptance.of(9, (0, kind)).rates()[0] for kind in (0, 1))
+    unsure, sure = (acceptance.everyone(0, kind).rates()[0] for kind in (1, 8))
     assert unsure < 0.2 and sure > 0.9
 
 
@@ -121,101 +123,90 @@ class Recorder(Guesser):
         self.forgotten.append(seq_id)
 
 
-def part(seq_id: int, feed: int = 1, length: int = 4, tokens: int = 3) -> Slice:
+def part(
+    seq_id: int, scheduled: int = 1, length: int = 4, tokens: int = 3, drafter: str | None = None
+) -> Slice:
     known = list(range(1, tokens + 1))
-    seq = SequenceState(seq_id, known, tokens, SamplingParams(), cached=tokens - max(1, feed))
-    return Slice(seq, feed, length)
+    seq = SequenceState(seq_id, known, tokens, SamplingParams(), cached=tokens - max(1, scheduled))
+    return Slice(seq.view(), scheduled, length, True, drafter)
 
 
-def test_without_costs_the_first_with_a_proposal_drafts() -> None:
+def two() -> tuple[Recorder, Recorder, HybridDrafter]:
     lookup = Recorder("lookup", lambda position: 1.0 if position == 3 else None)
     model = Recorder("model", always(1.0), 0.1)
-    drafter = HybridDrafter([lookup, model], "cpu")
-    found, missing = part(0), part(1, tokens=5)
-    trees = drafter.propose(Plan((found, missing)))
+    return lookup, model, HybridDrafter([lookup, model], "cpu")
+
+
+def test_without_a_choice_the_first_with_a_proposal_drafts() -> None:
+    lookup, model, drafter = two()
+    trees = drafter.propose(Plan((part(0), part(1, tokens=5))))
     assert [tree.tokens.tolist() for tree in trees] == [[4, 5, 6, 7], [6, 7, 8, 9]]
     assert model.asked == [{0: 0, 1: 4}]
     assert lookup.asked == [{0: 4, 1: 4}]
 
 
-def test_a_model_before_a_look_up_goes_first_without_costs() -> None:
-    lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    (tree,) = HybridDrafter([model, lookup], "cpu").propose(Plan((part(0),)))
-    assert len(tree) == 4
-    assert model.asked == [{0: 4}]
-    assert lookup.asked == [{0: 4}, {0: 0}], "what was not taken is withdrawn"
+def test_the_member_that_was_chosen_drafts() -> None:
+    lookup, model, drafter = two()
+    trees = drafter.propose(Plan((part(0, drafter="model"), part(1, drafter="lookup"))))
+    assert [len(tree) for tree in trees] == [4, 4]
+    assert model.asked == [{0: 4, 1: 0}] and lookup.asked == [{0: 0, 1: 4}]
 
 
-def test_a_proposal_that_is_not_worth_its_length_is_asked_for_again() -> None:
+def test_what_was_found_is_cut_to_the_length_that_was_chosen() -> None:
     lookup = Recorder("lookup", always(1.0))
-    drafter = HybridDrafter([lookup], "cpu")
-    control = calibrated(drafter)
-    control.ledger.purse = 100.0  # anything may be risked
-    for _ in range(40):  # known: the first token is right, the rest is not
-        control.cost.acceptance.record(0, 0, 2, 1)
-    (tree,) = drafter.propose(Plan((part(0, length=8),)))
-    assert lookup.asked[0] == {0: 8}
-    assert 0 < lookup.asked[1][0] == len(tree) < 8
+    (offer,) = lookup.look([part(0, length=8)])
+    assert offer is not None and len(offer.tokens) == 8
+    (tree,) = lookup.propose(Plan((part(0, length=3),)))
+    assert tree.tokens.tolist() == [4, 5, 6]
+
+
+def test_a_tree_is_cut_by_its_levels() -> None:
+    offer = Offer((5, 6, 7, 8), (-1, -1, 0, 2), 4)
+    assert offer.nodes == (0, 2, 3, 4)
+    assert offer.cut(1) == ([5, 6], (-1, -1)) and offer.cut(2) == ([5, 6, 7], (-1, -1, 0))
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_length_of_a_request_stands(batch: int) -> None:
-    """Whatever it costs, and whatever its neighbours' is."""
-    lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 9.0)
-    drafter = HybridDrafter([lookup, model], "cpu")
-    control = calibrated(drafter)
-    for name, right in ((0, 0), (1, 8)):
+    """Whatever it costs, and whatever its neighbours' is; by whom it is worth most."""
+    machine = Machine(
+        HybridDrafter([Guesser("lookup", always(1.0)), Guesser("m", always(1), 9)], "cpu")
+    )
+    control = machine.controller
+    machine.guessers[0].text = list(range(1, 99))  # type: ignore[attr-defined]
+    for name, kind, right in ((0, 0, 0), (1, None, 8)):
         for _ in range(40):  # the look-up is never right, and the model is dear
-            control.cost.acceptance.record(0, name, 8, right)
-    own = SequenceState(0, [1, 2, 3], 3, SamplingParams(draft_length=8), cached=2)
-    plan = Plan((Slice(own, 1, 8), *(part(n, length=0) for n in range(1, batch))))
-    assert [len(tree) for tree in drafter.propose(plan)] == [8, *[0] * (batch - 1)]
+            control.cost.acceptance.record(0, name, 8, right, kind=kind)
+    given = SamplingParams(draft_length=8, max_tokens=90)
+    own = SequenceState(0, [1, 2, 3], 3, given, cached=2)
+    others = [
+        SequenceState(n, [1, 2, 3], 3, SamplingParams(max_tokens=90), cached=2)
+        for n in range(1, batch)
+    ]
+    control.lengths([own, *others])  # the first step is measured
+    assert control.lengths([own, *others])[0].length == 8
 
 
 def test_prefill_chunks_reach_every_member() -> None:
-    lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    drafter = HybridDrafter([lookup, model], "cpu")
+    lookup, model, drafter = two()
     seq = SequenceState(7, [1, 2, 3, 4, 5, 6], 6, SamplingParams())
-    trees = drafter.propose(Plan((Slice(seq, 3, 0),)))
+    trees = drafter.propose(Plan((Slice(seq.view(), 3, 0),)))
     assert [len(tree) for tree in trees] == [0]
     assert model.asked == [{7: 0}] and lookup.asked == [{7: 0}]
 
 
 def test_forget_reaches_every_member() -> None:
-    """What the controller knows is the engine's to drop, whatever drafts."""
-    lookup, model = Recorder("lookup", always(1.0)), Recorder("model", always(1.0), 0.1)
-    drafter = HybridDrafter([lookup, model], "cpu")
-    control = calibrated(drafter)
+    lookup, model, drafter = two()
     drafter.propose(Plan((part(5),)))
     drafter.observe([Commit(5, (4, 0), (0,), 4, 2, scheduled=1)], ModelOutput(None))  # type: ignore[arg-type]
     drafter.forget(5)
     assert lookup.forgotten == model.forgotten == [5]
-    assert not drafter._trials and control.cost.acceptance._each
-    control.forget(5)
-    assert not control.cost.acceptance._each
 
 
 def test_features_are_those_of_all_members() -> None:
     first, second = Recorder("a", always(None)), Recorder("b", always(None))
     first.features, second.features = (2, 7), (1, 7)
     assert HybridDrafter([first, second], "cpu").features == (1, 2, 7)
-
-
-def test_a_pass_for_few_must_pay_for_itself() -> None:
-    """A pass costs the same for one sequence as for eight; here it is good for one of them."""
-    model = Recorder("model", always(1.0), 0.5)
-    drafter = HybridDrafter([model], "cpu")
-    control = calibrated(drafter)
-    for batch in (1, 8):  # what it has won covers anything
-        control.ledger.settle({0: 1}, dict.fromkeys(range(batch), 99), 0.0, 1.0)
-    everyone = Plan(tuple(part(i) for i in range(8)))
-    assert sum(len(tree) > 0 for tree in drafter.propose(everyone)) == 8
-    for _ in range(40):
-        for seq_id in range(8):
-            control.cost.acceptance.record(seq_id, 0, 4, 4 if seq_id == 0 else 0)
-    (alone,) = drafter.propose(Plan((part(0),)))
-    assert len(alone) > 0
-    assert sum(len(tree) for tree in drafter.propose(everyone)) == 0
 
 
 # --- specs ---------------------------------------------------------------------------------------

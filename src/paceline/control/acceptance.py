@@ -1,0 +1,179 @@
+"""How often drafts are right: a prior that ships with the drafter, corrected by what is seen.
+
+Two levels of shrinkage: a sequence's drafts fail so many times as often as its engine's do, and the
+engine's rates start at the prior. A *kind* tells drafts of one drafter apart that are not alike: of
+a look-up by the length of its match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from paceline.core.batch import Commit
+
+UNKNOWN = (0.7, 0.75)  # prior of a drafter that brings none: hopeful, so that it is tried
+# Prior of a look-up by the length of its match, level by level. Measured on 55 answers of
+# SmolLM2-135M to prompts of eleven public sets (n-gram and suffix, 4,900 drafts).
+MATCHED = {
+    0: (0.35, 0.60, 0.70),
+    1: (0.30, 0.54, 0.70),
+    2: (0.50, 0.60, 0.70, 0.85),
+    3: (0.63, 0.70, 0.85),
+    4: (0.75, 0.85),
+    5: (0.80, 0.82, 0.85),
+    8: (0.85, 0.90, 0.93),
+    16: (0.93, 0.93, 0.95),
+    32: (0.95, 0.97),
+}
+_KNOWN = 1e9  # drafts after which nothing is to be learnt any more
+
+
+def kind_of(confidence: int) -> int:
+    """The entry of ``MATCHED`` for a match of such a length."""
+    return max(least for least in MATCHED if least <= max(confidence, 0))
+
+
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ...
+
+    ``rates``: the chance that level i is accepted given that all before it were (Leviathan et al.
+    2023, equation 1, with a rate for every level).
+    """
+    expected, chance = [1.0], 1.0
+    for rate in rates:
+        chance *= rate
+        expected.append(expected[-1] + chance)
+    return expected
+
+
+def levels_tried(commit: Commit, length: int) -> int:
+    """Levels that a draft of ``length`` levels was tried to.
+
+    A path that ends in a leaf above the last level fails there as well: whatever the reason, the
+    next level gained nothing. Only a request that ends stops the count.
+    """
+    if commit.finish_reason is not None:
+        return commit.reached
+    return min(len(commit.path) + 1, length)
+
+
+class AcceptanceEstimate:
+    """Chance that level i of a draft is accepted given that all before it were.
+
+    From decayed counts, together with a few observations' ``weight`` of a prior; the last rate of a
+    prior holds for all levels beyond it.
+    """
+
+    def __init__(
+        self, prior: Sequence[float], depth: int, decay: float = 0.998, weight: float = 4.0
+    ) -> None:
+        self._prior = (*prior, *[prior[-1]] * depth)[:depth]
+        self._decay, self._weight, self.depth = decay, weight, depth
+        self._reached = [0.0] * depth
+        self._accepted = [0.0] * depth
+        self._rates: list[float] | None = None
+
+    def record(self, reached: int, accepted: int, since: int = 0) -> None:
+        """Of ``reached`` levels that were tried the first ``accepted`` were right.
+
+        The first ``since`` of them are known already.
+        """
+        self._rates = None
+        for level in range(since, min(reached, self.depth)):
+            self._reached[level] = self._decay * self._reached[level] + 1.0
+            self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
+
+    def know(self, rates: Sequence[float]) -> None:
+        """These are the rates; nothing is accepted at levels beyond them."""
+        self._rates = None
+        self._reached = [_KNOWN] * self.depth
+        won = [_KNOWN * rate for rate in rates[: self.depth]]
+        self._accepted = won + [0.0] * (self.depth - len(won))
+
+    @property
+    def seen(self) -> float:
+        """Drafts that it knows of, those long past counting less."""
+        return self._reached[0] if self.depth else 0.0
+
+    def rates(self) -> list[float]:
+        if self._rates is None:
+            rates: list[float] = []
+            before = 1.0  # by how much the level before differs from its prior
+            for prior, tried, won in zip(self._prior, self._reached, self._accepted, strict=True):
+                # A level that few drafts reach is like the last one, as far as that is known.
+                rate = min(prior * before, 0.5 + 0.5 * prior)
+                rates.append((self._weight * rate + won) / (self._weight + tried))
+                before = rates[-1] / prior if prior else 1.0
+            self._rates = rates
+        return self._rates
+
+
+class OwnAcceptance:
+    """One sequence's acceptance: it fails so many times as often as all sequences do.
+
+    One number for all levels, so that few drafts tell it. Simulated on the embedded pair's own
+    acceptance (64 prompts, 128 tokens each, batch 1), lengths chosen by it are 1.02 times as fast
+    as the best fixed one; with a rate for each level and sequence, 1.00 to 1.01 times.
+    """
+
+    DECAY = 0.97
+    TRIALS = 6.0  # drafts that fail as often as everyone's do, to begin with
+
+    def __init__(self) -> None:
+        self._failed = self._foreseen = 0.0  # failures, and what everyone's rates say of them
+
+    def record(self, everyone: Sequence[float], reached: int, accepted: int, since: int) -> None:
+        """As ``AcceptanceEstimate.record``, beside everyone's rates."""
+        rates = everyone[since : min(reached, accepted + 1)]
+        failed = accepted < min(reached, len(everyone))
+        self._failed = self.DECAY * self._failed + failed
+        self._foreseen = self.DECAY * self._foreseen + len(rates) - sum(rates)
+
+    def rates(self, everyone: Sequence[float]) -> list[float]:
+        """What is expected of this sequence where all have ``everyone``'s rates."""
+        if not self._foreseen and not self._failed:
+            return list(everyone)
+        prior = self.TRIALS * max(1.0 - everyone[0], 1e-3)
+        factor = (self._failed + prior) / (self._foreseen + prior)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
+
+
+class AcceptanceTracker:
+    """Estimates by drafter, kind of draft, and sequence, for up to ``depth`` levels."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+        self.priors: dict[Hashable, Sequence[float]] = {}
+        self._all: dict[tuple[Hashable, Hashable], AcceptanceEstimate] = {}
+        self._each: dict[int, dict[Hashable, OwnAcceptance]] = {}
+
+    def everyone(self, name: Hashable, kind: Hashable = None) -> AcceptanceEstimate:
+        found = self._all.get((name, kind))
+        if found is None:
+            prior = MATCHED[kind] if isinstance(kind, int) else self.priors.get(name) or UNKNOWN
+            found = self._all[name, kind] = AcceptanceEstimate(prior, self.depth)
+        return found
+
+    def rates(self, seq_id: int, name: Hashable, kind: Hashable = None) -> list[float]:
+        """What is expected of a sequence's next draft, level by level."""
+        everyone = self.everyone(name, kind).rates()
+        own = self._each.get(seq_id, {}).get(name)
+        return own.rates(everyone) if own and everyone else everyone
+
+    def record(
+        self,
+        seq_id: int,
+        name: Hashable,
+        reached: int,
+        accepted: int,
+        since: int = 0,
+        kind: Hashable = None,
+    ) -> None:
+        """As ``AcceptanceEstimate.record``, for one sequence and for all."""
+        everyone = self.everyone(name, kind)
+        own = self._each.setdefault(seq_id, {}).setdefault(name, OwnAcceptance())
+        own.record(everyone.rates(), reached, accepted, since)
+        everyone.record(reached, accepted, since)
+
+    def forget(self, seq_id: int) -> None:
+        self._each.pop(seq_id, None)

@@ -1,0 +1,363 @@
+"""What is expected to pay is drafted; what is not known is explored within a budget.
+
+Every option of a step (no draft; a drafter and a draft length) has an expected goodput: tokens by
+seconds. Tokens follow from acceptance (acceptance.py), seconds from prices (cost.py); both begin
+with a prior and learn from every step. The option with the most goodput is taken (choice.py), also
+in the first step of a fresh process. Drafts that are made only to learn are paid for by a budget::
+
+    SHARE of all seconds, START at first --> exploration budget --> a draft that is to teach
+
+Look-ups cost nothing to follow, so they are known without being used (following.py). Sources:
+HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from math import inf
+
+from paceline.control.acceptance import expected_tokens, kind_of, levels_tried
+from paceline.control.choice import choose
+from paceline.control.controller import (
+    MEASURING,
+    NOT_ASKED,
+    NOT_WORTH_IT,
+    NOTHING_FOUND,
+    Choice,
+    Controller,
+)
+from paceline.control.cost import CostModel, DraftOption
+from paceline.control.following import LookupFollower, Offers
+from paceline.core.batch import Commit
+from paceline.core.sequence import SequenceState
+from paceline.draft.base import LookupDrafter
+
+Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
+
+_HOLD = 4  # steps for which drafts of the same batch keep their lengths
+_HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
+_LEARN = 4  # steps that are learnt from at once
+_YOUNG = 64  # steps after which that begins
+_PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
+_HORIZON = 256  # tokens at most over which reading a prompt is written off
+_UNREAD = 8  # unread tokens that cost next to nothing
+_MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a look-up found may be cut
+
+
+class ExplorationBudget:
+    """Seconds that drafts may lose which are made to learn. It bounds nothing else."""
+
+    SHARE = 0.0075  # of the time of all steps
+    START = 1.0  # plain steps to begin with
+    MOST = 8.0  # plain steps that are kept
+    _SLOWEST = 1.0  # seconds after which it is never below zero any more
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = False
+
+    def earn(self, seconds: float, plain: float) -> None:
+        """A step, of any kind, took so long; a plain one takes ``plain``."""
+        start = 0.0 if self._started else self.START * plain
+        self._started = True
+        self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
+
+    def spend(self, seconds: float) -> None:
+        """What was learnt has cost so much more than plain steps."""
+        self.seconds = max(self.seconds - max(seconds, 0.0), -self.SHARE * self._SLOWEST)
+
+
+class AdaptiveController(Controller):
+    """Per sequence and step: the draft with the most expected tokens a second.
+
+    ``members``: by each name that a request may ask for, the drafters of the cost model that draft
+    for it; requests that name none have the ``default``, the first. ``lookups``: those among them
+    that are asked what they find before anything is decided. ``fair``: no request is slowed down
+    for another's sake; else the tokens a second of the whole batch decide.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        members: Mapping[str, Sequence[Hashable]] | None = None,
+        lookups: Mapping[Hashable, LookupDrafter] | None = None,
+        default: str | None = None,
+        fair: bool = True,
+    ) -> None:
+        self.cost, self.budget = cost, ExplorationBudget()
+        self.members = dict(members or {str(name): (name,) for name in cost.drafters})
+        self._default = default or next(iter(self.members), "")
+        self._fair = fair
+        self._lookups = LookupFollower(lookups or {}, cost.acceptance)
+        self._step = 0
+        self._until = 0  # the step from which the decision is made anew
+        self._hold = 1
+        self._ids: list[int] = []
+        self._choices: list[Choice] = []
+        self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
+        self._explores = self._given = False
+        self._seen: list[_Step] = []
+        self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
+        self._joined: dict[int, int] = {}  # tokens that a sequence came with, and are prefilled
+
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Choice]:
+        self._step += 1
+        offers = self._lookups.look(seqs, self._may) if self._lookups.drafters else {}
+        ids = [seq.seq_id for seq in seqs]
+        if offers or self._step >= self._until or ids != self._ids:
+            if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
+                self._learn_all()
+            self._decide(ids, seqs, offers)
+        return self._choices
+
+    def _members(self, seq: SequenceState) -> Sequence[Hashable]:
+        """Who may draft for it."""
+        return self.members.get(seq.params.drafter or self._default, ())
+
+    def _may(self, seq: SequenceState, name: Hashable) -> bool:
+        return seq.params.may_draft and name in self._members(seq)
+
+    def _decide(
+        self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
+    ) -> None:
+        batch, cost, same = len(seqs), self.cost, ids == self._ids
+        for seq in seqs:
+            self._joined.setdefault(seq.seq_id, len(seq.tokens))
+        none = cost.none(batch)
+        self._choices = [Choice(0, None, NOT_ASKED)] * batch
+        self._given = any(seq.params.draft_length is not None for seq in seqs)
+        open_: list[int] = []  # places that are to be decided
+        options: list[Options] = []
+        for place, seq in enumerate(seqs):
+            if not seq.params.may_draft:
+                continue
+            own = self._options(seq, batch, none, offers.get(seq.seq_id, {}))
+            if seq.params.draft_length is None:
+                open_.append(place)
+                options.append((seq, own))
+            else:
+                self._choices[place] = _given(seq.params.draft_length, own)
+        measures = cost.wants_plain(batch)
+        chosen = self._select(batch, options) if options and not measures else []
+        self._made = {}
+        for place, draft in zip(open_, chosen or [none] * len(open_), strict=True):
+            self._choices[place] = self._choice(draft, none, measures, options, offers, seqs[place])
+            if draft.length:
+                self._made[ids[place]] = draft
+        drafted = [draft for draft in chosen if draft.length]
+        self._hold = self._holds(drafted, same and bool(self._made))
+        self._until, self._ids = self._step + self._hold, ids
+
+    def _choice(
+        self,
+        draft: DraftOption,
+        none: DraftOption,
+        measures: bool,
+        options: Sequence[Options],
+        offers: Mapping[int, Offers],
+        seq: SequenceState,
+    ) -> Choice:
+        if draft.length:
+            speedup = draft.gain / draft.seconds * none.seconds
+            reason = "exploration" if self._explores else ""
+            return Choice(draft.length, draft.name, reason, speedup)
+        names = self._members(seq)
+        found = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
+        return Choice(0, None, MEASURING if measures else NOT_WORTH_IT if found else NOTHING_FOUND)
+
+    def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
+        """Steps for which a decision stands, where no look-up finds anything: 1, 2, 4."""
+        if not drafted:
+            return 1 if self.cost.wants_plain(len(self._choices)) else _HOLD_PLAIN
+        if self._explores or any(draft.name in self._lookups.drafters for draft in drafted):
+            return 1
+        return min(2 * self._hold, _HOLD) if same else 1
+
+    def _options(
+        self, seq: SequenceState, batch: int, none: DraftOption, offers: Offers
+    ) -> list[DraftOption]:
+        """No draft, and every member's drafts of every length."""
+        options = [none]
+        for place, name in enumerate(self._members(seq)):
+            drafts: Sequence[DraftOption] = ()
+            if name not in self._lookups.drafters:
+                drafts = self.drafts(seq, name, batch)
+            elif name in offers:
+                drafts = self._found(seq, name, batch, offers)
+            margin = _MARGIN**place
+            options += [d._replace(seconds=d.seconds * margin) for d in drafts] if place else drafts
+        return options
+
+    def _found(
+        self, seq: SequenceState, name: Hashable, batch: int, offers: Offers
+    ) -> Sequence[DraftOption]:
+        """What a look-up has found, cut at some lengths."""
+        offer, longest = offers[name], self.cost.drafters[name].longest
+        nodes = offer.nodes
+        most = min(len(nodes) - 1, longest)
+        lengths = [*(n for n in _LENGTHS if n < most), most]
+        drafts = self.drafts(seq, name, batch, kind_of(offer.confidence), lengths)
+        return [draft._replace(nodes=nodes[draft.length]) for draft in drafts]
+
+    def drafts(
+        self,
+        seq: SequenceState,
+        name: Hashable,
+        batch: int,
+        kind: Hashable = None,
+        lengths: Sequence[int] | None = None,
+    ) -> list[DraftOption]:
+        """What a drafter may draft for a sequence; acceptance is learnt by ``kind``."""
+        left, costs = max(seq.remaining, 1), self.cost.drafters[name]
+        rates = self.cost.acceptance.rates(seq.seq_id, name, kind)
+        gains = expected_tokens(rates[: max(lengths) if lengths else costs.longest])
+        if left < len(gains):  # what comes after the last token is no gain
+            gains = [min(gain, left) for gain in gains]
+        first = 0.0
+        if costs.reads:
+            joined = self._joined.get(seq.seq_id, seq.prompt_length)
+            read = self._read.setdefault(seq.seq_id, {})
+            read.setdefault(name, joined if costs.follows else 0)
+            unread = self._unread(seq.seq_id, name, len(seq.tokens))
+            first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
+        return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths)
+
+    def _unread(self, seq_id: int, name: Hashable, tokens: int) -> int:
+        """Of so many tokens, those that a drafter has to read first, but for the newest."""
+        reads = self.cost.drafters[name].reads
+        return max(0, tokens - self._read.get(seq_id, {}).get(name, 0) - 1) if reads else 0
+
+    def _select(self, batch: int, options: Sequence[Options]) -> list[DraftOption]:
+        """The options with the most goodput; where that is no draft, perhaps one to learn from."""
+        best = choose(self.cost, batch, [own for _, own in options], self._fair)
+        self._explores = False
+        if any(draft.length for draft in best):
+            return best
+        for name in dict.fromkeys(draft.name for _, own in options for draft in own[1:]):
+            if name not in self._lookups.drafters:
+                drafts = self._exploration(name, batch, options)
+                if drafts is not None:
+                    self._explores = True
+                    return drafts
+        return best
+
+    def _exploration(
+        self, name: Hashable, batch: int, options: Sequence[Options]
+    ) -> list[DraftOption] | None:
+        """Drafts to learn from, if the budget pays for them should none of them be right.
+
+        One level for all sequences of a drafter, which tells most about its costs; if that is more
+        than there is, the likeliest draft of the sequence that has least to be read.
+        """
+        plain, table = self.cost.rest(batch), self.cost.table(name, batch)
+        pays = max((1 + n) / table[n] for n in range(1, len(table))) * table[0] > 1.02
+        if not pays and self.cost.seen(name, batch) >= _PRICED:
+            return None  # even a draft that is always right would not pay
+
+        def stake(drafts: Sequence[DraftOption]) -> float:
+            return self.cost.step(batch, drafts) - plain + sum(draft.first for draft in drafts)
+
+        own = [[o for o in mine if o.name == name and seq.remaining > 1] for seq, mine in options]
+        none = [mine[0] for _, mine in options]
+        drafts = [(drafts or [no])[0] for drafts, no in zip(own, none, strict=True)]
+        if stake(drafts) > self.budget.seconds:
+            place = min(range(len(own)), key=lambda n: own[n][0].first if own[n] else inf)
+            ways = [[*none[:place], draft, *none[place + 1 :]] for draft in own[place]]
+            ways = [way for way in ways if stake(way) <= self.budget.seconds]
+            drafts = max(ways, key=lambda way: way[place].gain / way[place].seconds, default=none)
+        return drafts if any(draft.length for draft in drafts) else None
+
+    # -- learning ----------------------------------------------------------------------------------
+
+    def observe(
+        self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
+    ) -> None:
+        """Steps with drafts are learnt from some at a time: between two forwards this code is not
+        in the processor's caches any more (48 microseconds a step one by one, 9 together)."""
+        for commit in commits if self._lookups.drafters else ():
+            if commit.tokens:
+                self._lookups.observe(commit.seq_id, commit.tokens)
+        batch = len(commits)
+        if self._made:
+            self._seen.append((self._made, self._explores, self._given, commits, seconds, drafting))
+            return
+        self.budget.earn(seconds, self.cost.rest(batch))
+        due = self._step % 4 == 0 or self.cost.wants_plain(batch)
+        if due and not self._given and all(commit.scheduled == 1 for commit in commits):
+            self.cost.learn(batch, 0, seconds)
+
+    def _learn_all(self) -> None:
+        seen, self._seen = self._seen, []
+        for step in seen:
+            self._learn_step(*step)
+
+    def _learn_step(
+        self,
+        made: Mapping[int, DraftOption],
+        explores: bool,
+        given: bool,
+        commits: Sequence[Commit],
+        seconds: float,
+        drafting: float | None,
+    ) -> None:
+        batch, cost = len(commits), self.cost
+        tried = [commit for commit in commits if commit.drafted and commit.seq_id in made]
+        unread = sum(self._learn(commit, made[commit.seq_id]) for commit in tried)
+        plain = cost.rest(batch)
+        self.budget.earn(seconds, plain)
+        if given or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+            return  # a step that prefills is no measure
+        passes = {
+            name: cost.passes(name, [d.length for d in made.values() if d.name == name])
+            for name in dict.fromkeys(draft.name for draft in made.values())
+        }
+        sizes = [commit.drafted for commit in commits]
+        nodes, even = sum(sizes), len(set(sizes)) == 1
+        rest, took = cost.foresee(batch, nodes / batch, even, passes)
+        if explores:
+            # One hiccup is not what was learnt: it counts with what was foreseen and half a step.
+            bounded = min(seconds, rest + took + 0.5 * plain)
+            self.budget.spend(bounded - plain * min(len(commit.tokens) for commit in commits))
+        if unread > 4 * batch and len(passes) == 1:
+            if drafting is not None:  # all that it took beyond its passes
+                cost.learn_reading(next(iter(passes)), max(drafting - took, 0.0), unread)
+        elif unread <= 4 * batch:
+            cost.learn(batch, nodes, seconds, drafting, even, passes)
+
+    def _learn(self, commit: Commit, draft: DraftOption) -> int:
+        """What a draft showed. Returns the tokens that the drafter had to read for it."""
+        name, costs = draft.name, self.cost.drafters[draft.name]
+        length = min(draft.length, costs.longest)
+        self.cost.record_fill(name, commit.drafted, length)
+        if name not in self._lookups.drafters:
+            reached = levels_tried(commit, length)
+            self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))
+        if not costs.reads:
+            return 0
+        end = commit.position + commit.scheduled
+        unread = self._unread(commit.seq_id, name, end)
+        self._read.setdefault(commit.seq_id, {})[name] = end + len(commit.path)
+        return unread
+
+    def forget(self, seq_id: int) -> None:
+        self._learn_all()
+        self._until = 0  # the same sequences may be back at once
+        self._read.pop(seq_id, None)
+        self._joined.pop(seq_id, None)
+        self._lookups.forget(seq_id)
+        self.cost.acceptance.forget(seq_id)
+
+
+_Step = tuple[
+    Mapping[int, DraftOption], bool, bool, Sequence[Commit], float, float | None
+]  # what was made, whether to explore, whether lengths were given; commits, seconds, drafting
+
+
+def _given(length: int, options: Sequence[DraftOption]) -> Choice:
+    """A request's own length: the member whose longest draft up to it is worth most."""
+    longest = {draft.name: draft for draft in options if 0 < draft.length <= length}
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
+    return Choice(length, best.name if best is not None and len(longest) > 1 else None)

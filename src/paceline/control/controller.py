@@ -1,0 +1,94 @@
+"""Who drafts for a sequence in a step, and how far: the protocol, and a fixed draft length."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from paceline.core.batch import Commit
+from paceline.core.sequence import SequenceState
+
+_log = logging.getLogger("paceline.decisions")
+
+# Why a sequence was not drafted for in a step.
+NOTHING_FOUND = "no look-up found anything"
+NOT_WORTH_IT = "no draft was expected to pay"
+MEASURING = "a plain step was measured"
+NO_DRAFT = "the drafter proposed nothing"
+NOT_ASKED = "the request asks for no draft"
+
+
+class Choice(NamedTuple):
+    """``length``: draft depth, in levels; 0 is a plain step. ``drafter``: the member of a hybrid
+    that drafts; None: the first that has anything to propose. ``reason``: why nothing is drafted,
+    or "exploration". ``speedup``: expected of this step by a plain one, as far as that is known."""
+
+    length: int
+    drafter: Hashable = None
+    reason: str = ""
+    speedup: float = 1.0
+
+
+PLAIN = Choice(0)
+
+
+class Controller:
+    """Chooses drafts. It sees the past only, never the tokens being drafted, so that no choice can
+    bias the output; ``LLM(controller=...)`` takes another one (docs/control.md)."""
+
+    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Choice | int]:
+        """The next step's draft for each running sequence; a number is ``Choice(number)``.
+
+        A request's own ``draft_length`` and the room there is may shorten it.
+        """
+        raise NotImplementedError
+
+    def observe(
+        self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
+    ) -> None:
+        """See a step's outcome, its wall time, and the part of it that drafting took (if known)."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is done, or begins anew."""
+
+
+class FixedLength(Controller):
+    """The same draft length for all sequences, always."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._choice = Choice(length)
+
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[Choice]:
+        return [self._choice] * len(seqs)
+
+
+class LoggedController(Controller):
+    """Another controller, whose decisions go to the log "paceline.decisions", a line of JSON for
+    each that differs from the sequence's last."""
+
+    def __init__(self, inner: Controller) -> None:
+        self.inner = inner
+        self._last: dict[int, tuple[int, Hashable, str]] = {}
+        self._step = 0
+
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[Choice]:
+        self._step += 1
+        found = [c if isinstance(c, Choice) else Choice(c) for c in self.inner.lengths(seqs)]
+        for seq, choice in zip(seqs, found, strict=True):
+            if self._last.get(seq.seq_id) != choice[:3]:
+                self._last[seq.seq_id] = choice[:3]
+                said = {"step": self._step, "request": seq.seq_id, "generated": seq.generated}
+                _log.info(json.dumps({**said, **choice._asdict()}, default=str))
+        return found
+
+    def observe(
+        self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
+    ) -> None:
+        self.inner.observe(commits, seconds, drafting)
+
+    def forget(self, seq_id: int) -> None:
+        self._last.pop(seq_id, None)
+        self.inner.forget(seq_id)

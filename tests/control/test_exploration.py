@@ -1,0 +1,114 @@
+"""Drafts that are made to learn: what they may cost, and that nothing locks them out."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.control.adaptive import AdaptiveController, ExplorationBudget
+from paceline.control.cost import CostModel, DrafterCosts
+from paceline.core.batch import Commit
+from paceline.core.costs import CostCurve
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
+from paceline.draft.hybrid import HybridDrafter
+from simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
+
+LENGTHS = tuple(range(9))
+PLAIN = 1 / (STEP + REST)
+
+
+def seq(number: int = 0) -> SequenceState:
+    return SequenceState(number, [1, 2], 2, SamplingParams(max_tokens=500), cached=1)
+
+
+def test_the_budget_is_a_share_of_the_time_and_bounded_both_ways() -> None:
+    budget = ExplorationBudget()
+    for _ in range(10_000):
+        budget.earn(1.0, 1.0)
+    assert budget.seconds == ExplorationBudget.MOST
+    budget.spend(300.0)
+    assert budget.seconds >= -ExplorationBudget.SHARE, "a second later it is there again"
+
+
+def test_a_member_that_must_read_first_is_charged_for_it() -> None:
+    reads = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1, 1024), (0.2, 10.43)), reads=True)
+    control = AdaptiveController(CostModel(costs(), {"model": reads}))
+    request = SequenceState(0, [1] * 400, 400, SamplingParams(max_tokens=100), cached=399)
+    fresh = control.drafts(request, "model", 1)
+    control.observe([Commit(0, (1,), scheduled=400)], 1.0)  # it follows no prompt: still unread
+    assert control.drafts(request, "model", 1)[3] == fresh[3]
+    control._read[0]["model"] = 400
+    known = control.drafts(request, "model", 1)
+    assert fresh[3].seconds - known[3].seconds == pytest.approx(fresh[3].reading)
+    assert fresh[3].reading > 0 == known[3].reading
+
+
+class Sure(Guesser):
+    """Says how long its match was."""
+
+    match = 1
+
+    def confidence(self, seq_id: int) -> int:
+        return self.match
+
+
+@pytest.mark.parametrize("token", [0.02, 0.06, 0.12])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_look_up_is_judged_by_the_length_of_its_match(
+    hybrid: bool, token: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short matches were wrong for 40 requests; then comes an answer that it knows whole."""
+    monkeypatch.setattr("simulated_time.TOKEN", token)
+    suffix = Sure("suffix", always(0.1))
+    machine = Machine(HybridDrafter([suffix], "cpu") if hybrid else suffix)
+    for number in range(40):
+        machine.decode(64, number)
+    suffix.chance, suffix.match = always(1.0), 32
+    first = machine.decode(64, 100) / PLAIN
+    longest = 17 / ((STEP + REST + 16 * token) / (STEP + REST))
+    assert first > 0.6 * longest
+
+
+def test_members_in_vain_lock_nobody_out() -> None:
+    """The two states: n-gram finds little, the head has nothing won yet, hiccups come; the suffix
+    memory drafts a repeated answer all the same, in each of 50 fresh processes."""
+    speeds = []
+    for seed in range(50):
+        ngram = Sure("ngram", always(0.15), seed=seed)
+        suffix = Sure("suffix", lambda position: None)
+        head = Guesser("head", always(0.3), 0.3, seed=seed)
+        machine = Machine(HybridDrafter([suffix, ngram, head], "cpu"))
+        machine.hiccups = {seed % 7: 0.3 / 0.012, 3 + seed % 5: 20.0}
+        for number in range(3):
+            machine.decode(96, number)
+        suffix.chance, suffix.match = always(1.0), 32
+        speeds.append(machine.decode(96, 9) / PLAIN)
+    assert min(speeds) > 0.9 * max(speeds) and min(speeds) > 5
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.05])
+def test_one_look_in_vain_costs_its_time_and_no_more(share: float) -> None:
+    """A look-up finds nothing in the first six tokens, then all: the seventh step drafts."""
+    lookup = Guesser("look-up", lambda position: None if position <= 6 else 1.0)
+    machine = Machine(HybridDrafter([lookup], "cpu"))
+    machine.looking = share * (STEP + REST)
+    sizes: list[int] = []
+    machine.commits = sizes
+    machine.decode(64)
+    assert next(step for step, size in enumerate(sizes) if size > 1) <= 7
+
+
+@pytest.mark.parametrize("slow", [0, 1, 5])
+def test_a_hiccup_teaches_nothing(slow: int) -> None:
+    """300 ms at a step of 12: a good draft model goes on drafting, and from the first request."""
+    good = Guesser("model", always(0.85), 0.2)
+    machine = Machine(good)
+    machine.hiccups = {slow: 25.0, slow + 1: 25.0}
+    calm = Machine(Guesser("model", always(0.85), 0.2))
+    assert machine.decode(128) > 0.9 * calm.decode(128) > 1.5 * PLAIN
+
+
+def test_rows_are_all_that_a_useless_look_up_costs() -> None:
+    machine = Machine(Guesser("look-up", always(0.0)))
+    machine.decode(1000)
+    assert machine.tokens / machine.seconds > 0.97 * PLAIN and TOKEN > 0
