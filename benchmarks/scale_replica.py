@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.controller import Choice, Controller, FixedLength
+from paceline.control.controller import Controller, Decision, FixedLength
 from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.batch import Commit, Plan, Slice
 from paceline.core.costs import CostCurve
@@ -176,9 +176,8 @@ class Replica:
         self.served[number] = Served(at)
         self.scheduler.add(seq)
 
-    def _choices(self, seqs: Sequence[SequenceState]) -> list[Choice]:
-        found = self.controller.lengths(seqs) if self.drafts else [0] * len(seqs)
-        return [choice if isinstance(choice, Choice) else Choice(choice) for choice in found]
+    def _choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
+        return self.controller.lengths(seqs) if self.drafts else [0] * len(seqs)
 
     def _step(self) -> None:
         plan = self.scheduler.plan(self._choices, lambda length: length)

@@ -29,7 +29,7 @@ LAYERS = (
     {"draft/base", "draft/spec"},
     {"draft/heads", "draft/vocabulary"},
     {"draft", "verify"},
-    {"pace"},
+    {"control"},
     {"engine", "train", "export", "pull"},
     {"defaults"},
     {"request"},
@@ -40,7 +40,7 @@ LAYERS = (
     {"cli", "server", "distributed"},
 )
 # Alone in their layer: these do not know their neighbours.
-STRANGERS = [{"draft", "verify"}, {"pace", "verify"}, {"engine", "train"}]
+STRANGERS = [{"draft", "verify"}, {"control", "verify"}, {"engine", "train"}]
 FOREIGN = {
     "typer": {"cli"},
     "rich": {"cli", "stages", "tools/report"},

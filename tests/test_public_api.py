@@ -58,7 +58,7 @@ def test_llm_signature() -> None:
         model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
         seed lossy profile backend quantize draft_quantize tensor_parallel offload
         weights_memory draft_offload draft_device kv_cache_dtype
-        generation_config default_temperature default_top_p default_top_k default_min_p
+        drafting log_decisions controller generation_config default_temperature default_top_p default_top_k default_min_p
         default_repetition_penalty
         """
     )
@@ -81,7 +81,7 @@ def test_completion_and_its_stats() -> None:
         """
         drafted_tokens accepted_tokens acceptance_rate mean_accepted_length
         acceptance_per_position target_steps decode_seconds tokens_per_second lossy
-        time_to_first_token reached_per_position arrivals cached_tokens
+        time_to_first_token reached_per_position arrivals cached_tokens drafters not_drafted
         """
     )
 

@@ -37,8 +37,8 @@ def defaults_of(table: type, place: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "place", "besides"),
     [
-        (LLM.__init__, "LLM", {"self", "model", "draft", "profile"}),
-        (LLM.beside, "beside", {"self", "draft"}),
+        (LLM.__init__, "LLM", {"self", "model", "draft", "profile", "controller"}),
+        (LLM.beside, "beside", {"self", "draft", "controller"}),
     ],
 )
 def test_the_keywords_of_an_llm(method: Callable[..., Any], place: str, besides: set[str]) -> None:

@@ -16,7 +16,7 @@ from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel, DrafterCosts
 from paceline.control.measure import measure, measure_target
-from paceline.core.costs import TargetCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter
@@ -255,7 +255,9 @@ def adaptive_controller(
         while name in cost.drafters:
             name += "'"
         seconds = options.known.passes_of(own.name) if options.known else None
-        if seconds is None:
+        if not own.passes(1):
+            seconds = CostCurve((1,), (0.0,))
+        elif seconds is None:
             batches = sorted({1, costs.batches[-1]})
             seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
         kind = DRAFTERS.get(own.name, DraftSpec)

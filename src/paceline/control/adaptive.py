@@ -23,8 +23,8 @@ from paceline.control.controller import (
     NOT_ASKED,
     NOT_WORTH_IT,
     NOTHING_FOUND,
-    Choice,
     Controller,
+    Decision,
 )
 from paceline.control.cost import CostModel, DraftOption
 from paceline.control.following import LookupFollower, Offers
@@ -32,7 +32,7 @@ from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
 
-Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
+_Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
 
 _HOLD = 4  # steps for which drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
@@ -94,7 +94,7 @@ class AdaptiveController(Controller):
         self._until = 0  # the step from which the decision is made anew
         self._hold = 1
         self._ids: list[int] = []
-        self._choices: list[Choice] = []
+        self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._explores = self._given = False
         self._seen: list[_Step] = []
@@ -103,7 +103,7 @@ class AdaptiveController(Controller):
 
     # -- deciding ----------------------------------------------------------------------------------
 
-    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Choice]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
         offers = self._lookups.look(seqs, self._may) if self._lookups.drafters else {}
         ids = [seq.seq_id for seq in seqs]
@@ -127,10 +127,10 @@ class AdaptiveController(Controller):
         for seq in seqs:
             self._joined.setdefault(seq.seq_id, len(seq.tokens))
         none = cost.none(batch)
-        self._choices = [Choice(0, None, NOT_ASKED)] * batch
+        self._choices = [Decision(0, None, NOT_ASKED)] * batch
         self._given = any(seq.params.draft_length is not None for seq in seqs)
         open_: list[int] = []  # places that are to be decided
-        options: list[Options] = []
+        options: list[_Options] = []
         for place, seq in enumerate(seqs):
             if not seq.params.may_draft:
                 continue
@@ -156,17 +156,19 @@ class AdaptiveController(Controller):
         draft: DraftOption,
         none: DraftOption,
         measures: bool,
-        options: Sequence[Options],
+        options: Sequence[_Options],
         offers: Mapping[int, Offers],
         seq: SequenceState,
-    ) -> Choice:
+    ) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
-            return Choice(draft.length, draft.name, reason, speedup)
+            return Decision(draft.length, draft.name, reason, speedup)
         names = self._members(seq)
         found = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
-        return Choice(0, None, MEASURING if measures else NOT_WORTH_IT if found else NOTHING_FOUND)
+        return Decision(
+            0, None, MEASURING if measures else NOT_WORTH_IT if found else NOTHING_FOUND
+        )
 
     def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
         """Steps for which a decision stands, where no look-up finds anything: 1, 2, 4."""
@@ -230,7 +232,7 @@ class AdaptiveController(Controller):
         reads = self.cost.drafters[name].reads
         return max(0, tokens - self._read.get(seq_id, {}).get(name, 0) - 1) if reads else 0
 
-    def _select(self, batch: int, options: Sequence[Options]) -> list[DraftOption]:
+    def _select(self, batch: int, options: Sequence[_Options]) -> list[DraftOption]:
         """The options with the most goodput; where that is no draft, perhaps one to learn from."""
         best = choose(self.cost, batch, [own for _, own in options], self._fair)
         self._explores = False
@@ -245,7 +247,7 @@ class AdaptiveController(Controller):
         return best
 
     def _exploration(
-        self, name: Hashable, batch: int, options: Sequence[Options]
+        self, name: Hashable, batch: int, options: Sequence[_Options]
     ) -> list[DraftOption] | None:
         """Drafts to learn from, if the budget pays for them should none of them be right.
 
@@ -345,6 +347,7 @@ class AdaptiveController(Controller):
     def forget(self, seq_id: int) -> None:
         self._learn_all()
         self._until = 0  # the same sequences may be back at once
+        self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
         self._joined.pop(seq_id, None)
         self._lookups.forget(seq_id)
@@ -356,8 +359,8 @@ _Step = tuple[
 ]  # what was made, whether to explore, whether lengths were given; commits, seconds, drafting
 
 
-def _given(length: int, options: Sequence[DraftOption]) -> Choice:
+def _given(length: int, options: Sequence[DraftOption]) -> Decision:
     """A request's own length: the member whose longest draft up to it is worth most."""
     longest = {draft.name: draft for draft in options if 0 < draft.length <= length}
     best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
-    return Choice(length, best.name if best is not None and len(longest) > 1 else None)
+    return Decision(length, best.name if best is not None and len(longest) > 1 else None)

@@ -20,7 +20,7 @@ NO_DRAFT = "the drafter proposed nothing"
 NOT_ASKED = "the request asks for no draft"
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """``length``: draft depth, in levels; 0 is a plain step. ``drafter``: the member of a hybrid
     that drafts; None: the first that has anything to propose. ``reason``: why nothing is drafted,
     or "exploration". ``speedup``: expected of this step by a plain one, as far as that is known."""
@@ -31,15 +31,15 @@ class Choice(NamedTuple):
     speedup: float = 1.0
 
 
-PLAIN = Choice(0)
+PLAIN = Decision(0)
 
 
 class Controller:
     """Chooses drafts. It sees the past only, never the tokens being drafted, so that no choice can
     bias the output; ``LLM(controller=...)`` takes another one (docs/control.md)."""
 
-    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Choice | int]:
-        """The next step's draft for each running sequence; a number is ``Choice(number)``.
+    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
+        """The next step's draft for each running sequence; a number is ``Decision(number)``.
 
         A request's own ``draft_length`` and the room there is may shorten it.
         """
@@ -59,9 +59,9 @@ class FixedLength(Controller):
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._choice = Choice(length)
+        self._choice = Decision(length)
 
-    def lengths(self, seqs: Sequence[SequenceState]) -> list[Choice]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[Decision]:
         return [self._choice] * len(seqs)
 
 
@@ -74,9 +74,9 @@ class LoggedController(Controller):
         self._last: dict[int, tuple[int, Hashable, str]] = {}
         self._step = 0
 
-    def lengths(self, seqs: Sequence[SequenceState]) -> list[Choice]:
+    def lengths(self, seqs: Sequence[SequenceState]) -> list[Decision]:
         self._step += 1
-        found = [c if isinstance(c, Choice) else Choice(c) for c in self.inner.lengths(seqs)]
+        found = [c if isinstance(c, Decision) else Decision(c) for c in self.inner.lengths(seqs)]
         for seq, choice in zip(seqs, found, strict=True):
             if self._last.get(seq.seq_id) != choice[:3]:
                 self._last[seq.seq_id] = choice[:3]

@@ -233,7 +233,8 @@ class CostModel:
         if not seen:
             return True
         often = _LONG_AGO if self._whole else 4 * _LONG_AGO
-        return self._since_plain >= min(often, _LONG_AGO * 4 ** (seen - 2))
+        due: int = min(often, _LONG_AGO * 4**seen // 16)
+        return self._since_plain >= due
 
     # -- tokens, and both together -----------------------------------------------------------------
 

@@ -194,7 +194,9 @@ class LookupDrafter:
         fresh = [item for item in plan.slices if self._looked(item) is None]
         if fresh:
             self.take_in(fresh)
-        return [self._tree(item) for item in plan.slices]
+        trees = [self._tree(item) for item in plan.slices]
+        self._found = {}
+        return trees
 
     def _looked(self, item: Slice) -> Offer | None:
         """What has been found for this very step."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.control.controller import NO_DRAFT, PLAIN, Choice, Controller
+from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
 from paceline.core import penalties
 from paceline.core.batch import (
     Batch,
@@ -70,7 +70,6 @@ class Engine:
         self.steps = 0
         self.ready: list[Commit] = []  # made, but not yet returned by a step
         self._empty = TokenTree.empty(target.device)
-        self._choices: dict[int, Choice] = {}  # of the step under way
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
@@ -120,14 +119,11 @@ class Engine:
         most = self.drafter.max_nodes(length)
         return max(most, length) if most else 0
 
-    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Choice]:
-        """What the controller has drafted."""
-        found: Sequence[Choice | int] = [PLAIN] * len(seqs)
+    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
+        """The drafts that the controller chooses."""
         if any(seq.drafts for seq in seqs):
-            found = self.controller.lengths(seqs)
-        choices = [c if isinstance(c, Choice) else Choice(c) for c in found]
-        self._choices = {seq.seq_id: c for seq, c in zip(seqs, choices, strict=True)}
-        return choices
+            return self.controller.lengths(seqs)
+        return [PLAIN] * len(seqs)
 
     def account(self, commits: Sequence[Commit], start: float) -> None:
         """What a step that began at ``start`` yielded, for statistics and the controller."""
@@ -139,7 +135,7 @@ class Engine:
             seq.seconds += now - start
             if commit.tokens:
                 seq.arrivals.append((now, len(commit.tokens)))
-                choice = self._choices.get(seq.seq_id, PLAIN)
+                choice = self.scheduler.requested.get(seq.seq_id, PLAIN)
                 seq.counts.record(
                     *(commit.drafted, commit.levels, len(commit.path), commit.reached),
                     str(choice.drafter or self.drafter.name),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from paceline.control.controller import PLAIN, Choice
+from paceline.control.controller import PLAIN, Decision
 from paceline.core.batch import Commit, Plan
 from paceline.core.sequence import SequenceState
 from paceline.errors import EngineLostError, PacelineError
@@ -92,7 +92,7 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
 
 
 def _planner(
-    engine: Engine, choices: Callable[[Sequence[SequenceState]], Sequence[Choice]]
+    engine: Engine, choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
 ) -> Planner:
     """The whole batch, with these drafts."""
     return partial(engine.scheduler.plan, choices, engine.max_nodes)
@@ -159,7 +159,7 @@ def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure
         seq.drafts = True
 
 
-def _nothing(seqs: Sequence[SequenceState]) -> list[Choice]:
+def _nothing(seqs: Sequence[SequenceState]) -> list[Decision | int]:
     """A step without drafts."""
     return [PLAIN] * len(seqs)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.control.controller import Choice
+from paceline.control.controller import Decision
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceState
 from paceline.errors import CacheMemoryError
@@ -34,6 +34,7 @@ class Scheduler:
         self.cache = cache
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self.requested: dict[int, Decision] = {}  # for the step under way
         self.preemptions = 0
         self.preempted: list[int] = []  # whom drafter and controller are yet to forget
 
@@ -75,7 +76,7 @@ class Scheduler:
 
     def plan(
         self,
-        choices: Callable[[Sequence[SequenceState]], Sequence[Choice]],
+        choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]],
         max_nodes: Callable[[int], int],
     ) -> Plan:
         """The next step; ``choices`` gives the draft that is requested for each sequence,
@@ -85,7 +86,8 @@ class Scheduler:
                 self._preempt(seq)  # it is read again with the rotations of a long sequence
         self._admit()
         ids = [seq.seq_id for seq in self.running]
-        requested = dict(zip(ids, choices(self.running), strict=True))
+        found = (c if isinstance(c, Decision) else Decision(c) for c in choices(self.running))
+        self.requested = dict(zip(ids, found, strict=True))
         scheduled_parts: list[tuple[SequenceState, int]] = []
         budget, rows = self.config.max_step_tokens, self.config.max_scored_rows
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
@@ -102,9 +104,11 @@ class Scheduler:
                 Slice(
                     seq.view(),
                     scheduled,
-                    self._draft_length(seq, scheduled, requested[seq.seq_id].length, max_nodes),
+                    self._draft_length(
+                        seq, scheduled, self.requested[seq.seq_id].length, max_nodes
+                    ),
                     seq.drafts,
-                    requested[seq.seq_id].drafter,
+                    self.requested[seq.seq_id].drafter,
                 )
                 for seq, scheduled in scheduled_parts
             )
