@@ -220,7 +220,8 @@ class LookupDrafter:
         pass  # a look-up: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
-        pass
+        """Override together with ``super().forget(seq_id)``."""
+        self._found.pop(seq_id, None)
 
 
 class NoDrafter(LookupDrafter):

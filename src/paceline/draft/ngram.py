@@ -147,6 +147,7 @@ class NGramDrafter(LookupDrafter):
         return self._matched.get(seq_id, 0)
 
     def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
         self._indices.pop(seq_id, None)
         self._matched.pop(seq_id, None)
 

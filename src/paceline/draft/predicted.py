@@ -72,5 +72,6 @@ class Predictions(LookupDrafter):
         return self._matched.get(seq_id, 0)
 
     def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
         self._trees.pop(seq_id, None)
         self._matched.pop(seq_id, None)

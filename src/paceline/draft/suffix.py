@@ -231,6 +231,7 @@ class SuffixDrafter(LookupDrafter):
                     tree.drop_oldest()
 
     def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
         self._locals.pop(seq_id, None)
 
     # -- the global tree on disk ---------------------------------------------------------------
