@@ -10,7 +10,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Offer
+from paceline.draft.base import Drafter, LookupDrafter, Offer
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
@@ -158,6 +158,22 @@ def test_what_was_found_is_cut_to_the_length_that_was_chosen() -> None:
     assert offer is not None and len(offer.tokens) == 8
     (tree,) = lookup.propose(Plan((part(0, length=3),)))
     assert tree.tokens.tolist() == [4, 5, 6]
+
+
+def test_what_was_cut_has_no_more_nodes_than_there_is_room_for() -> None:
+    class Wide(LookupDrafter):
+        name = "wide"
+
+        def max_nodes(self, length: int) -> int:
+            return length + 1
+
+        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+            return [5, 6, 7, 8], [-1, -1, -1, 0]
+
+    wide = Wide()
+    wide.look([part(0, length=3)])
+    (tree,) = wide.propose(Plan((part(0, length=1),)))
+    assert len(tree) == wide.max_nodes(1)
 
 
 def test_a_tree_is_cut_by_its_levels() -> None:

@@ -208,6 +208,9 @@ class LookupDrafter:
             return self._empty
         offer = self._looked(item)
         tokens, parents = self.guess(item) if offer is None else offer.cut(item.draft_length)
+        # A wide tree that is cut may have more nodes than one of so few levels has room for.
+        most = self.max_nodes(item.draft_length)
+        tokens, parents = tokens[:most], parents[:most]
         if not tokens:
             return self._empty
         known = tuple(tokens)
