@@ -78,6 +78,8 @@ def race(
             for lane in lanes:
                 lane.work(_TURN)
             live.update(_drawn(*lanes), refresh=True)
+    if not console.is_terminal:  # there it ends the last line itself
+        console.line()
     return lanes
 
 
