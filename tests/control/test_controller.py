@@ -175,7 +175,7 @@ def test_a_hopeless_sequence_among_good_ones_is_found_out(good: float) -> None:
 
 
 def test_a_prior_holds_for_the_levels_beyond_it() -> None:
-    assert AcceptanceEstimate((0.5, 0.8), 4).rates() == [0.5, 0.8, 0.8, 0.8]
+    assert AcceptanceEstimate((0.5, 0.8), 4).rates() == pytest.approx([0.5, 0.8, 0.8, 0.8])
     estimate = AcceptanceEstimate((0.5, 0.8), 4)
     for _ in range(50):
         estimate.record(1, 0)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.control.correction import Correction, cell_of
+from paceline.control.correction import Correction, PassPrice, cell_of
 
 PLAIN, DRAFTS = 0, 3
 
@@ -65,3 +65,14 @@ def test_a_new_group_is_thought_like_the_nearest() -> None:
 def test_cells() -> None:
     assert [cell_of(n, True) for n in (0, 0.2, 1, 2, 3, 4, 7, 8)] == [0, 1, 1, 2, 2, 3, 3, 4]
     assert cell_of(0, even=False) == 0 and cell_of(2, even=False) > cell_of(1000, even=True)
+
+
+def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:
+    """Told apart once drafts have had several lengths; one hiccup in between moves little."""
+    price = PassPrice()
+    for step in range(60):
+        count = 2 + 3 * (step % 4)
+        price.observe(0.1 * count, 0.1, (0.2 + 0.13 * count) * (20 if step == 30 else 1))
+    assert price.overhead == pytest.approx(2.0, abs=0.6)
+    assert price.factor == pytest.approx(1.3, abs=0.1)
+    assert price.seconds(1.6, 0.1) == pytest.approx(0.2 + 0.13 * 16, rel=0.08)

@@ -82,7 +82,7 @@ def test_members_in_vain_lock_nobody_out() -> None:
         for number in range(3):
             machine.decode(96, number)
         suffix.chance, suffix.match = always(1.0), 32
-        speeds.append(machine.decode(96, 9) / PLAIN)
+        speeds.append(machine.decode(480, 9) / PLAIN)
     assert min(speeds) > 0.9 * max(speeds) and min(speeds) > 5
 
 
@@ -112,3 +112,22 @@ def test_rows_are_all_that_a_useless_look_up_costs() -> None:
     machine = Machine(Guesser("look-up", always(0.0)))
     machine.decode(1000)
     assert machine.tokens / machine.seconds > 0.97 * PLAIN and TOKEN > 0
+
+
+def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
+    """Three levels in the mean, always right: the deepest draft is asked for, whatever it would
+    cost if it went on."""
+    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), ends_early=True)
+    control = AdaptiveController(CostModel(costs(), {"model": costs_of}))
+    request, asked = seq(), []
+    for step in range(80):
+        (choice,) = control.lengths([request])
+        levels = min(choice.length, 1 + 2 * (step % 3))
+        path = tuple(range(levels))
+        commit = Commit(0, (1,) * (levels + 1), path, levels, levels, levels, scheduled=1)
+        rest = STEP + REST + TOKEN * levels
+        control.observe([commit], rest + 0.3 * levels, 0.3 * levels)
+        asked.append(choice.length)
+    assert min(asked[40:]) >= 5
+    with_all = control.drafts(request, "model", 1)[-1]
+    assert with_all.seconds < STEP + REST + 8 * TOKEN + 0.3 * 6

@@ -98,7 +98,7 @@ def test_what_is_known_of_a_drafter_survives_requests() -> None:
     machine = Batches(Truth(), steady(0.85), 1, seed=0)
     machine.wave(64)
     later = [machine.wave(64).ratio for _ in range(4)]
-    assert min(later) > 1.8 and statistics.mean(later) > 1.95
+    assert min(later) > 1.6 and statistics.mean(later) > 1.9
 
 
 def test_short_answers_gain_from_the_first_one_on() -> None:

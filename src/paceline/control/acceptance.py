@@ -25,6 +25,8 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
+_ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
+GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has one level more
 _KNOWN = 1e9  # drafts after which nothing is to be learnt any more
 
 
@@ -102,7 +104,8 @@ class AcceptanceEstimate:
             for prior, tried, won in zip(self._prior, self._reached, self._accepted, strict=True):
                 # A level that few drafts reach is like the last one, as far as that is known.
                 rate = min(prior * before, 0.5 + 0.5 * prior)
-                rates.append((self._weight * rate + won) / (self._weight + tried))
+                weight = self._weight * (_ALIKE if rates else 1.0)
+                rates.append((weight * rate + won) / (weight + tried))
                 before = rates[-1] / prior if prior else 1.0
             self._rates = rates
         return self._rates

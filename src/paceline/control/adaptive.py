@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 
-from paceline.control.acceptance import expected_tokens, kind_of, levels_tried
+from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose
 from paceline.control.controller import (
     MEASURING,
@@ -225,7 +225,11 @@ class AdaptiveController(Controller):
             read.setdefault(name, joined if costs.follows else 0)
             unread = self._unread(seq.seq_id, name, len(seq.tokens))
             first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
-        return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths)
+        reached = None
+        if costs.ends_early:
+            more = self.cost.acceptance.everyone(name, GOES_ON).rates()
+            reached = [levels - 1 for levels in expected_tokens(more[: costs.longest])]
+        return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths, reached)
 
     def _unread(self, seq_id: int, name: Hashable, tokens: int) -> int:
         """Of so many tokens, those that a drafter has to read first, but for the newest."""
@@ -312,10 +316,13 @@ class AdaptiveController(Controller):
         self.budget.earn(seconds, plain)
         if given or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
-        passes = {
-            name: cost.passes(name, [d.length for d in made.values() if d.name == name])
-            for name in dict.fromkeys(draft.name for draft in made.values())
-        }
+        lengths: dict[Hashable, list[int]] = {}
+        for commit in commits:
+            if (draft := made.get(commit.seq_id)) is not None:
+                ended = cost.drafters[draft.name].ends_early
+                length = min(draft.length, commit.levels) if ended else draft.length
+                lengths.setdefault(draft.name, []).append(length)
+        passes = {name: cost.passes(name, own) for name, own in lengths.items()}
         sizes = [commit.drafted for commit in commits]
         nodes, even = sum(sizes), len(set(sizes)) == 1
         rest, took = cost.foresee(batch, nodes / batch, even, passes)
@@ -333,7 +340,11 @@ class AdaptiveController(Controller):
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         name, costs = draft.name, self.cost.drafters[draft.name]
         length = min(draft.length, costs.longest)
-        self.cost.record_fill(name, commit.drafted, length)
+        if costs.ends_early:
+            more = self.cost.acceptance.everyone(name, GOES_ON)
+            more.record(min(commit.levels + 1, length), commit.levels)
+        else:
+            self.cost.record_fill(name, commit.drafted, length)
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
             self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))

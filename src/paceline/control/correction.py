@@ -130,3 +130,41 @@ class Correction:
             return 0.0  # perhaps a hiccup
         (young or [self._drift])[0].variance += surprise**2
         return surprise**2
+
+
+class PassPrice:
+    """What a draft's passes take: an overhead, and so many times what they took alone.
+
+    The first pass finds its weights out of the cache, the later ones in it, so a pass more costs
+    less than a pass. Both numbers are followed by a Kalman filter, in units of one pass.
+    """
+
+    _NOISE = 0.1  # of a draft's seconds, relative
+    _AGEING = (1e-3, 1e-5)
+    _FURTHEST = 2.0  # times the prediction, that one draft may differ
+
+    def __init__(self) -> None:
+        self.overhead, self.factor = 0.0, 1.0
+        self._p = [4.0, 0.0, 0.09]  # variances of both, and between them what they share
+        self.seen = 0
+
+    def seconds(self, alone: float, unit: float) -> float:
+        """Of passes that took so long ``alone``, of which one takes a ``unit``."""
+        return self.overhead * unit + self.factor * alone
+
+    def observe(self, alone: float, unit: float, seconds: float) -> None:
+        count, expected = alone / unit, self.seconds(alone, unit) / unit
+        a, shared, b = self._p
+        a, b = a + self._AGEING[0], b + self._AGEING[1]
+        first, second = a + shared * count, shared + b * count  # covariance with the seconds
+        total = first + second * count + (self._NOISE * expected) ** 2
+        least, most = expected / self._FURTHEST, expected * (self._FURTHEST if self.seen else 4.0)
+        off = min(max(seconds / unit, least), most) - expected
+        overhead = self.overhead + first / total * off
+        self.overhead = max(0.0, overhead)
+        # There is no overhead below none: the passes themselves take less.
+        factor = self.factor + second / total * off + min(0.0, overhead) / count
+        self.factor = min(max(factor, 0.2), 8.0)
+        self._p = [a - first * first / total, shared - first * second / total]
+        self._p.append(b - second * second / total)
+        self.seen += 1

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from paceline.control.acceptance import AcceptanceTracker, expected_tokens
-from paceline.control.correction import Correction, cell_of
+from paceline.control.correction import Correction, PassPrice, cell_of
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter
 
 _LONG_AGO = 64  # steps
-_PASSES = 0.05**2  # of passes of a draft: their times differ little by how many there are
 _FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # observations after which prices are looked up anew
 _ROWS = 4096  # tokens read, about which the time of one is averaged
@@ -59,7 +58,8 @@ class DrafterCosts:
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
     of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
-    ``follows``, it has seen the prompt. ``prior``: acceptance by level, before anything is seen.
+    ``follows``, it has seen the prompt. One that ``ends_early`` ends a draft by itself where it is
+    not sure. ``prior``: acceptance by level, before anything is seen.
     """
 
     nodes: tuple[float, ...]
@@ -67,6 +67,7 @@ class DrafterCosts:
     seconds: CostCurve
     reads: bool = False
     follows: bool = False
+    ends_early: bool = False
     prior: tuple[float, ...] = ()
 
     @classmethod
@@ -83,8 +84,9 @@ class DrafterCosts:
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
-        reads, follows = getattr(drafter, "reads", False), getattr(drafter, "follows", False)
-        return cls(nodes, passes, seconds, reads, follows, prior)
+        says = partial(getattr, drafter)
+        said = says("reads", False), says("follows", False), says("ends_early", False)
+        return cls(nodes, passes, seconds, *said, prior)
 
     @property
     def longest(self) -> int:
@@ -134,7 +136,7 @@ class CostModel:
         self.fill: dict[Hashable, float] = {}
         self._forward = lru_cache(4096)(lambda batch, nodes: target(batch, 1 + nodes))
         self._rest = Correction()
-        self._passes: dict[Hashable, Correction] = {}
+        self._passes: dict[tuple[Hashable, int], PassPrice] = {}  # by drafter and group
         self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         self._tables: dict[tuple[Hashable, int], list[float]] = {}
@@ -182,8 +184,14 @@ class CostModel:
         """Drafting of ``nodes`` each for ``batch`` sequences, by seconds of ``passes`` alone."""
         if not passes:
             return self._handling.get(name, 0.0) * batch if nodes else 0.0
-        own = self._passes.get(name)
-        return passes * own.factor(group_of(batch), cell_of(nodes, even)) if own else passes
+        own = self._price(name, batch)
+        return own.seconds(passes, self.drafters[name].seconds(batch)) if own else passes
+
+    def _price(self, name: Hashable, batch: int) -> PassPrice | None:
+        """That of the nearest concurrency."""
+        group = group_of(batch)
+        near = [(abs(g - group), g) for n, g in self._passes if n == name]
+        return self._passes[name, min(near)[1]] if near else None
 
     def foresee(
         self, batch: int, nodes: float, even: bool, passes: Mapping[Hashable, float]
@@ -201,8 +209,15 @@ class CostModel:
         each = sum(draft.nodes for draft in drafts) / batch
         even = len(drafts) == batch and len({draft.nodes for draft in drafts}) == 1
         even = even and (batch == 1 or all(self.fill[name] > _FULL for name in names))
-        passes = {n: self.passes(n, [d.length for d in drafts if d.name == n]) for n in names}
+        passes = {
+            n: self.passes(n, [self._levels(d) for d in drafts if d.name == n]) for n in names
+        }
         return sum(self.foresee(batch, each, even, passes))
+
+    def _levels(self, draft: DraftOption) -> int:
+        """Of a draft that ends early, as expected."""
+        early = self.drafters[draft.name].ends_early
+        return min(draft.length, max(1, round(draft.nodes))) if early else draft.length
 
     def table(self, name: Hashable, batch: int) -> list[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
@@ -250,13 +265,18 @@ class CostModel:
         first: float = 0.0,
         tokens: int = 1,
         lengths: Iterable[int] | None = None,
+        reached: Sequence[float] | None = None,
     ) -> list[DraftOption]:
         """Drafts of a sequence, of all lengths from 1 on by default.
 
         ``gains``: expected tokens by length. Reading that must come ``first`` takes so long, to be
-        written off over so many ``tokens``.
+        written off over so many ``tokens``. ``reached``: levels that drafts have, as expected, by
+        length, where they end early.
         """
-        table, nodes, fill = self.table(name, batch), self.drafters[name].nodes, self.fill[name]
+        table: Sequence[float] = self.table(name, batch)
+        nodes, fill = self.drafters[name].nodes, self.fill[name]
+        if reached is not None:
+            table, nodes = (tuple(_between(own, n) for n in reached) for own in (table, nodes))
         return [
             DraftOption(name, n, fill * nodes[n], gains[n], table[n] + reading, reading, first)
             for n in (range(1, len(table)) if lengths is None else lengths)
@@ -330,8 +350,19 @@ class CostModel:
             self._tables.clear()
         for name, alone in passes.items() if len(passes) == 1 else ():
             if alone:
-                own = self._passes.setdefault(name, Correction(_PASSES))
-                own.observe(group, cell, drafting / alone)
+                if (name, group) not in self._passes:
+                    near = self._price(name, batch)
+                    own = self._passes[name, group] = PassPrice()
+                    if near is not None:
+                        own.overhead, own.factor = near.overhead, near.factor
+                own = self._passes[name, group]
+                own.observe(alone, self.drafters[name].seconds(batch), drafting)
             else:
                 before = self._handling.get(name, 0.0)
                 self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    """Linear between whole places."""
+    low = min(int(place), len(values) - 2)
+    return values[low] + (place - low) * (values[low + 1] - values[low])

@@ -168,6 +168,11 @@ class SelfDrafter(LevelDrafter):
         return self.view.growth
 
     @property
+    def ends_early(self) -> bool:
+        """Chains end where fewer than ``stop_below`` of their paths are accepted."""
+        return self.growth is not None and self.stop_below > 0
+
+    @property
     def prefers_seeds(self) -> bool:
         """All drafts then grow in one call, which saves more than block verification gains."""
         return self.growth is not None
