@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.defaults import default_draft, default_model
+from paceline.defaults import DEFAULT_DRAFT, default_model
 from paceline.integrations.transformers import generate
 from paceline.model.names import resolve
 from prompts import BUILT_IN
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    drafts = options.draft or [default_draft(options.model) or "suffix", "suffix"]
+    drafts = options.draft or [DEFAULT_DRAFT, "suffix"]
     if options.assistant:
         drafts.append(f"model:{options.assistant}")
     dtype = getattr(torch, options.dtype)

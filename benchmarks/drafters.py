@@ -209,6 +209,7 @@ class Bench:
         dtype, quantize = FORMS[self.args.form]
         self.base = LLM(
             self.weights.target,
+            draft="none",
             dtype=dtype,
             device=self.args.device,
             quantize=quantize,

@@ -26,7 +26,6 @@ from paceline.model.loading import load_tokenizer
 from paceline.model.names import EMBEDDED
 from paceline.model.target import CausalModel
 
-AUTO = "hybrid:suffix+ngram+quantized:int4"  # what everybody has
 _NAMES = {"model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
 
 
@@ -78,7 +77,7 @@ def entries(weights: Weights) -> list[Entry]:
         spec = own.get(kind, _with(f"{kind}:", folder) if record.weights else kind)
         if kind != NoDraft.kind:
             found.append(Entry(_NAMES.get(kind, kind), spec))
-    return [*found, Entry("auto", AUTO)]
+    return found
 
 
 def weights_of(args: argparse.Namespace) -> Weights:

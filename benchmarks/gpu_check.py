@@ -102,8 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     how: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1}
     console = Console()
-    host = LLM(given.model, device="cpu", **how)
-    plain = LLM(given.model, device=given.device, **how)
+    host = LLM(given.model, "none", device="cpu", **how)
+    plain = LLM(given.model, "none", device=given.device, **how)
     device = plain.target.device
     wanted, wrong = texts(host), []
     for kind, spec in {"none": "none", **specs(given.model)}.items():

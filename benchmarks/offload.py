@@ -139,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         model = copy_of(given.model, Path(folder) / "model")
         kept = parse_bytes(given.memory)
-        plain = LLM(str(model), dtype="float32", offload="disk", weights_memory=kept)
+        plain = LLM(str(model), draft="none", dtype="float32", offload="disk", weights_memory=kept)
         files = weight_files(model)
         drafts = ["none", *(draft for draft in given.drafts.split(",") if draft != "none")]
         found = [decode(plain, d, files, given.tokens, given.length) for d in drafts]

@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     kinds = params_list()
     batches = [int(b) for b in args.batches.split(",")]
-    base = LLM(args.model, dtype=args.dtype, max_batch_size=max(batches), draft_length=0)
+    base = LLM(
+        args.model, draft="none", dtype=args.dtype, max_batch_size=max(batches), draft_length=0
+    )
     rows = []
     for draft in args.drafts.split(","):
         length: int | str = int(args.length) if args.length.isdigit() else args.length

@@ -82,7 +82,7 @@ class Machine:
     def __init__(self, pair: str) -> None:
         torch.manual_seed(0)
         target, draft = PAIRS[pair]
-        whole = LLM(target, prefix_sharing=False, max_batch_size=BATCH)
+        whole = LLM(target, draft="none", prefix_sharing=False, max_batch_size=BATCH)
         common: Any = {"prefix_sharing": False, "max_batch_size": BATCH}
         self.ids = whole.tokenizer.encode(24 * TEXT, add_special_tokens=False)
         self.engines = {0: whole.engine}

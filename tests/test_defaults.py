@@ -13,9 +13,10 @@ from paceline import defaults
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.cli.tune import TargetOptions
-from paceline.defaults import EMBEDDED, REAL, default_draft, default_drafts, default_model
+from paceline.defaults import EMBEDDED, REAL, default_drafts, default_model
 from paceline.model import names, store
 from paceline.server.config import ServeConfig
+from paceline.tools.tune import candidates
 from paceline.tools.tune.candidates import at_hand
 from pulled_model import plant
 from tiny_models import TinyPair
@@ -36,6 +37,7 @@ def real_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Tiny
 def heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation that ships what is trained for the real model."""
     monkeypatch.setattr(defaults, "has_assets", lambda name: True)
+    monkeypatch.setattr(candidates, "has_assets", lambda name: True)
 
 
 def test_the_suite_sees_nobodys_cache() -> None:
@@ -62,7 +64,7 @@ def test_the_toy_where_nothing_was_pulled(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1]
     assert "paceline/tiny, a toy, because paceline/smollm2 has not been pulled" in lines[0]
-    assert ModelOptions().resolved_draft == "paceline/tiny-draft"
+    assert ModelOptions().resolved_draft == "auto"
 
 
 def test_the_real_one_where_it_was(real_pulled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,29 +83,26 @@ def test_what_is_named_wins(
     assert capsys.readouterr().err == ""
 
 
-def test_drafts_without_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "has_assets", lambda name: "tiny" in name)
-    assert default_draft(REAL) == "hybrid:suffix+ngram"
-    assert default_drafts(REAL) == ("hybrid:suffix+ngram", "ngram")
-    assert default_draft("other") is None and default_drafts("other") == ()
-    assert not any("smollm2" in item.spec for item in at_hand(REAL, []))
-
-
-def test_drafts_with_them(heads: None) -> None:
-    assert default_draft(REAL) == "hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
-    assert default_drafts(REAL)[1:] == ("ngram", "eagle3:paceline/smollm2-eagle3")
-    assert ModelOptions(model=REAL).resolved_draft == default_draft(REAL)
-    assert ServeConfig(model=REAL).drafts == default_drafts(REAL)
+def test_what_a_server_loads(heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(model=REAL).drafts == (
+        "auto",
+        "ngram",
+        "eagle3:paceline/smollm2-eagle3",
+    )
     assert {"smollm2-draft", "smollm2-eagle3", "smollm2-medusa"} <= {
         item.spec.partition(",")[0].rpartition("/")[2] for item in at_hand(REAL, [])
     }
+    monkeypatch.setattr(defaults, "has_assets", lambda name: "tiny" in name)
+    assert default_drafts(REAL) == ("auto", "ngram")
+    assert default_drafts("other") == ("auto",)
+    assert ServeConfig(model="other", draft=("none",)).drafts == ("none",)
 
 
 def test_every_default_is_a_spec_that_can_be_read() -> None:
     from paceline.drafters import parse_draft
 
-    for spec in (spec for specs in defaults.DRAFTS.values() for spec in specs):
-        assert str(parse_draft(spec)) in (spec, f"model:{spec}")
+    for spec in (spec for model in names.MADE_FOR for spec in default_drafts(model)):
+        assert str(parse_draft(spec)) == spec
 
 
 def test_a_shipped_head_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ LAYERS = (
     {"draft", "verify"},
     {"control"},
     {"engine", "train", "export", "pull"},
-    {"defaults"},
+    {"defaults", "draft/auto"},
     {"request"},
     {"async_llm", "llm", "build", "drafters", "difference", "tuned"},
     {"integrations"},

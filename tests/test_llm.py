@@ -117,7 +117,7 @@ def test_max_tokens_and_context_end_with_length(llm: LLM) -> None:
 
 
 def test_logprobs_do_not_depend_on_speculation(llm: LLM, random_pair: tuple[str, str]) -> None:
-    plain = LLM(random_pair[0], dtype="float32")
+    plain = LLM(random_pair[0], draft="none", dtype="float32")
     params = SamplingParams(
         max_tokens=16, temperature=0.8, seed=2, logprobs=3, frequency_penalty=0.5, ignore_eos=True
     )
@@ -195,7 +195,7 @@ def test_a_stream_that_is_dropped_half_read_is_released(
 
 
 def test_a_closed_llm_says_so(random_pair: tuple[str, str]) -> None:
-    closed = LLM(random_pair[0], dtype="float32")
+    closed = LLM(random_pair[0], draft="none", dtype="float32")
     reading = closed.stream(PROMPT, FREE)
     next(reading)
     closed.close()
@@ -225,7 +225,7 @@ def test_two_streams_in_turn(llm: LLM) -> None:
 
 def test_prefix_sharing_can_be_switched_off(random_pair: tuple[str, str]) -> None:
     for shared in (True, False):
-        engine = LLM(random_pair[0], dtype="float32", prefix_sharing=shared)
+        engine = LLM(random_pair[0], draft="none", dtype="float32", prefix_sharing=shared)
         texts = [engine.generate([[7] * 40], FREE)[0].token_ids for _ in range(2)]
         assert texts[0] == texts[1]
         assert engine.engine.cache.admit(-5, [7] * 40) == (32 if shared else 0)
@@ -321,7 +321,7 @@ def small_cache(random_pair: tuple[str, str], draft: str | None = None) -> LLM:
 def test_the_cache_limits_a_sequence_as_the_context_does(random_pair: tuple[str, str]) -> None:
     """What the cache cannot hold ends with "length", with a draft too, to the last token."""
     endless = SamplingParams(max_tokens=1000, ignore_eos=True)
-    whole = LLM(random_pair[0], dtype="float32")
+    whole = LLM(random_pair[0], draft="none", dtype="float32")
     assert whole.max_model_len == whole.target.max_positions == 160
     expected = whole.generate([[7] * 20], endless)[0].token_ids
     for draft in (None, random_pair[1]):
@@ -355,7 +355,7 @@ def test_another_vocabulary_is_translated(random_pair: tuple[str, str], tmp_path
         foreign.mkdir(exist_ok=True)
         (foreign / name).write_bytes((Path(random_pair[1]) / name).read_bytes())
     other.save_pretrained(foreign)
-    expected = LLM(random_pair[0], dtype="float32").generate(PROMPT, FREE)[0]
+    expected = LLM(random_pair[0], draft="none", dtype="float32").generate(PROMPT, FREE)[0]
     llm = LLM(random_pair[0], str(foreign), dtype="float32", draft_length=2)
     assert llm.generate(PROMPT, FREE)[0].token_ids == expected.token_ids
     assert llm.draft_vocabulary is not None
@@ -371,7 +371,7 @@ def test_a_padded_vocabulary_is_fine(random_pair: tuple[str, str], tmp_path: Pat
     model.resize_token_embeddings(model.config.vocab_size + 30)
     model.save_pretrained(padded)
     AutoTokenizer.from_pretrained(random_pair[1]).save_pretrained(padded)
-    plain = LLM(random_pair[0], dtype="float32")
+    plain = LLM(random_pair[0], draft="none", dtype="float32")
     for target, draft in ((random_pair[0], str(padded)), (str(padded), random_pair[1])):
         llm = LLM(target, draft, dtype="float32", draft_length=3)
         for params in (FREE, SamplingParams(max_tokens=20, temperature=1.0)):

@@ -283,7 +283,7 @@ def test_an_interrupt_ends_the_call_that_it_hits(llm: LLM, monkeypatch: pytest.M
 
 def test_two_engines_in_two_threads(llm: LLM) -> None:
     """With grammars and penalties, whose state the process holds by request."""
-    other = LLM("paceline/tiny", dtype="float32", max_batch_size=4)
+    other = LLM("paceline/tiny", draft="none", dtype="float32", max_batch_size=4)
     alone = [answers(llm.generate(*asked(number))) for number in range(16)]
 
     def work(number: int) -> Any:
@@ -355,7 +355,9 @@ def test_the_event_loop_goes_on(llm: LLM) -> None:
 
 def test_a_context_of_its_own() -> None:
     async def main() -> None:
-        async with AsyncLLM("paceline/tiny", dtype="float32", max_batch_size=2) as own:
+        async with AsyncLLM(
+            "paceline/tiny", draft="none", dtype="float32", max_batch_size=2
+        ) as own:
             (one,) = await own.chat(
                 [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=4)
             )

@@ -98,7 +98,7 @@ def kind(
 ) -> Iterator[Kind]:
     root = tmp_path_factory.mktemp(request.param)
     write_model(root / "target", made(request.param), padding=PADDING.get(request.param, 0))
-    llm = LLM(str(root / "target"), dtype="float32", draft_length=0)
+    llm = LLM(str(root / "target"), draft="none", dtype="float32", draft_length=0)
     yield Kind(request.param, llm, root)
     llm.close()
 

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import Draw, TokenTree
+from paceline.draft.auto import Auto
 from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
@@ -56,8 +57,10 @@ RECORDS: tuple[type[DraftSpec], ...] = (
     Eagle2,
     Eagle3,
     Hybrid,
+    Auto,
 )
 __all__ = [
+    "Auto",
     "Commit",
     "DraftContext",
     "DraftModel",
@@ -159,7 +162,8 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
     if isinstance(draft, DraftSpec):
-        return replace(draft.prepare(loading), names=(draft.kind,))
+        made = draft.prepare(loading)
+        return replace(made, names=(draft.kind,), drafts=made.drafts or (str(draft),))
     missing = [n for n in dir(Drafter) if not n.startswith("_") and not hasattr(draft, n)]
     if missing:
         raise ConfigError(
@@ -167,7 +171,7 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
             "see docs/drafters/your_own.md"
         )
     own = draft
-    return Prepared(lambda context: own, names=(own.name,))
+    return Prepared(lambda context: own, names=(own.name,), drafts=(own.name,))
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
@@ -193,4 +197,6 @@ def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading
 
     total = sum(part.cache_bytes for part in parts.values())
     kept = sum(part.feature_bytes for part in parts.values())
-    return Prepared(build, total, tuple(parts), kept)
+    drafts = tuple(part.drafts[0] for part in parts.values())
+    notes = tuple(note for part in parts.values() for note in part.notes)
+    return Prepared(build, total, tuple(parts), kept, drafts, notes)

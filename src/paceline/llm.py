@@ -14,6 +14,7 @@ from paceline.control.controller import Controller
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
+from paceline.defaults import DEFAULT_DRAFT
 from paceline.draft.base import vocabulary_of
 from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.model.backends.base import Ranks
@@ -51,7 +52,9 @@ class LLM:
     """A target model, perhaps a drafter, and the engine that decodes with them.
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
-    ``transformers`` causal LM. ``draft``: None (plain decoding), a draft model's name or folder,
+    ``transformers`` causal LM. ``draft``: "auto" (look-ups, what was trained for the model and is
+    on this machine, its own 4-bit form: all that can pay, see ``drafts`` and ``notes``), None or
+    "none" (plain decoding), a draft model's name or folder,
     ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
     ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
     which then belongs to this LLM. Of a list of them every request may choose one by its name in
@@ -77,9 +80,9 @@ class LLM:
 
     ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
     and, with that draft, its length and, on the machine that it was made on, its costs, which are
-    then not measured at start-up. What is given here wins; a draft of your own adapts its length,
-    and ``draft="none"`` decodes plainly. Without a profile, None is 8 sequences, rule "auto", no
-    draft, length "auto". ``notes`` says what did not fit.
+    then not measured at start-up. What is given here wins, but for the draft "auto", for which the
+    profile's stands; a draft of your own adapts its length. Without a profile, None is 8 sequences,
+    rule "auto", length "auto". ``notes`` says what did not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message.
@@ -91,7 +94,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        draft: DraftLike | Sequence[DraftLike] | None = None,
+        draft: DraftLike | Sequence[DraftLike] | None = DEFAULT_DRAFT,
         *,
         dtype: str = "auto",
         device: str = "auto",
@@ -124,7 +127,8 @@ class LLM:
     ) -> None:
         given = told(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
-        follows = tuned is not None and draft in (None, tuned.draft.spec)
+        unnamed = DEFAULT_DRAFT, (DEFAULT_DRAFT,)
+        follows = tuned is not None and draft in (*unnamed, tuned.draft.spec)
         settings = tuned.settings(follows, lossy) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
         with stage(f"loading {model}"):
@@ -192,7 +196,8 @@ class LLM:
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
-        self.drafters = prepared.names
+        self.drafters, self.drafts = prepared.names, prepared.drafts
+        self.notes += prepared.notes
         with stage("making the cache and measuring what steps cost"):
             engine = build_engine(target, prepared, options, self._generator)
         ranks = self._ranks

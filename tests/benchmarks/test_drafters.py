@@ -181,7 +181,7 @@ def test_ctrl_c_keeps_the_cells_that_ended(
 def test_later_prompts_are_others_and_the_same_come_again(pair: tuple[str, str]) -> None:
     args = drafters.parse(line(pair[0], "--later", "3", "--prompts", "3", "--batches", "2"))
     bench = drafters.Bench(args, Path("nowhere"))
-    bench.base = LLM(pair[0], dtype="float32")
+    bench.base = LLM(pair[0], draft="none", dtype="float32")
     passes = bench.prompts(drafters.Cell(2, "greedy"))
     first, later, again = (passes[name] for name in ("first", "later", "again"))
     assert len(first) == len(later) == 4 and again == first[:2]
@@ -194,7 +194,7 @@ def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
     """What an LLM learns must not reach the next one by way of the shared weights or a module."""
     args = drafters.parse(line(pair[0], "--drafters", "suffix,recycling", "--fixed", "4"))
     bench = drafters.Bench(args, Path("nowhere"))
-    bench.base, bench.ends = LLM(pair[0], dtype="float32"), frozenset()
+    bench.base, bench.ends = LLM(pair[0], draft="none", dtype="float32"), frozenset()
     cell = drafters.Cell(2, "greedy")
     prompts = [prompt.ids for prompt in bench.prompts(cell)["first"][:2]]
     params = [cell.params(n, 12) for n in range(2)]
@@ -210,7 +210,7 @@ def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
 
 def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> None:
     cell = drafters.Cell(2, "seeded")
-    llm = LLM(pair[0], dtype="float32")
+    llm = LLM(pair[0], draft="none", dtype="float32")
     both = [
         Contestant("plain", llm),
         Contestant("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
@@ -221,7 +221,7 @@ def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> 
 
 
 def test_answers_end_where_the_contestant_says(pair: tuple[str, str]) -> None:
-    llm = LLM(pair[0], dtype="float32", prefix_sharing=False)
+    llm = LLM(pair[0], draft="none", dtype="float32", prefix_sharing=False)
     prompts, params = [[3, 4, 5], [6, 7]], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
     (whole,) = together([Contestant("a", llm)], prompts, params)
     stop = whole.texts[0][5]

@@ -82,13 +82,16 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert all(name in text for name in figures)
 
 
+HEADS = ("eagle3:paceline/tiny-eagle3", "model:paceline/tiny-draft")
+
+
 def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(self: Starter, method: Method, clients: int) -> Contestant:
         return Fake(method.name, drafted=2, accepted=1)
 
     monkeypatch.setattr(Starter, "open", busy)
     for arguments, expected in (
-        ([], ["plain", "draft", "ngram", "eagle3:paceline/tiny-eagle3"]),
+        ([], ["plain", "draft", "ngram", *HEADS]),
         (["--draft", "suffix"], ["plain", "draft", "ngram"]),
         (["--draft", "none"], ["plain", "ngram"]),
     ):

@@ -31,11 +31,12 @@ def broken(tmp_path: Path) -> str:
 
 
 def test_the_embedded_pair() -> None:
-    result = run()
+    result = run("--draft", "paceline/tiny-draft")
     assert result.exit_code == 0, result.output
     for words in ("0 errors,", "In order", "all 110 tensors", "4,096 ids mean the same"):
         assert words in result.stdout
-    record = json.loads(run("--json").stdout)
+    record = json.loads(run("--json").stdout)  # with the default draft
+    assert "draft-auto" in {item["code"] for item in record["findings"]}
     warned = {item["about"] for item in record["findings"] if item["severity"] == "warning"}
     assert warned <= {"machine"}  # processors differ
 

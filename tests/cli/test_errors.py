@@ -20,6 +20,8 @@ from tiny_models import TinyPair
 
 COMMAND = [sys.executable, "-m", "paceline.cli.main"]
 
+PLAIN = ("--draft", "none")
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
@@ -70,7 +72,7 @@ def test_unknown_draft(tiny_pair: TinyPair) -> None:
 
 
 def test_prompt_too_long(tiny_pair: TinyPair) -> None:
-    result = run("generate", "long " * 300, "--model", tiny_pair.target)
+    result = run("generate", "long " * 300, "--model", tiny_pair.target, *PLAIN)
     assert_one_line(result, "tokens", "shorten the prompt")
 
 
@@ -81,7 +83,7 @@ def test_cache_too_small(tiny_pair: TinyPair, command: str) -> None:
 
 
 def test_empty_prompt(tiny_pair: TinyPair) -> None:
-    assert_one_line(run("generate", "", "--model", tiny_pair.target), "prompt is empty")
+    assert_one_line(run("generate", "", "--model", tiny_pair.target, *PLAIN), "prompt is empty")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_sampling_parameters_out_of_range(flags: list[str], words: list[str]) ->
     """),
 )
 def test_engine_options_out_of_range(tiny_pair: TinyPair, flags: list[str], word: str) -> None:
-    assert_one_line(run("generate", "hi", "--model", tiny_pair.target, *flags), word)
+    assert_one_line(run("generate", "hi", "--model", tiny_pair.target, *PLAIN, *flags), word)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +208,7 @@ def test_interrupt_while_the_program_starts(
 def test_ctrl_c_during_generation(tiny_pair: TinyPair) -> None:
     """SIGINT when the first of many completions has been printed."""
     arguments = ["generate", "hello", "--model", tiny_pair.target, "--ignore-eos", "--n", "400"]
+    arguments += PLAIN
     with subprocess.Popen(
         [
             *COMMAND,

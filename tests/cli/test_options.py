@@ -95,10 +95,10 @@ def test_grammars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "draft"),
     [
-        (ModelOptions(), "paceline/tiny-draft"),
+        (ModelOptions(), "auto"),
         (ModelOptions(draft="none"), None),
         (ModelOptions(draft="ngram"), "ngram"),
-        (ModelOptions(model="other"), None),
+        (ModelOptions(model="other"), "auto"),
         (ModelOptions(model="other", draft="small"), "small"),
     ],
 )

@@ -173,7 +173,7 @@ def test_warnings(tmp_path: Path) -> None:
 
 def test_a_tuned_profile(tmp_path: Path) -> None:
     """It gives the drafter, its length and the batch size; what is said by hand wins."""
-    target = LLM(MODEL, dtype="float32").target
+    target = LLM(MODEL, draft="none", dtype="float32").target
     path = tmp_path / "tuned.toml"
     TunedProfile(
         version=tuned.VERSION,

@@ -30,7 +30,7 @@ PROMPTS = ["The city is called", "Once upon a time"]
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM("paceline/tiny", dtype="float32", draft_length=4)
+    return LLM("paceline/tiny", draft="none", dtype="float32", draft_length=4)
 
 
 @pytest.fixture(scope="module", params=SPECS)

@@ -15,7 +15,7 @@ DRAFTS = ("paceline/tiny-draft", "ngram", "hybrid:suffix+ngram", EAGLE3)
 
 @pytest.fixture(scope="module")
 def target() -> LLM:
-    return LLM("paceline/tiny", dtype="float32")
+    return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
 @pytest.mark.parametrize("draft", [*DRAFTS, ["paceline/tiny-draft", "ngram"]])

@@ -37,7 +37,9 @@ FIRST = [record.examples[0] for record in DRAFTERS.values()]
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM(TARGET, dtype="float32", max_batch_size=200, kv_cache_memory=CACHE, seed=3)
+    return LLM(
+        TARGET, draft="none", dtype="float32", max_batch_size=200, kv_cache_memory=CACHE, seed=3
+    )
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -163,7 +163,7 @@ def test_a_draft_on_another_device(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
-    llm = LLM("paceline/tiny", device="cuda:0", **HOW)
+    llm = LLM("paceline/tiny", "none", device="cuda:0", **HOW)
     steps = counted(llm, devices)
     texts(llm, GREEDY)
     texts(llm, UNSEEDED)

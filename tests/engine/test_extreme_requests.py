@@ -68,7 +68,7 @@ def extreme(chance: random.Random, vocab: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM("paceline/tiny", dtype="float32", max_batch_size=1)
+    return LLM("paceline/tiny", draft="none", dtype="float32", max_batch_size=1)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -29,7 +29,7 @@ PLAIN = (int, float, str, bool, bytes, type(None), Enum, torch.Tensor)
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLM]:
-    llm = LLM("paceline/tiny", dtype="float32")
+    llm = LLM("paceline/tiny", draft="none", dtype="float32")
     yield llm
     llm.close()
 

@@ -27,7 +27,7 @@ HYBRID = "hybrid:suffix+model:{draft}".format(**WEIGHTS)
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM("paceline/tiny", dtype="float32", prefix_sharing=False)
+    return LLM("paceline/tiny", draft="none", dtype="float32", prefix_sharing=False)
 
 
 def tight(plain: LLM, spec: str | list[str], length: int | str = 4) -> LLM:

@@ -27,7 +27,7 @@ DRAFTS = {"chain": "{draft}", "tree": "tree:{draft},nodes=6,width=3", "none": No
 
 @pytest.fixture(scope="module")
 def plain(random_pair: tuple[str, str]) -> LLM:
-    return LLM(random_pair[0], dtype="float32", max_batch_size=1)
+    return LLM(random_pair[0], draft="none", dtype="float32", max_batch_size=1)
 
 
 @pytest.fixture(scope="module")

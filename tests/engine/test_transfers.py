@@ -40,7 +40,7 @@ ROOT = Path(paceline.__file__).parent
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLM]:
-    llm = LLM("paceline/tiny", dtype="float32", backend="reference")
+    llm = LLM("paceline/tiny", draft="none", dtype="float32", backend="reference")
     yield llm
     llm.close()
 

@@ -71,7 +71,7 @@ def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> 
 def test_quantisations(quantisation: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation=quantisation)
-    (ours,) = LLM(str(path), dtype="float32", quantize="none").generate(
+    (ours,) = LLM(str(path), draft="none", dtype="float32", quantize="none").generate(
         [PROMPT], SamplingParams(max_tokens=12, ignore_eos=True)
     )
     assert ours.token_ids == theirs(path, 12)
@@ -80,7 +80,7 @@ def test_quantisations(quantisation: str, tmp_path: Path) -> None:
 
 def test_what_is_in_the_file_is_taken(llama: Path) -> None:
     """Tokenizer, chat template, end tokens (of a text and of a turn) and context."""
-    llm = LLM(str(llama), dtype="float32")
+    llm = LLM(str(llama), draft="none", dtype="float32")
     assert llm.context_budget.positions == CONTEXT
     assert llm.end_tokens == {2, 3}
     ids = llm.render_chat([{"role": "user", "content": "the in"}])
@@ -98,12 +98,12 @@ def test_a_folder_with_one(llama: Path, tmp_path: Path) -> None:
     target, draft = str(llama), f"model:{tmp_path}"
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     (fast,) = LLM(target, draft=draft, dtype="float32", draft_length=3).generate([PROMPT], params)
-    (plain,) = LLM(str(tmp_path), dtype="float32").generate([PROMPT], params)
+    (plain,) = LLM(str(tmp_path), draft="none", dtype="float32").generate([PROMPT], params)
     assert fast.token_ids == plain.token_ids
     assert fast.stats.acceptance_rate == 1.0  # the draft is the target
     shutil.copy(llama, tmp_path / "other.gguf")
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files; name one"):
-        LLM(str(tmp_path))
+        LLM(str(tmp_path), draft="none")
 
 
 def test_numbers_by_default(llama: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_how_text_is_split(pre: str, tokens: list[str] | None, tmp_path: Path) -
 def refused(path: Path | str) -> str:
     """The one line that every way to load it gives."""
     with pytest.raises((ModelLoadError, UnsupportedModelError)) as caught:
-        LLM(str(path))
+        LLM(str(path), draft="none")
     (line,) = str(caught.value).splitlines()
     return line
 

@@ -88,7 +88,7 @@ def test_what_the_file_says_is_the_model(case: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         assert torch.allclose(read(ids).logits, module(ids).logits, atol=2e-4), case
         wanted = module.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
-    llm = LLM(str(path), dtype="float32")
+    llm = LLM(str(path), draft="none", dtype="float32")
     (ours,) = llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
     assert ours.token_ids == wanted[0][len(PROMPT) :].tolist()
 
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 def refusal(path: Path) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
-        LLM(str(path))
+        LLM(str(path), draft="none")
     (line,) = str(caught.value).splitlines()
     assert "take the model's own folder" in line
     return line
@@ -259,4 +259,4 @@ def test_parts_of_models_are_named(tmp_path: Path) -> None:
 
     write_gguf(path, change=projector)
     with pytest.raises(ModelLoadError, match=r"holds no model but a part of one \(mmproj\)"):
-        LLM(str(path))
+        LLM(str(path), draft="none")

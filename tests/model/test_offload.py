@@ -30,8 +30,8 @@ def said(llm: LLM) -> list[list[int]]:
 
 def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> None:
     target, draft = random_pair
-    expected = said(LLM(target, backend="reference", **OPTIONS))
-    away = LLM(target, offload="disk", weights_memory=0, **OPTIONS)
+    expected = said(LLM(target, "none", backend="reference", **OPTIONS))
+    away = LLM(target, "none", offload="disk", weights_memory=0, **OPTIONS)
     layer = away.target.hf.model.layers[1].mlp.down_proj
     assert layer.weight.device.type == "meta", "its weights are on the disk"
     (note,) = away.notes
@@ -50,7 +50,7 @@ def test_a_draft_may_have_a_device_of_its_own(
     llm = LLM(target, f"tree:{draft},branching=2x1", draft_device="cpu", **OPTIONS)
     moved: list[torch.device] = []
     monkeypatch.setattr(TokenTree, "on", lambda tree, device: moved.append(device) or tree)
-    assert said(llm) == said(LLM(target, **OPTIONS))
+    assert said(llm) == said(LLM(target, "none", **OPTIONS))
     assert set(moved) == {llm.target.device}
 
 
@@ -91,4 +91,4 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
     random_pair: tuple[str, str], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LLM(random_pair[0], device="cpu", **options)
+        LLM(random_pair[0], "none", device="cpu", **options)

@@ -145,7 +145,7 @@ def test_texts_of_a_batch_are_those_of_transformers_one_by_one(
 
 
 def test_a_sequence_that_becomes_long_is_read_once_more(saved: Callable[[str], str]) -> None:
-    llm = LLM(saved("phi3"), dtype="float32", max_batch_size=6)
+    llm = LLM(saved("phi3"), draft="none", dtype="float32", max_batch_size=6)
     assert llm.engine.cache.rope_switch == SWITCH
     llm.generate(prompts(), PARAMS)
     crossing = [n for n in LENGTHS if n <= SWITCH < n + PARAMS.max_tokens - 1]
@@ -155,7 +155,7 @@ def test_a_sequence_that_becomes_long_is_read_once_more(saved: Callable[[str], s
 
 def test_prompts_are_scored_as_the_prompt_alone(saved: Callable[[str], str]) -> None:
     """Also those of a sequence that becomes long later."""
-    llm = LLM(saved("phi3"), dtype="float32")
+    llm = LLM(saved("phi3"), draft="none", dtype="float32")
     prompt = prompts()[1]
     short, long = (
         llm.generate([prompt], replace(PARAMS, max_tokens=n, prompt_logprobs=0))[0]

@@ -59,10 +59,10 @@ def twins(pair_room: tuple[Path, dict[str, str]]) -> Iterator[Twins]:
         "medusa": write_medusa(root / "medusa", pair["target"], shared=True, steps=5),
     }
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": MEMORY, "draft_length": 3}
-    alone = LLM(pair["target"], backend="reference", **options)
+    alone = LLM(pair["target"], "none", backend="reference", **options)
     with pytest.MonkeyPatch.context() as patch:
         counts = counted(patch)
-        shared = LLM(pair["target"], tensor_parallel=2, **options)
+        shared = LLM(pair["target"], "none", tensor_parallel=2, **options)
     yield Twins(alone, shared, pair | heads, sum(counts))
     shared.close()
     alone.close()
@@ -202,7 +202,7 @@ def test_a_part_of_the_target_cannot_draft(twins: Twins) -> None:
 
 def test_ranks_of_one_model_at_a_time(twins: Twins) -> None:
     with pytest.raises(ConfigError, match="close that first"):
-        LLM(twins.folders["target"], tensor_parallel=2)
+        LLM(twins.folders["target"], draft="none", tensor_parallel=2)
 
 
 def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
@@ -291,7 +291,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(
     random_pair: tuple[str, str], options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LLM(random_pair[0], **options)
+        LLM(random_pair[0], "none", **options)
 
 
 def test_doctor_says_what_ranks_cannot_share(random_pair: tuple[str, str]) -> None:
@@ -303,7 +303,7 @@ def test_doctor_says_what_ranks_cannot_share(random_pair: tuple[str, str]) -> No
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
     folder = write_gpt2(tmp_path / "gpt2")
     with pytest.raises(PacelineError, match="gpt2 has no tensor-parallel plan in transformers"):
-        LLM(folder, tensor_parallel=2)
+        LLM(folder, draft="none", tensor_parallel=2)
 
 
 def test_a_server_ends_with_its_ranks(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def texts(llm: LLM, part: slice = slice(None), tokens: int = 24) -> dict[str, li
 @pytest.fixture(scope="module")
 def alone(dtype: str) -> Iterator[LLM]:
     """Plain decoding, one request at a time."""
-    llm = LLM("paceline/tiny", dtype=dtype, backend="native", max_batch_size=1)
+    llm = LLM("paceline/tiny", draft="none", dtype=dtype, backend="native", max_batch_size=1)
     assert llm.target.backend == "native"
     yield llm
     llm.close()
@@ -62,6 +62,7 @@ def coded() -> Iterator[LLM]:
     """Plain decoding, one request at a time, with keys and values in 8 bits."""
     llm = LLM(
         "paceline/tiny",
+        draft="none",
         dtype="bfloat16",
         backend="native",
         max_batch_size=1,

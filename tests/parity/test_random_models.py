@@ -69,7 +69,7 @@ def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, str]) -> Iterator[LLM]:
-    llm = LLM(folders["target"], dtype="float32")
+    llm = LLM(folders["target"], draft="none", dtype="float32")
     yield llm
     llm.close()
 

@@ -42,6 +42,6 @@ def model() -> str:
 @pytest.fixture(scope="session")
 def plain(model: str) -> Iterator[LLM]:
     """float32, without drafts."""
-    llm = LLM(model, dtype="float32", draft_length=0, kv_cache_memory=CACHE)
+    llm = LLM(model, draft="none", dtype="float32", draft_length=0, kv_cache_memory=CACHE)
     yield llm
     llm.close()

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), dtype="float32", seed=3)
+    return LLM(str(folder), draft="none", dtype="float32", seed=3)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,12 @@ def test_who_has_the_last_word() -> None:
 def test_an_llm_without_parameters(folder: Path, llm: LLM) -> None:
     expected = SamplingParams(**SAID)
     assert llm.default_params == llm.beside("ngram").default_params == expected
-    assert LLM(str(folder), generation_config="none").default_params == SamplingParams()
-    changed = LLM(str(folder), dtype="float32", default_temperature=0.0, default_top_k=0)
+    assert (
+        LLM(str(folder), draft="none", generation_config="none").default_params == SamplingParams()
+    )
+    changed = LLM(
+        str(folder), draft="none", dtype="float32", default_temperature=0.0, default_top_k=0
+    )
     assert changed.default_params == replace(expected, temperature=0.0, top_k=0)
     greedy = changed.generate(PROMPT)[0].token_ids
     assert greedy == changed.generate(PROMPT, SamplingParams(repetition_penalty=1.5))[0].token_ids
@@ -85,14 +89,16 @@ def test_an_llm_without_parameters(folder: Path, llm: LLM) -> None:
 
 def test_out_of_range(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="default_top_p is 2"):
-        LLM(str(folder), default_top_p=2.0)
+        LLM(str(folder), draft="none", default_top_p=2.0)
     with pytest.raises(ConfigError, match="generation_config is 'vllm'; use one of auto, none"):
-        LLM(str(folder), generation_config="vllm")
+        LLM(str(folder), draft="none", generation_config="vllm")
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.0}')
     with pytest.raises(ConfigError, match=r"other: top_p is 0.0;.*generation_config 'none'"):
-        LLM(str(other))
-    assert LLM(str(other), generation_config="none").default_params == SamplingParams()
+        LLM(str(other), draft="none")
+    assert (
+        LLM(str(other), draft="none", generation_config="none").default_params == SamplingParams()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +176,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
     path = tmp_path / "tiny.gguf"
     write_gguf(path, change=described)
-    found = LLM(str(path)).default_params
+    found = LLM(str(path), draft="none").default_params
     assert found == SamplingParams(temperature=0.7, top_p=0.95, top_k=20, repetition_penalty=1.05)
     write_gguf(path)
-    assert LLM(str(path)).default_params == SamplingParams()
+    assert LLM(str(path), draft="none").default_params == SamplingParams()

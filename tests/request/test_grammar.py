@@ -30,7 +30,7 @@ PROMPT = "Give me a person as JSON: "
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM("paceline/tiny", dtype="float32")
+    return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
 MIXED = [

@@ -14,7 +14,7 @@ from running_server import MODEL, Running, serve, socket_service
 @pytest.fixture(scope="session")
 def target() -> LLM:
     """float32: the same seed is then the same text to the last token, whatever the batch."""
-    return LLM("paceline/tiny", dtype="float32")
+    return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -154,14 +154,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "drafts"),
     [
-        ({}, ("paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3")),
+        (
+            {},
+            ("auto", "ngram", "eagle3:paceline/tiny-eagle3", "model:paceline/tiny-draft"),
+        ),
         ({"draft": ["ngram"]}, ("ngram",)),
-        ({"draft": ["none"]}, None),
-        ({"model": "other"}, None),
-        ({"profile": "p"}, None),  # LLM then takes the profile's own
+        ({"draft": ["none"]}, ("none",)),
+        ({"model": "other"}, ("auto",)),
+        ({"profile": "p"}, ("auto",)),  # LLM then takes the profile's own
         ({"profile": "p", "draft": ["none"]}, ("none",)),
         ({"model": "other", "draft": ["ngram", "suffix"]}, ("ngram", "suffix")),
     ],
 )
-def test_drafts(flags: dict[str, object], drafts: tuple[str, ...] | None) -> None:
+def test_drafts(flags: dict[str, object], drafts: tuple[str, ...]) -> None:
     assert configure(flags).drafts == drafts

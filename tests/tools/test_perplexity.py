@@ -42,7 +42,7 @@ def test_beside_the_original(tiny_pair: TinyPair, text: Path) -> None:
 
 
 def test_what_a_cache_in_8_bits_cost(tiny_pair: TinyPair, text: Path) -> None:
-    llm = LLM(tiny_pair.target, dtype="float32", kv_cache_dtype="int8")
+    llm = LLM(tiny_pair.target, draft="none", dtype="float32", kv_cache_dtype="int8")
     assert llm.target.numbers == "float32, cache int8"
     found = PerplexityOptions(str(text)).compared(llm, tiny_pair.target, None, 2000)
     llm.close()

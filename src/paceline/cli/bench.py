@@ -17,7 +17,7 @@ from paceline.cli.measuring import (
     ReportOptions,
     partial_results,
 )
-from paceline.cli.options import DEFAULT_DRAFT, DEFAULT_MODEL, ModelOptions, expand
+from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, finish, run_suite, settings_of, starter_of
 from paceline.defaults import default_drafts
@@ -322,6 +322,5 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
 
 
 def _default_methods(model: str, draft: str | None) -> list[str]:
-    if model == DEFAULT_MODEL and draft == DEFAULT_DRAFT:
-        return ["plain", "draft", *default_drafts(model)[1:]]
-    return ["plain", *(["draft"] if draft is not None else []), "ngram"]
+    others = default_drafts(model)[1:] if draft == DEFAULT_DRAFT else ()
+    return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]

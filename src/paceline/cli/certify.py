@@ -22,7 +22,7 @@ from paceline.cli.measuring import (
     ReportOptions,
     partial_results,
 )
-from paceline.cli.options import DEFAULT_DRAFT, DistributionOptions, ModelOptions, expand
+from paceline.cli.options import DistributionOptions, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
 from paceline.settings import changed, entries, under
@@ -184,7 +184,7 @@ def _encoded(
 
 def _check(engine: ModelOptions) -> None:
     if engine.resolved_draft is None:
-        raise typer.BadParameter(f"there is no draft to certify; try --draft {DEFAULT_DRAFT}")
+        raise typer.BadParameter("there is no draft to certify; leave out --draft none")
     if engine.lossy:
         raise ConfigError(
             "--lossy (typical acceptance) is not lossless by design, so there is nothing to "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.measuring import ReportOptions, partial_results
-from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand, quiet_libraries
+from paceline.cli.options import ModelOptions, expand, quiet_libraries
 from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
 
@@ -65,7 +65,7 @@ def doctor(
     output.check()
     draft = engine.resolved_draft
     if run and draft is None:
-        raise typer.BadParameter(f"--run measures a draft; try --draft {DEFAULT_DRAFT} or ngram")
+        raise typer.BadParameter("--run measures a draft; leave out --draft none")
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
         from paceline.tools.doctor import Severity, check_logits, examine, summary

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from paceline.core.cgroup import processors
-from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_draft, default_model
+from paceline.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
+from paceline.defaults import EMBEDDED, IN_WORDS, default_model
 from paceline.errors import ConfigError, PacelineError
 from paceline.foreign import ForeignDraft, read_foreign
 from paceline.settings import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.request.defaults import SamplingDefaults
 
 DEFAULT_MODEL = EMBEDDED  # of the commands that train
-DEFAULT_DRAFT = "paceline/tiny-draft"
 
 _model, _output = under("Model"), under("Output")
 
@@ -207,9 +207,9 @@ class PairNames(TargetName):
     draft: str | None = _model(
         None,
         "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
-        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, or 'none'. "
-        f"Default: what is built in for {REAL} and {EMBEDDED}, none for other models.",
-        shown="",
+        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, 'auto' (look-ups, what was "
+        "trained for the model, its own 4-bit form: all that can pay), or 'none'.",
+        shown=DEFAULT_DRAFT,
     )
     profile: str | None = _model(
         None, "A file of paceline tune; it gives what the other options leave open."
@@ -229,7 +229,7 @@ class PairNames(TargetName):
 
     @property
     def resolved_draft(self) -> str | None:
-        """The draft asked for, else the profile's, else the model's own; None decodes plainly.
+        """The draft asked for, else the profile's, else "auto"; None decodes plainly.
 
         Raises ConfigError on a profile that cannot be used.
         """
@@ -238,9 +238,8 @@ class PairNames(TargetName):
 
             spec = TunedProfile.read(self.profile).draft.spec
             return None if spec == "none" else spec
-        if self.draft is None:
-            return default_draft(self.model)
-        return None if self.draft.lower() == "none" else self.draft
+        draft = self.draft or DEFAULT_DRAFT
+        return None if draft.lower() == "none" else draft
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,15 @@ class Prepared:
     ``feature_bytes`` that of one token's features, should it have to keep them for a while.
 
     ``names`` are those by which requests choose it, or one of several; the first is the default.
+    ``drafts`` are the specs of the same, and ``notes`` what the user should know of them.
     """
 
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
     names: tuple[str, ...] = ()
     feature_bytes: int = 0
+    drafts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Target(Protocol):

@@ -11,7 +11,8 @@ from torch import nn
 
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
-from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.quantised.convert import EIGHT_BIT_GROUP
+from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear
 
 _FEW_BITS = 8
 
@@ -30,10 +31,15 @@ class HeldMatrix:
 def held_matrices(hf: nn.Module) -> Iterator[HeldMatrix]:
     """Every linear layer of a model once, in any layout; embeddings, of which a step reads a few
     rows, are none."""
-    parts = {id(m.merged) for m in hf.modules() if isinstance(m, MergedPart)}
+    for _, held in _linear(hf):
+        yield held
+
+
+def _linear(hf: nn.Module) -> Iterator[tuple[Any, HeldMatrix]]:
+    merged = {id(m.merged) for m in hf.modules() if isinstance(m, MergedPart)}
     for module in hf.modules():
-        if id(module) not in parts and (found := _held(module)) is not None:
-            yield found
+        if id(module) not in merged and (found := _held(module)) is not None:
+            yield module, found
 
 
 def _held(module: Any) -> HeldMatrix | None:
@@ -72,6 +78,24 @@ def _codes(bits: int, elements: int, size: int) -> HeldMatrix:
 
 def _numbers(dtype: torch.dtype, elements: int, size: int) -> HeldMatrix:
     return HeldMatrix(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, elements, size)
+
+
+# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a
+# scale for 64, in half precision for the kernels. Without these a code has a byte to itself, and
+# its scale four.
+_KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
+_READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
+
+
+def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -> int:
+    """Of a model's matrices rounded to ``precision``, in memory; the head in 8 bits, and what has
+    no groups in numbers of ``width`` bytes. ``readable``: without the kernels' layout."""
+    each_of = _READABLE if readable else _KERNELS
+    head, total = hf.get_output_embeddings(), 0.0
+    for module, held in _linear(hf):
+        each = each_of["int8" if module is head else precision]
+        total += (width if module.in_features % ROW_GROUP else each) * held.elements
+    return int(total)
 
 
 def usual_bits(hf: nn.Module) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ModelLoadError
-from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
+from paceline.model.store import PULLABLE, SMOLLM2, Pullable, megabytes, pulled
 
 PREFIX = "paceline/"
 EMBEDDED = "paceline/tiny"
@@ -16,6 +16,11 @@ BUILT_IN = (
     "paceline/tiny-eagle3",
     "paceline/tiny-medusa",
 )
+# Trained drafters of this package by their target, the best first: their kind and their name.
+MADE_FOR = {
+    EMBEDDED: (("eagle3", "paceline/tiny-eagle3"), ("model", "paceline/tiny-draft")),
+    SMOLLM2.full_name: (("eagle3", "paceline/smollm2-eagle3"),),
+}
 # Heads and a draft for paceline/smollm2: built in as well, where this version ships them.
 FOR_SMOLLM2 = (
     "paceline/smollm2-eagle3",

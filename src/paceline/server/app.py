@@ -146,9 +146,14 @@ def _state(service: Service) -> APIRouter:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/version")
-    async def version() -> dict[str, str]:
+    async def version() -> dict[str, Any]:
         facts = service.loop.facts
-        return {"version": __version__, "backend": facts.backend, "dtype": facts.dtype}
+        return {
+            "version": __version__,
+            "backend": facts.backend,
+            "dtype": facts.dtype,
+            "drafters": dict(zip(facts.drafters, facts.drafts, strict=True)),
+        }
 
     return routes
 

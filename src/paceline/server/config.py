@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from paceline.defaults import EMBEDDED, IN_WORDS, REAL, default_drafts
+from paceline.defaults import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 from paceline.settings import EngineSettings, TableEntry, entries, under
@@ -35,8 +35,8 @@ class _Names:
     draft: tuple[str, ...] = _model(
         (),
         "Draft model, ngram or another drafter's spec; repeatable: requests choose by name, the "
-        "first is the default. 'none' decodes plainly.",
-        shown=f"for {REAL} and {EMBEDDED} what is built in, else none",
+        "first is the default. 'auto' is all that can pay, 'none' decodes plainly.",
+        shown=f"{DEFAULT_DRAFT}; beside it what is built in for {REAL} and {EMBEDDED}",
     )
     profile: str | None = _model(
         None, "A file of paceline tune; it gives what is left open.", shown="none"
@@ -110,11 +110,11 @@ class ServeConfig(EngineSettings, _Names):
                 )
 
     @property
-    def drafts(self) -> tuple[str, ...] | None:
-        """What ``LLM`` is to load: None is the profile's draft or, without a profile, no draft."""
+    def drafts(self) -> tuple[str, ...]:
+        """What ``LLM`` is to load; without a draft named, a profile gives its own for "auto"."""
         if self.draft:
-            return None if self.draft == ("none",) and self.profile is None else self.draft
-        return (default_drafts(self.model) or None) if self.profile is None else None
+            return self.draft
+        return default_drafts(self.model) if self.profile is None else (DEFAULT_DRAFT,)
 
     @property
     def name(self) -> str:

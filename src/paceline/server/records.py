@@ -86,6 +86,7 @@ class Facts(WireRecord):
     notes: tuple[str, ...] = ()
     max_batch_size: int = 1
     sampling: SamplingDefaults = SamplingDefaults()
+    drafts: tuple[str, ...] = ()  # the specs of the drafters
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -98,6 +99,7 @@ class Facts(WireRecord):
             tuple(llm.notes),
             llm.engine.scheduler.config.max_batch_size,
             llm.sampling_defaults,
+            tuple(llm.drafts),
         )
 
 

@@ -83,7 +83,7 @@ def test_nothing_is_drafted_before_a_hidden_state_is_seen(folders: dict[str, str
 
 def test_preempted_and_chunked_sequences_say_the_same(folders: dict[str, str]) -> None:
     spec, params = f"medusa:{folders['shared']}", SamplingParams(max_tokens=60, ignore_eos=True)
-    plain = LLM(folders["target"], dtype="float32").generate(PROMPTS, params)
+    plain = LLM(folders["target"], draft="none", dtype="float32").generate(PROMPTS, params)
     tight = cramped(folders["target"], spec, blocks=8, models=1, prefix_sharing=False)
     got = tight.generate(PROMPTS, params)
     assert [c.token_ids for c in got] == [c.token_ids for c in plain]
@@ -93,7 +93,7 @@ def test_preempted_and_chunked_sequences_say_the_same(folders: dict[str, str]) -
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, str]) -> LLM:
-    return LLM(folders["target"], dtype="float32", max_batch_size=300, seed=3)
+    return LLM(folders["target"], draft="none", dtype="float32", max_batch_size=300, seed=3)
 
 
 def counted(llm: LLM) -> tuple[Counter[tuple[int, ...]], int]:

@@ -114,7 +114,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, str]) -> LLM:
-    return LLM(folders["target"], dtype="float32")
+    return LLM(folders["target"], draft="none", dtype="float32")
 
 
 REQUESTS = {

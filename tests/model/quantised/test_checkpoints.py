@@ -127,7 +127,7 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
     out = tmp_path / "four"
     quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", head="int8")))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = LLM(str(out), dtype="float32", device="cpu", backend="reference")
+    plain = LLM(str(out), draft="none", dtype="float32", device="cpu", backend="reference")
     ids = [5, 9, 7, 5, 9, 7, 5, 9]
     (wanted,) = plain.generate([ids], params)
     drafted = plain.beside("ngram")
@@ -360,7 +360,7 @@ def test_a_librarys_own_modules_run_on_the_reference(
     )
     module.save_pretrained(out)
     load_tokenizer(str(plain_folder)).save_pretrained(out)
-    llm = LLM(str(out), device="cpu")
+    llm = LLM(str(out), draft="none", device="cpu")
     assert llm.target.backend == "reference"
     (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(found.token_ids) == 8

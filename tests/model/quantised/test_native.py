@@ -190,7 +190,12 @@ def test_text_is_plain_decodings_with_every_kind_of_draft(
 
     prompts = [[5, 9, 7, 5, 9, 7, 5, 9], list(range(20, 60)), [11] * 9]
     plain = LLM(
-        str(plain_folder), dtype="bfloat16", device="cpu", backend="native", quantize=precision
+        str(plain_folder),
+        draft="none",
+        dtype="bfloat16",
+        device="cpu",
+        backend="native",
+        quantize=precision,
     )
     drafts = ("ngram", f"model:{plain_folder}", f"tree:{plain_folder},branching=3x2", "recycling")
     for params in (

@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [12, 13, 14, 15, 16], [20, 21]]
 
 @pytest.fixture(scope="module")
 def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
-    yield LLM(tiny_pair.target, dtype="float32")
+    yield LLM(tiny_pair.target, draft="none", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def counted(run: TimedRun, tokens: int = 4) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
-    yield LLM(tiny_pair.target, dtype="float32", max_batch_size=4)
+    yield LLM(tiny_pair.target, draft="none", dtype="float32", max_batch_size=4)
 
 
 def starter_of(llm: LLM, pair: TinyPair, **tools: str) -> Starter:
@@ -241,7 +241,7 @@ def test_a_real_llama_server() -> None:
     if source is None:
         pytest.skip("no GGUF file of the real model: set PACELINE_TEST_GGUF")
     model = real_model.require()
-    llm = LLM(model, max_batch_size=1, kv_cache_memory=64 << 20)
+    llm = LLM(model, draft="none", max_batch_size=1, kv_cache_memory=64 << 20)
     starter = Starter(llm, model, PeerTools(llama_server=real_llama()))
     starter.longest = 128
     with starter:

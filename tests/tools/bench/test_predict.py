@@ -263,7 +263,7 @@ def test_a_lookup_that_finds_little_is_not_taken_for_one_that_was_cut_short() ->
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    return LLM("paceline/tiny", max_batch_size=2)
+    return LLM("paceline/tiny", draft="none", max_batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,9 @@ def test_a_machine_without_overheads_runs_as_predicted(
 ) -> None:
     """The real engine in simulated time: only forwards take any, so much each and so much a row.
     The figures are those of two texts: float32, where a processor's rounding turns no choice."""
-    plain = LLM("paceline/tiny", max_batch_size=2, backend="reference", dtype="float32")
+    plain = LLM(
+        "paceline/tiny", draft="none", max_batch_size=2, backend="reference", dtype="float32"
+    )
     spec = plain.beside("paceline/tiny-draft", draft_length=4, max_batch_size=2)
     now = 0.0
     call = CausalModel.__call__

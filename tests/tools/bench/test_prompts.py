@@ -28,7 +28,7 @@ CATEGORIES = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("paceline/tiny", max_batch_size=1)
+    return LLM("paceline/tiny", draft="none", max_batch_size=1)
 
 
 def write(folder: Path, *records: Any, name: str = "prompts.jsonl") -> Path:

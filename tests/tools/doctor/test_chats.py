@@ -97,7 +97,7 @@ def test_end_tokens_that_disagree(chatml: Folder) -> None:
     assert "the tokenizer: '<|im_end|>' (2)" in found.found
     # Generation ends at the tokenizer's as well, so no turn runs on.
     assert "turn-end-ignored" not in codes(examine(str(chatml)))
-    assert LLM(str(chatml), dtype="float32", draft_length=0).end_tokens == {0, 2}
+    assert LLM(str(chatml), draft="none", dtype="float32", draft_length=0).end_tokens == {0, 2}
     chatml.json("generation_config.json", eos_token_id=2).config(eos_token_id=0)
     assert only(examine(str(chatml)), "end-tokens-differ").severity is Severity.NOTE
     (chatml.path / "generation_config.json").unlink()
@@ -155,7 +155,7 @@ def test_padding_rows_that_training_pushed_away(chatml: Folder) -> None:
 def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder) -> None:
     """As the finding says: the distribution is the model's own, and transformers would draw them,
     too."""
-    llm = LLM(str(padded(chatml, torch.zeros(32))), dtype="float32", draft_length=0)
+    llm = LLM(str(padded(chatml, torch.zeros(32))), draft="none", dtype="float32", draft_length=0)
     params = SamplingParams(max_tokens=200, temperature=100.0, seed=1, ignore_eos=True)
     found = llm.generate("The quick", params)[0]
     assert any(token >= 1000 for token in found.token_ids)
@@ -174,12 +174,17 @@ def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
 
 def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
     text = "The quick brown fox"
-    own = LLM(str(chatml), dtype="float32", draft_length=0).generate(text)[0].token_ids
+    own = (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+    )
     chatml.config(tie_word_embeddings=True)
     found = only(examine(str(chatml)), "tied-head-differs")
     assert found.severity is Severity.WARNING and "another head" in found.found
     # As the finding says: the file's own head is used.
-    assert LLM(str(chatml), dtype="float32", draft_length=0).generate(text)[0].token_ids == own
+    assert (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+        == own
+    )
 
 
 def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:

@@ -141,7 +141,7 @@ def test_report_and_record() -> None:
 def test_a_short_run(tiny_pair: TinyPair) -> None:
     from paceline import LLM
 
-    plain = LLM(tiny_pair.target, dtype="float32", device="cpu")
+    plain = LLM(tiny_pair.target, draft="none", dtype="float32", device="cpu")
     spec = plain.beside(tiny_pair.target, draft_length=1, max_batch_size=1)
     heard: list[float] = []
     result = run_trial(plain, spec, 0.2, heard.append)

@@ -17,7 +17,7 @@ def tokens_per_step(llm: LLM, draft: str) -> float:
 
 
 def test_layers_there_and_back(tmp_path: Path) -> None:
-    llm = LLM("paceline/tiny", dtype="float32", draft_length=0)
+    llm = LLM("paceline/tiny", draft="none", dtype="float32", draft_length=0)
     head = "eagle3:paceline/tiny-eagle3,nodes=0"
     export("sglang", "paceline/tiny", head, draft_length=4, out=tmp_path)
     ours = tokens_per_step(llm, head)

@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def llm(folders: tuple[str, str]) -> LLM:
-    return LLM(folders[0], dtype="float32", max_batch_size=1)
+    return LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
 
 
 @pytest.fixture(autouse=True)

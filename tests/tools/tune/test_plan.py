@@ -11,9 +11,15 @@ import pytest
 from engine_models import write_pair
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
 from paceline.budget import Budget
-from paceline.defaults import DRAFTS, REAL
+from paceline.defaults import REAL
 from paceline.tools.bench.prompts import BenchPrompt
-from paceline.tools.tune.candidates import DrafterCandidate, at_hand, hybrid_of, variants
+from paceline.tools.tune.candidates import (
+    DrafterCandidate,
+    at_hand,
+    default,
+    hybrid_of,
+    variants,
+)
 from paceline.tools.tune.confirm import PLAIN as NO_DRAFT
 from paceline.tools.tune.confirm import Confirmation, Finalist, Rounds, winner
 from paceline.tools.tune.decode import MeasuredStep, Run, decode
@@ -43,21 +49,33 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
     assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
     assert not any(candidate.given for candidate in found)
-    assert [candidate.spec for candidate in found if candidate.default] == [
-        "model:paceline/tiny-draft"
-    ]
+    assert [candidate.spec for candidate in found if candidate.default] == ["auto"]
     families = list(dict.fromkeys(candidate.family for candidate in found))
     assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
 
 
-def test_the_default_draft_is_always_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_draft_is_always_a_candidate() -> None:
     """A minute went to the dearest drafter, and what commands take was never entered."""
-    monkeypatch.setattr("paceline.defaults.has_assets", lambda name: True)
     for drafts in ([], ["some/draft"]):
-        (default,) = [c for c in at_hand(REAL, drafts) if c.default]
-        assert default.spec == DRAFTS[REAL][0]
-        assert default.label == "suffix + ngram + smollm2-eagle3 (default)"
+        (own,) = [c for c in at_hand("any/target", drafts) if c.default]
+        assert (own.spec, own.label) == ("auto", "auto (default)")
     assert not any(c.default for c in at_hand(REAL, ["some/draft"], only=True))
+    composed = default("hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3")
+    assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
+
+
+def test_another_draft_must_beat_the_default_clearly() -> None:
+    """Two rounds of noise, and a profile recommended less than what commands take unasked."""
+    usual = Finalist("usual", "hybrid:ngram+suffix", "hybrid", "auto", 8, 1, default=True)
+    other = Finalist("other", "suffix", "suffix", 4, 8, 1)
+    plain = Confirmation(Finalist("plain", "none", "none", 0, 8, 1), 9, 1.0, 9, 0, [1.0])
+    for ratio, wins in ((1.22, "usual"), (1.3, "other")):
+        results = [
+            plain,
+            Confirmation(other, 9, 1.0, 5, 9, [ratio]),
+            Confirmation(usual, 9, 1.0, 5, 9, [1.2]),
+        ]
+        assert winner(results).contestant.label == wins
 
 
 def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
@@ -68,7 +86,7 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
         "model:some/draft,nodes=8",
         "ngram:min=2",
     ]
-    free = [c.spec for c in found if not c.given]
+    free = [c.spec for c in found if not c.given and not c.default]
     assert free == [
         "ngram",
         "suffix",
@@ -181,9 +199,9 @@ def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
 
 
 def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
-    default = DrafterCandidate("usual", "hybrid:ngram+suffix", "hybrid", "", default=True)
+    usual = DrafterCandidate("usual", "hybrid:ngram+suffix", "hybrid", "", default=True)
     outcome = synthetic()
-    chosen = choose(outcome, default)
+    chosen = choose(outcome, usual)
     assert [c.label for c in chosen[:3]] == ["plain", "usual", "look"]
     assert (chosen[1].length, chosen[1].predicted, chosen[1].methods) == ("auto", None, ())
     assert outcome.target is not None
@@ -276,7 +294,7 @@ def words(count: int) -> list[BenchPrompt]:
 
 
 def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
-    llm = LLM(folders[0], dtype="float32", max_batch_size=1)
+    llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     candidates = [
         *at_hand("other", [f"model:{folders[1]},nodes=0"], only=True),
         DrafterCandidate("gone", "model:nowhere/at/all", "model", "chain"),
@@ -296,7 +314,7 @@ def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
     profile = profile_of(outcome, llm)
     profile.write(tmp_path / "p.toml")
     assert TunedProfile.read(tmp_path / "p.toml").draft == profile.draft
-    again = LLM(folders[0], dtype="float32", profile=tmp_path / "p.toml")
+    again = LLM(folders[0], draft="none", dtype="float32", profile=tmp_path / "p.toml")
     assert again.notes == ()
     assert again.generate("Once upon a time", GREEDY)[0].token_ids == (
         llm.generate("Once upon a time", GREEDY)[0].token_ids
@@ -304,7 +322,7 @@ def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
-    llm = LLM(folders[0], dtype="float32", max_batch_size=1)
+    llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     with pytest.raises(DataError, match="no prompt leaves room for 500 tokens in the 160"):
         tune(
             llm,

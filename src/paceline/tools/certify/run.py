@@ -10,6 +10,7 @@ from itertools import product
 from paceline.budget import Budget
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
+from paceline.defaults import DEFAULT_DRAFT
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.llm import LLM
 from paceline.tools.certify.certificate import (
@@ -48,7 +49,7 @@ def certify(
     prompts: Sequence[NamedTokens],
     params: SamplingParams | None = None,
     *,
-    draft: str | None = None,
+    draft: str | None = DEFAULT_DRAFT,
     effort: Effort | None = None,
     advance: OnProgress = lambda description: None,
     seconds: float | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.draft.auto import Auto
 from paceline.draft.model import DraftModel
 from paceline.draft.spec import DraftSpec, Examined
 from paceline.drafters import parse_draft
@@ -18,7 +19,7 @@ from paceline.model.quantised.weights import BITS
 from paceline.parallel.load import check_shareable
 from paceline.tools.doctor.chats import check_chat, check_ends
 from paceline.tools.doctor.files import ModelFiles, read_files
-from paceline.tools.doctor.findings import NOTE, Finding, by_severity, finding
+from paceline.tools.doctor.findings import ERROR, NOTE, Finding, by_severity, finding
 from paceline.tools.doctor.heads import another_kind, check_head, noted, weights_kind_of
 from paceline.tools.doctor.machine import (
     DeviceSettings,
@@ -32,6 +33,7 @@ from paceline.tools.doctor.precision import (
     Rounding,
     check_kernels,
     check_precision,
+    composed_draft,
     held_bits,
     rounded_bytes,
     weight_bytes,
@@ -41,6 +43,9 @@ from paceline.tools.doctor.weights import check_files, check_padding, check_tied
 
 _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
+
+
+_Draft = tuple[DraftSpec, ModelFiles | None]  # with what its folder holds
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def examine(
     files = read_files(target)
     if tensor_parallel > 1:
         check_shareable(target, tensor_parallel)
-    drafts = [_folder_of(spec) for spec in specs]  # bad paths are errors before all else
+    drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
     findings += check_files(files, "target")
     if model is None:
@@ -129,11 +134,8 @@ def examine(
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
     cost = whole = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(each)
-    for number, (spec, folder) in enumerate(zip(specs, drafts, strict=True), 1):
-        noticed, more = _draft(spec, folder, model, setting, rounding)
-        about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
-        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
-        cost += more
+    noticed, cost = _drafts(drafts, model, setting, rounding, cost)
+    findings += noticed
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
@@ -156,6 +158,30 @@ def _folder_of(spec: DraftSpec) -> ModelFiles | None:
     if spec.holds == "nothing" or path is None:
         return None
     return read_files(path, *([spec.weight_files] if spec.weight_files else []))
+
+
+def _drafts(
+    drafts: Sequence[_Draft], model: Model, setting: DeviceSettings, rounding: Rounding, cost: _Cost
+) -> tuple[list[Finding], _Cost]:
+    """Findings on all of them, and ``cost`` with theirs; ``auto`` is what it is composed of."""
+    findings: list[Finding] = []
+    if any(isinstance(spec, Auto) for spec, _ in drafts):
+        composed = composed_draft(model, setting, rounding)
+        failed: dict[DraftSpec, str] = {}
+        for spec, _ in composed.taken:
+            noticed, _ = _draft(spec, _folder_of(spec), model, setting, rounding)
+            wrong = [each.found for each in noticed if each.severity is ERROR]
+            failed |= {spec: wrong[0]} if wrong else {}
+        composed = composed.without(failed)  # as when they are loaded
+        findings.append(finding("draft-auto", "draft", composed.line()))
+        named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
+        drafts = [*((spec, _folder_of(spec)) for spec, _ in composed.taken), *named]
+    for number, (spec, folder) in enumerate(drafts, 1):
+        noticed, more = _draft(spec, folder, model, setting, rounding)
+        about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
+        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
+        cost += more
+    return findings, cost
 
 
 def _draft(

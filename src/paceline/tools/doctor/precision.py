@@ -9,24 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.memory import free_memory
+from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.errors import ConfigError
+from paceline.model import held
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.compile import NativeUnavailableError, is_built
 from paceline.model.backends.native.library import instructions
 from paceline.model.gguf import GgufFile
 from paceline.model.precision import keeps, library_of
 from paceline.model.quantised.blocks import can_keep
-from paceline.model.quantised.convert import EIGHT_BIT_GROUP
-from paceline.model.quantised.weights import BITS, ROW_GROUP
+from paceline.model.quantised.weights import BITS
 from paceline.tools.doctor.findings import Finding, finding
 from paceline.tools.doctor.machine import DeviceSettings, size
 from paceline.tools.doctor.models import Model
-
-# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a
-# scale for 64, in half precision for the kernels. Without these a code has a byte to itself, and
-# its scale four.
-_KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
-_READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 
 
 @dataclass(frozen=True)
@@ -45,17 +41,8 @@ def rounded_bytes(
     model: Model, precision: str, dtype: torch.dtype | None, rounding: Rounding
 ) -> int:
     """Of the matrices alone, in memory; the head in 8 bits."""
-    each_of = _READABLE if rounding.backend == REFERENCE else _KERNELS
-    head = model.skeleton.get_output_embeddings()
-    total = 0.0
-    for module in model.skeleton.modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        each = each_of["int8" if module is head else precision]
-        if module.in_features % ROW_GROUP:
-            each = float((dtype or torch.bfloat16).itemsize)
-        total += each * module.weight.numel()
-    return int(total)
+    width = (dtype or torch.bfloat16).itemsize
+    return held.rounded_bytes(model.skeleton, precision, width, rounding.backend == REFERENCE)
 
 
 def weight_bytes(model: Model, setting: DeviceSettings, rounding: Rounding) -> int:
@@ -105,6 +92,21 @@ def held_bits(model: Model, setting: DeviceSettings, rounding: Rounding) -> int:
     if kept:
         return int(next(letter for letter in kept[0] if letter.isdecimal()))
     return 8 * (setting.dtype or torch.bfloat16).itemsize
+
+
+def composed_draft(model: Model, setting: DeviceSettings, rounding: Rounding) -> Composition:
+    """What ``auto`` would take for a target that is not loaded."""
+    weights = weight_bytes(model, setting, rounding)
+    return compose(
+        Circumstances(
+            model.name,
+            "" if setting.kernels else "which do not run it here",
+            held_bits(model, setting, rounding),
+            weights,
+            rounded_bytes(model, "int4", setting.dtype, rounding),
+            free_memory(setting.device) - weights,
+        )
+    )
 
 
 def check_precision(model: Model, setting: DeviceSettings, rounding: Rounding) -> Iterator[Finding]:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.draft.spec import NoDraft
-from paceline.drafters import parse_draft
+from paceline.draft.auto import made_for
+from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError
 from paceline.files import replace_in
 from paceline.tools.export.dialects.llama_cpp import to_llama_cpp
@@ -60,6 +60,9 @@ def export(
     tuned = None if profile is None else TunedProfile.read(profile)
     follows = tuned is not None and draft in (None, tuned.draft.spec)
     spec = parse_draft(tuned.draft.spec if tuned is not None and draft is None else draft)
+    if isinstance(spec, Auto):  # of what it is composed of, the one that other engines have
+        trained = made_for(model)
+        spec = NGram() if trained is None else trained[0]
     if isinstance(spec, NoDraft):
         raise ConfigError("there is no draft to export; give one with --draft or --profile")
     length = draft_length

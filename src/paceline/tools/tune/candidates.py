@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.defaults import DRAFTS, EMBEDDED, default_draft
-from paceline.defaults import at_hand as installed
+from paceline.defaults import DEFAULT_DRAFT, EMBEDDED
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import DRAFTERS, parse_draft
+from paceline.model.names import MADE_FOR, has_assets
 from paceline.tools.tune.search import MeasuredMethod
 
 
@@ -28,7 +28,7 @@ class DrafterCandidate:
 
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
     """The user's drafts with their tree variants, then drafters that need no training, the
-    cheapest first, and the model's default draft.
+    cheapest first, and the default draft.
 
     Without any of the user's, those built in for the target are taken. ``only``: nothing but the
     user's. Raises ConfigError on a spec that cannot be read.
@@ -39,14 +39,15 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     own: list[DrafterCandidate] = []
     if not drafts:
         # Kinds that share weights are variants of the first of them.
-        records = [*DRAFTERS.values()] if model in DRAFTS else []
+        records = [*DRAFTERS.values()] if model in MADE_FOR else []
         first = {record.weights: record.kind for record in records[::-1] if record.weights}
-        made = tuple(f"{kind}:{model}-{weights}" for weights, kind in first.items())
-        own = [found for text in installed(made) for found in variants(text)]
+        made = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
+        here = [f"{kind}:{name}" for kind, name in made if has_assets(name)]
+        own = [found for text in here for found in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
     found = [*given, *own, *(found for text in untrained for found in variants(text))]
-    return [*_unique(sorted(found, key=_dearness)), *_default(model)]
+    return [*_unique(sorted(found, key=_dearness)), default(DEFAULT_DRAFT)]
 
 
 def _dearness(candidate: DrafterCandidate) -> int:
@@ -59,13 +60,11 @@ def _dearness(candidate: DrafterCandidate) -> int:
     return 2 if record.tried == "always" else 3
 
 
-def _default(model: str) -> list[DrafterCandidate]:
-    text = default_draft(model)
-    if text is None:
-        return []
+def default(text: str) -> DrafterCandidate:
+    """What commands take: "auto", and once the target is loaded what that is composed of."""
     spec = parse_draft(text)
     label = " + ".join(map(_label, spec.members())) + " (default)"
-    return [DrafterCandidate(label, str(spec), spec.kind, "", default=True)]
+    return DrafterCandidate(label, str(spec), spec.kind, "", default=True)
 
 
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:

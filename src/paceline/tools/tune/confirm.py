@@ -34,6 +34,7 @@ class Finalist:
     batch: int
     predicted: float | None = 1.0
     methods: tuple[MeasuredMethod, ...] = ()
+    default: bool = False  # what commands take unasked
 
     @property
     def name(self) -> str:
@@ -176,14 +177,18 @@ def _engine(llm: LLM, contestant: Finalist) -> LLM:
 def winner(results: Sequence[Confirmation]) -> Confirmation:
     """The fastest by median; plain decoding unless it is beaten clearly.
 
-    The adaptive length is preferred where a fixed one of the same drafter is hardly faster. A
-    contestant that never drafted was plain decoding under another name, and cannot win.
+    The adaptive length is preferred where a fixed one of the same drafter is hardly faster, and the
+    default draft where another is: it has what other text may need. A contestant that never drafted
+    was plain decoding under another name, and cannot win.
     """
     plain = results[0]
     drafting = [result for result in results[1:] if result.drafted]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
+    for other in drafting:
+        if other.contestant.default and other.speedup * AUTO_MARGIN >= best.speedup:
+            return other
     for other in drafting:
         same = other.contestant.spec == best.contestant.spec
         if same and other.contestant.length == "auto":

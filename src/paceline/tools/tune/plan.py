@@ -14,6 +14,7 @@ from paceline.model.identity import count_parameters
 from paceline.tools.bench.prompts import BenchPrompt, fit
 from paceline.tools.bench.runner import in_turn
 from paceline.tools.tune.candidates import DrafterCandidate, hybrid_of
+from paceline.tools.tune.candidates import default as default_of
 from paceline.tools.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
 from paceline.tools.tune.decode import ShareSpentError, decode
 from paceline.tools.tune.measure import (
@@ -166,11 +167,14 @@ class _Tuning:
             outcome.bought = self._bought()
 
     def _check_default(self) -> None:
-        """It is only at hand: one that does not load here is left out."""
+        """It is composed for this target; one that does not load here is left out."""
         if self.default is None:
             return
         try:
-            self._beside(self.default.spec).close()
+            own = self._beside(self.default.spec)
+            if own.drafts[0] != self.default.spec:
+                self.default = default_of(own.drafts[0])
+            own.close()
         except PacelineError as error:
             left_out = [*self.outcome.left_out, (self.default.label, str(error))]
             self.outcome.left_out = list(dict.fromkeys(left_out))
@@ -370,6 +374,7 @@ def _as_commands_take_it(
         outcome.options.concurrency,
         predicted if known else None,
         tuple(setting.method for setting in known),
+        default=True,
     )
 
 

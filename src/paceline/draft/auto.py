@@ -1,0 +1,284 @@
+"""``auto``: the drafters that can pay for a target, composed once, when it is loaded.
+
+Which of them drafts, for whom and how far, is the controller's in every step. Here it is decided
+what is loaded at all: what costs nothing, what was made for the target and is on this machine, and
+the target's own 4-bit form where reading weights is what its steps wait for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
+from paceline.draft.heads.medusa import Medusa
+from paceline.draft.heads.speculators import is_speculators
+from paceline.draft.hybrid import Hybrid
+from paceline.draft.model import DraftModel
+from paceline.draft.ngram import NGram
+from paceline.draft.quantized import QuantizedDraft
+from paceline.draft.spec import DraftSpec, Loading, Prepared
+from paceline.draft.suffix import Suffix
+from paceline.errors import ModelLoadError, PacelineError
+from paceline.model.held import held_matrices, rounded_bytes, usual_bits
+from paceline.model.hub import is_path
+from paceline.model.loading import read_options
+from paceline.model.names import MADE_FOR, has_assets, resolve
+from paceline.model.target import CausalModel
+
+# Made for one target, the best first; folders beside a target are called by their weights' name.
+Trained = DraftModel | Eagle | Medusa
+_TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
+_LEAST_BYTES = 64 << 20  # of weights: fewer lie in a processor's caches, and reading costs little
+_MEMORY_SHARE = 2  # the 4-bit form takes at most one part in so many of the free memory
+_DEAREST = 0.5  # of the target's bytes: a draft model of more costs what it saves
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What decides of a target. ``refused``: why the native kernels do not run all of it in one
+    process, "" if they do. ``bits`` of most of its weights, which are ``held`` bytes; ``rounded``:
+    bytes of its 4-bit form; ``free``: of memory."""
+
+    name: str
+    refused: str
+    bits: int
+    held: int
+    rounded: int
+    free: int
+
+    @classmethod
+    def of(cls, target: CausalModel) -> Circumstances:
+        refused = target.refused or ""
+        if target.ranks is not None:
+            refused = "its weights are shared by several processes"
+        elif target.native is None:
+            refused = refused or "the native kernels do not run it"
+        return cls(
+            target.name,
+            refused,
+            usual_bits(target.hf),
+            sum(matrix.bytes for matrix in held_matrices(target.hf)),
+            rounded_bytes(target.hf, "int4", target.dtype.itemsize),
+            target.free_memory(),
+        )
+
+
+@dataclass(frozen=True)
+class Composition:
+    """``taken`` and ``left_out``: drafters with the reason, as the line of the start says it."""
+
+    taken: tuple[tuple[DraftSpec, str], ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def spec(self) -> DraftSpec:
+        return Hybrid(*(member for member, _ in self.taken))
+
+    def line(self) -> str:
+        """One line: what is loaded, and why the rest is not."""
+        taken = ", ".join(f"{member} ({why})" for member, why in self.taken)
+        absent = "; ".join(f"not {what}: {why}" for what, why in self.left_out)
+        return f"draft auto: {taken}" + (f"; {absent}" if absent else "")
+
+    def without(self, failed: dict[DraftSpec, str]) -> Composition:
+        kept = tuple((member, why) for member, why in self.taken if member not in failed)
+        gone = tuple((str(member), why) for member, why in failed.items())
+        return Composition(kept, (*self.left_out, *gone))
+
+
+@dataclass(frozen=True)
+class Auto(DraftSpec):
+    """All that can pay for the target, as a hybrid: look-ups, what was trained for it, its own
+    4-bit form. ``compose`` says which, ``Prepared.notes`` why."""
+
+    kind = "auto"
+    page = "README.md"
+    natural_length = Hybrid.natural_length
+    examples = ("auto",)
+
+    def prepare(self, loading: Loading) -> Prepared:
+        found = compose(Circumstances.of(loading.target))
+        try:
+            made = found.spec.prepare(loading)
+        except PacelineError:  # nobody asked for these: one that cannot be had is left out
+            found = found.without(_failing(found, loading))
+            made = found.spec.prepare(loading)
+        return Prepared(
+            made.build,
+            made.cache_bytes,
+            feature_bytes=made.feature_bytes,
+            drafts=(str(found.spec),),
+            notes=(found.line(),),
+        )
+
+
+def _failing(found: Composition, loading: Loading) -> dict[DraftSpec, str]:
+    """The members that cannot be loaded, and why."""
+    failed: dict[DraftSpec, str] = {}
+    for member, _ in found.taken:
+        try:
+            member.prepare(loading)
+        except PacelineError as error:
+            failed[member] = str(error)
+    return failed
+
+
+def compose(it: Circumstances) -> Composition:
+    """What is loaded for a target, the cheapest first: the order decides between equals."""
+    taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
+    left_out: list[tuple[str, str]] = []
+    own, problem = QuantizedDraft(), _problem(it)
+    made = made_for(it.name)
+    if made is not None:
+        draft, where = made
+        share = _stored(draft.path) / it.held if it.held and isinstance(draft, DraftModel) else 0.0
+        if share > _DEAREST:
+            left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
+        elif not problem:
+            left_out.append((str(draft), "the 4-bit form is right more often"))
+        else:
+            taken.append((draft, where))
+    if problem:
+        left_out.append((str(own), problem))
+    else:
+        taken.append((own, f"takes {it.rounded / _MIB:,.0f} MiB more"))
+    return Composition(tuple(taken), tuple(left_out))
+
+
+def _problem(it: Circumstances) -> str:
+    """Why the target's own 4-bit form is not drafted with; "" if it is."""
+    if it.refused:
+        return f"it takes the native kernels ({it.refused})"
+    if it.bits < 8:
+        return f"the target is held in {it.bits} bits"
+    if it.held < _LEAST_BYTES:
+        return f"the target's {it.held / _MIB:,.0f} MiB are read in no time"
+    if it.rounded * _MEMORY_SHARE > it.free:
+        need, free = it.rounded / _MIB, it.free / _MIB
+        return f"it takes {need:,.0f} MiB of {free:,.0f} MiB that are free"
+    return ""
+
+
+# -- what was trained for a target -----------------------------------------------------------------
+
+
+def made_for(model: str) -> tuple[Trained, str] | None:
+    """A trained drafter of ``model`` and where it is: shipped, beside the checkpoint, or in the
+    hub's cache on this machine. Nothing is fetched."""
+    for name, specs in MADE_FOR.items():
+        if model in (name, _folder(name)):
+            for kind, path in specs:
+                if has_assets(path):
+                    return next(r for r in _TRAINED if r.kind == kind)(path), "shipped for it"
+    for found in (*_beside(model), *_in_the_hubs_cache(model)):
+        return found
+    return None
+
+
+def _folder(model: str) -> str | None:
+    """Where a model lies, if that is on this machine."""
+    try:
+        path = resolve(model)
+    except ModelLoadError:
+        return None
+    return str(Path(path).expanduser()) if is_path(path) else _snapshot(_repository(path))
+
+
+def _beside(model: str) -> Iterator[tuple[Trained, str]]:
+    """TARGET/eagle3 and TARGET-eagle3; then folders there whose config names the target."""
+    found = _folder(model)
+    folder = None if found is None else Path(found)
+    if folder is None or not folder.is_dir():
+        return
+    for record in _TRAINED:
+        for path in (folder / record.weights, folder.with_name(f"{folder.name}-{record.weights}")):
+            if (path / "config.json").is_file():
+                yield record(str(path)), "beside the target"
+    for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
+        if path.parent != folder and (own := _made(path.parent, model)) is not None:
+            yield own, "beside the target"
+
+
+def _in_the_hubs_cache(model: str) -> Iterator[tuple[Trained, str]]:
+    for repository in sorted(_hub_cache().glob("models--*")):
+        path = _snapshot(repository)
+        if path is not None and (own := _made(Path(path), model)) is not None:
+            yield own, "in the hub's cache"
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _repository(name: str) -> Path:
+    return _hub_cache() / f"models--{name.replace('/', '--')}"
+
+
+def _snapshot(repository: Path) -> str | None:
+    """The folder of a repository's newest files."""
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    found = repository / "snapshots" / commit
+    return str(found) if found.is_dir() else None
+
+
+def _made(folder: Path, model: str) -> Trained | None:
+    """The head in a folder, if its config or its card says that it was made for ``model``."""
+    try:
+        config = read_options(folder / "config.json")
+    except (ModelLoadError, OSError):
+        return None
+    kind = _head_kind(config)
+    if kind is None or not any(map(partial(_is_same, model), _bases(folder, config))):
+        return None
+    return kind(str(folder))
+
+
+def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
+    if is_speculators(config):
+        return Eagle3 if config["speculators_model_type"] == "eagle3" else None
+    said = f"{config.get('architectures')} {config.get('model_type')}".lower()
+    for kind in (Eagle3, Eagle2, Medusa):
+        if kind.weights in said:
+            return kind
+    return None
+
+
+def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    """The models that a head says it was made for: in its config, or atop its card."""
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    for said in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
+        if isinstance(said, str):
+            yield said
+    try:
+        card = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    head = card.split("\n---", 1)[0] if card.startswith("---") else ""
+    found = re.search(r"^base_model:\s*((?:\s*-\s*\S+\n?)+|\S+)", head, re.M)
+    if found is not None:
+        yield from re.findall(r"[^\s\"'-]\S*[^\s\"']", found[1])
+
+
+def _is_same(model: str, base: str) -> bool:
+    """Hub names by all of theirs, folders by their last part, which is what was written down."""
+    if is_path(model) or is_path(base):
+        return base.rstrip("/").rpartition("/")[2] == model.rstrip("/").rpartition("/")[2]
+    return base.lower() == model.lower()
+
+
+def _stored(name: str) -> int:
+    """Bytes of the weights of a draft model on this machine."""
+    folder = _folder(name)
+    files = [] if folder is None else Path(folder).glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
