@@ -12,6 +12,8 @@ import torch
 from paceline import LLM, Grammar, SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.model.names import PREFIX
+from paceline.model.target import CausalModel
+from paceline.model.twin import quantised_twin
 
 TOKENS = 20
 CHATS = (
@@ -146,3 +148,12 @@ def test_a_schema(plain: LLM) -> None:
     assert ours.token_ids == theirs.token_ids and ours.finish_reason == "stop"
     assert set(json.loads(ours.text)) == {"city", "river", "people"}
     llm.close()
+
+
+def test_four_bits_in_float32_run_on_the_kernels(model: str) -> None:
+    """Where one code of an activation that is rounded otherwise moves all logits by 4 %."""
+    target = CausalModel.load(model, "float32", "cpu")
+    if target.backend != "native":
+        pytest.skip(f"no kernels for float32 here: {target.refused}")
+    assert quantised_twin(target, "int4").backend == "native"
+    assert CausalModel.load(model, "float32", "cpu", quantize="int4").backend == "native"

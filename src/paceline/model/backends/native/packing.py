@@ -167,6 +167,11 @@ class Form:
     scale_kind: int
     offsets: int
 
+    @property
+    def wide(self) -> bool:
+        """As of a QuantisedWeight: activations have 16 bits beside it."""
+        return self.bits == 8 and self.repeat > 0 and self.repeat % 2 == 0
+
     def groups(self, inputs: int) -> int:
         return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
 
