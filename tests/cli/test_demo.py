@@ -206,7 +206,7 @@ def test_the_real_model_is_asked_real_questions_twice(
     text = CliRunner().invoke(app, QUICK).stdout
     for words in (
         "What is the capital of France",
-        "hybrid:suffix+ngram",
+        "with --draft auto",
         "story again",
         "total",
         "born in 4 bits",

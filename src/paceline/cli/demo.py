@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from paceline.difference import Difference
     from paceline.draft.suffix import SuffixDrafter
 
-# Until `--draft auto` is there: look-ups, and what everybody has.
-AUTO = "hybrid:suffix+ngram+quantized:int4"
 _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
     "were born in 4 bits, so its own 4-bit form drafts better for it than for most models."
@@ -283,13 +281,6 @@ def _pull_first(context: typer.Context, wanted: bool) -> None:
         print(f"not fetched: {error}", file=sys.stderr)
 
 
-def _setting(engine: ModelOptions) -> ModelOptions:
-    """With the draft of the demo where none was named."""
-    if engine.draft is None and engine.profile is None and engine.model == REAL:
-        return replace(engine, draft=AUTO)
-    return engine
-
-
 @expand
 def demo(
     engine: ModelOptions,
@@ -303,10 +294,11 @@ def demo(
     ] = False,
 ) -> None:
     """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
-    engine = _setting(engine)
     draft = engine.resolved_draft
     if draft is None:
-        raise typer.BadParameter(f"the demo needs a draft; try --draft {DEFAULT_DRAFT} or ngram")
+        raise typer.BadParameter(
+            f"the demo needs a draft; leave it out, or try --draft {DEFAULT_DRAFT}"
+        )
     if engine.lossy:
         raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
     from paceline import SamplingParams
