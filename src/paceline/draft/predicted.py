@@ -1,7 +1,7 @@
 """Predicted outputs: a request that says what its answer will probably be brings its own draft.
 
 OpenAI's ``prediction`` (2024): of an edited file most is known before. Here the prediction is a
-text in a suffix tree of the request's own (draft/suffix_tree.py), continued wherever the answer
+text in an index of the request's own (draft/text_index.py), continued wherever the answer
 rejoins it, so that an insertion costs a few tokens and not the rest.
 """
 
@@ -15,11 +15,11 @@ import torch
 from paceline.core.batch import Plan, Slice
 from paceline.core.tree import TokenTree
 from paceline.draft.base import TAKEN_IN, Drafter, LookupDrafter
-from paceline.draft.suffix_tree import SuffixTree
+from paceline.draft.text_index import TextIndex, open_index
+from paceline.model.backends.native.lookup import Lookup
 
 _CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
-_DEPTH = 32  # longest match
-_FACTOR, _OFFSET, _LEAST = 2.0, 6.0, 0.1  # as SuffixOptions has them
+_RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 
 class Predictions(LookupDrafter):
@@ -30,7 +30,7 @@ class Predictions(LookupDrafter):
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
-        self._trees: dict[int, SuffixTree] = {}
+        self._trees: dict[int, TextIndex] = {}
         self._matched: dict[int, int] = {}
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
@@ -58,14 +58,13 @@ class Predictions(LookupDrafter):
             return (), ()
         own = self._trees.get(seq.seq_id)
         if own is None:
-            own = self._trees[seq.seq_id] = SuffixTree(_DEPTH)
+            own = self._trees[seq.seq_id] = open_index(_RULE)
             own.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
         taken = own.open_tokens - min(_CONTEXT, seq.prompt_length)
-        own.extend(seq.params.prediction[taken : taken + TAKEN_IN])
-        length = item.draft_length
-        found = own.speculate(seq.tokens[-_DEPTH:], length, length, _FACTOR, _OFFSET, _LEAST)
-        self._matched[seq.seq_id] = found.match
-        return found.tokens, found.parents
+        fresh, length = seq.params.prediction[taken : taken + TAKEN_IN], item.draft_length
+        tokens, parents, match = own.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
+        self._matched[seq.seq_id] = match
+        return tokens, parents
 
     def confidence(self, seq_id: int) -> int:
         """Tokens of the last match."""

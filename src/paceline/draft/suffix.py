@@ -19,16 +19,18 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.base import TAKEN_IN, LookupDrafter
+from paceline.draft.base import TAKEN_IN
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
-from paceline.draft.suffix_tree import SuffixTree
+from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
+from paceline.model.backends.native.lookup import Lookup
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1
 _INT = np.dtype("<i4")
 _SPARE = 2  # nodes of a tree beyond one a level: alternatives are rarely worth more
+_LENGTHS = (1, 2, 4, 8, 16, 32)  # of the strings by which longer matches are found
 _CONTEXT = 16  # last tokens of the prompt that go with an output: they match its first token
 
 
@@ -92,16 +94,16 @@ class Suffix(DraftSpec):
 
 @dataclass
 class _Local:
-    """A request being decoded: its text from the end of the prompt on, the suffix tree of all of
-    it, and its last match."""
+    """A request being decoded: its text from the end of the prompt on, an index of all of it, and
+    its last match."""
 
     text: list[int]
-    tree: SuffixTree
+    index: TextIndex
     match: int = 0
 
 
-class SuffixDrafter(LookupDrafter):
-    """Matches the end of each text in its own suffix tree and in a global one of earlier outputs.
+class SuffixDrafter(IndexedDrafter):
+    """Matches the end of each text in itself and in a global memory of earlier outputs.
 
     Of the two drafts, the one that expects more accepted tokens is proposed. A request's output
     enters the global tree when it finishes, as a whole, together with the last few tokens of its
@@ -125,7 +127,7 @@ class SuffixDrafter(LookupDrafter):
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
         self._file = None if self.options.file is None else Path(self.options.file)
-        self._global = SuffixTree(self.options.max_depth)
+        self._global = self._open()
         self._locals: dict[int, _Local] = {}
         self._finished: deque[Sequence[int]] = deque()  # outputs not in the global tree yet
         self._entering: Sequence[int] = ()  # the one that is in it in part
@@ -140,7 +142,7 @@ class SuffixDrafter(LookupDrafter):
 
     def clear(self) -> None:
         """Forget all earlier outputs, as a drafter that has just been made."""
-        self._global = SuffixTree(self.options.max_depth)
+        self._global = self._open()
         self._finished.clear()
         self._entering = ()
 
@@ -157,38 +159,39 @@ class SuffixDrafter(LookupDrafter):
             self._catch_up(TAKEN_IN)  # only a step that drafts pays for it
         super().take_in(slices)
 
-    def unread(self, seq: SequenceView) -> int:
-        return len(seq.tokens) - self._locals[seq.seq_id].tree.open_tokens
+    def _open(self) -> TextIndex:
+        own = self.options
+        lengths = tuple(length for length in _LENGTHS if length <= own.max_depth)
+        return open_index(
+            Lookup(
+                *(lengths, own.max_depth),
+                factor=own.factor,
+                offset=own.offset,
+                min_prob=own.min_prob,
+            )
+        )
 
-    def read(self, seq: SequenceView, most: int) -> int:
-        tree = self._locals[seq.seq_id].tree
-        part = seq.tokens[tree.open_tokens : tree.open_tokens + most]
-        tree.extend(part)
-        return len(part)
+    def index(self, seq: SequenceView) -> TextIndex:
+        return self._locals[seq.seq_id].index
 
     def begin(self, seq: SequenceView) -> None:
         """Know a sequence; nothing if it is known."""
         if seq.seq_id not in self._locals:
             text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
-            self._locals[seq.seq_id] = _Local(list(text), SuffixTree(self.options.max_depth))
+            self._locals[seq.seq_id] = _Local(list(text), self._open())
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        """The better draft of the two trees."""
-        seq, length, options = item.seq, item.draft_length, self.options
-        local = self._locals[seq.seq_id]
-        text, nodes = seq.tokens[-options.max_depth :], self.max_nodes(length)
-        bounds = (length, nodes, options.factor, options.offset, options.min_prob)
-        best = max(
-            (tree.speculate(text, *bounds) for tree in (local.tree, self._global)),
-            key=lambda found: found.score,
-        )
-        local.match = best.match
-        return best.tokens, best.parents
+        """The better draft of the two."""
+        index, fresh, end = self.question(item)
+        levels, nodes = item.draft_length, self.max_nodes(item.draft_length)
+        tokens, parents, match = index.suffixes(fresh, end, levels, nodes, self._global)
+        self._locals[item.seq.seq_id].match = match
+        return tokens, parents
 
     def confidence(self, seq_id: int) -> int:
-        """Of the last draft: bits of the match length, 0 for none (the controller asks)."""
+        """Tokens that the last draft's match had, 0 for none."""
         local = self._locals.get(seq_id)
-        return local.match.bit_length() if local is not None else 0
+        return local.match if local is not None else 0
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
@@ -214,21 +217,21 @@ class SuffixDrafter(LookupDrafter):
     def _catch_up(self, most: float = math.inf) -> None:
         """Put finished outputs into the global tree, so many tokens of them, and drop the oldest
         that no longer fit."""
-        tree, capacity = self._global, self.options.capacity
+        memory, capacity = self._global, self.options.capacity
         while most > 0 and (self._entering or self._finished):
             self._entering = self._entering or self._finished.popleft()
             if len(self._entering) > capacity:
                 self._entering = ()
                 continue
-            entered = tree.open_tokens
+            entered = memory.open_tokens
+            while len(memory) - entered + len(self._entering) > capacity:
+                memory.drop_oldest()  # first: it never holds more
             part = self._entering[entered : int(min(entered + most, len(self._entering)))]
-            tree.extend(part)
+            memory.extend(part)
             most -= len(part)
-            if tree.open_tokens == len(self._entering):
-                tree.finish()
+            if memory.open_tokens == len(self._entering):
+                memory.finish()
                 self._entering = ()
-                while len(tree) > capacity:
-                    tree.drop_oldest()
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)

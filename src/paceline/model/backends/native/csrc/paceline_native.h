@@ -168,6 +168,29 @@ int pl_grow(void* opened, const pl_growth* growth);  // the same
 // Logits [rows, count, vocab] of the first `count` heads, from x [rows, width]; both in dtype.
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads);
 
+// An index of texts (lookup.cpp), and what it is asked for: lengths of the strings that it knows,
+// ascending; `first` and `stop`: places of a text at which a continuation may begin. The others are of
+// suffixes: tokens of a match at most, and what a draft may hold, as draft/text_index.py says.
+typedef struct {
+  const int32_t* lengths;
+  int64_t count, first, stop, depth;
+  double factor, offset, min_prob;
+} pl_lookup;
+
+void* pl_index_open(const pl_lookup* rule);  // the structure is copied. NULL: no memory
+void pl_index_close(void* index);
+int pl_index_extend(void* index, const int32_t* tokens, int64_t count);  // 0, or 1: no memory
+int pl_index_finish(void* index);  // the same; the next tokens are of another text
+int64_t pl_index_drop_oldest(void* index);  // a finished text: its tokens; there must be one
+int64_t pl_index_stream(void* index, int32_t* out);  // how many: all texts, -1 behind each finished one
+int64_t pl_index_bytes(void* index);  // of memory
+
+// Take tokens in, and draft. ask: levels, most nodes, how many tokens are new, how many of the text's
+// end are given because the index lacks others before them, else 0; then these tokens. out: nodes,
+// tokens of the match, then tokens and parents of the nodes. 0, or 1: no memory.
+int pl_ngrams(void* index, const int32_t* ask, int32_t* out);
+int pl_suffixes(void* index, void* memory, const int32_t* ask, int32_t* out);  // memory: another or NULL
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

@@ -1,0 +1,220 @@
+"""Texts in which the end of another is looked up, and the drafts that come of it.
+
+``open_index`` makes one in the kernels' library, where that can be loaded. ``TextIndex`` does the
+same by searching all of its texts: what the other is tested against, and the one without a library.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from paceline.core.batch import Slice
+from paceline.core.sequence import SequenceView
+from paceline.draft.base import LookupDrafter
+from paceline.draft.trees.trie import merge
+from paceline.model.backends.native.lookup import Draft, Lookup, NativeTextIndex, functions
+
+_END = -1  # stands behind every finished text; no token id
+# These three are csrc/lookup.cpp's, too.
+_KEPT = 4  # latest occurrences of an n-gram: on our prompts more of them gained nothing
+BRANCH = 2  # nodes of each n-gram's candidate after the first: it is for the likely early misses
+_LATEST = 64  # occurrences of a suffix that are looked at
+_ASIDE = 64  # new tokens that a look-up takes in itself
+
+
+class TextIndex:
+    """Several texts: the newest may still grow, the oldest may be dropped.
+
+    A look-up reads all texts: 20 microseconds, and 1 for each 1,000 tokens.
+    """
+
+    def __init__(self, rule: Lookup) -> None:
+        self.rule = rule
+        self._stream = array("i")  # all texts, each followed by _END when it is finished
+        self._lengths: deque[int] = deque()  # of the finished texts, oldest first
+        self.open_tokens = 0  # of the text that still grows
+
+    def __len__(self) -> int:
+        """Tokens of all texts."""
+        return sum(self._lengths) + self.open_tokens
+
+    # -- growing and shrinking ---------------------------------------------------------------
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens (ids from 0) to the newest text."""
+        self._stream.extend(tokens)
+        self.open_tokens += len(tokens)
+
+    def finish(self) -> None:
+        """End the newest text; what is appended from now on is another one."""
+        if self.open_tokens:
+            self._stream.append(_END)
+            self._lengths.append(self.open_tokens)
+            self.open_tokens = 0
+
+    def drop_oldest(self) -> None:
+        """Forget the oldest finished text. There must be one."""
+        del self._stream[: self._lengths.popleft() + 1]
+
+    def texts(self) -> Iterator[Sequence[int]]:
+        """The finished texts, oldest first."""
+        start = 0
+        for length in self._lengths:
+            yield self._stream[start : start + length]
+            start += length + 1
+
+    # -- looking up ---------------------------------------------------------------------------
+
+    def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
+        """How the last tokens of the newest text went on, longest match first, then latest.
+
+        ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens, where it
+        lacks some before them, else empty. Chains of ``levels`` tokens share their beginnings, at
+        most ``nodes`` in all, two of each but the first.
+        """
+        self.extend(fresh)
+        text, match, places = end or self._end(), 0, list[int]()
+        for length in reversed(self.rule.lengths):
+            found = self._latest(text, length, _KEPT)
+            match = match or (length if found else 0)
+            places += [place for place in found if place not in places]
+        stream = self._stream
+        # Past the end they repeat: a loop stays a loop.
+        chains = [
+            [stream[place + step % (len(stream) - place)] for step in range(levels)]
+            for place in places
+        ]
+        return *merge(chains, nodes, BRANCH), match
+
+    def suffixes(
+        self,
+        fresh: Sequence[int],
+        end: Sequence[int],
+        levels: int,
+        nodes: int,
+        memory: TextIndex | None = None,
+    ) -> Draft:
+        """The likeliest continuations of the longest suffix of the newest text, as it went on
+        before here or in a ``memory`` of others: where more accepted tokens are expected.
+
+        Best first by estimated probability, the product of the shares along the path: at most
+        ``levels``, ``nodes`` and ``factor * match + offset`` nodes, none less likely than
+        ``min_prob``. ``fresh`` and ``end`` as of n-grams.
+        """
+        self.extend(fresh)
+        text = list(end or self._end())
+        drafts = [
+            index._grown(text, levels, nodes) for index in (self, memory) if index is not None
+        ]
+        return max(drafts, key=lambda found: found[0])[1]
+
+    def _end(self) -> Sequence[int]:
+        return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
+
+    def _latest(self, text: Sequence[int], length: int, most: int) -> list[int]:
+        """Places behind the last occurrences of the text's last tokens that go on, latest first."""
+        if len(text) < length or len(self._stream) <= length:
+            return []
+        stream = np.frombuffer(self._stream, np.int32)
+        found = np.flatnonzero(stream[length - 1 : -1] == text[-1]) + length
+        for back in range(2, length + 1):
+            found = found[stream[found - back] == text[-back]]
+        found = found[(stream[found] != _END) & (found >= self.rule.first)]
+        latest: list[int] = found[found < self.rule.stop][::-1][:most].tolist()
+        return latest
+
+    def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
+        """The latest occurrences of the longest suffix, and its length.
+
+        Looked at are those of the longest string of the known lengths that there are any of: a
+        match is missed where it is older than so many that are half as long.
+        """
+        for length in reversed(self.rule.lengths):
+            places = self._latest(text, length, _LATEST)
+            if places:
+                matches = [self._match(text, place) for place in places]
+                best = max(matches)
+                return [p for p, match in zip(places, matches, strict=True) if match == best], best
+        return [], 0
+
+    def _match(self, text: Sequence[int], place: int) -> int:
+        """Tokens of the text's end that stand in front of a place."""
+        most = min(place, len(text), self.rule.depth)
+        pairs = ((self._stream[place - back], text[-back]) for back in range(1, most + 1))
+        return next((n for n, (own, other) in enumerate(pairs) if own != other), most)
+
+    def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:
+        """A draft, and how many of its tokens are expected to be accepted."""
+        stream, rule = self._stream, self.rule
+        places, match = self._longest(text)
+        nodes = min(nodes, int(rule.factor * match + rule.offset)) if match else 0
+        tokens, parents, paths = list[int](), list[int](), list[list[int]]()
+        heap: list[tuple[float, int, int, int, list[int]]] = []
+        ticket = 0  # equal probabilities: first come, first served
+        path, chance, score = list[int](), 1.0, 0.0
+        while len(tokens) < nodes:
+            if len(path) < levels:
+                places = [p for p in places if p < len(stream) and stream[p] != _END]
+                if not places:  # where the text ends: as if the path were appended
+                    places, _ = self._longest([*text, *path])
+                following: dict[int, list[int]] = {}
+                for place in places:
+                    following.setdefault(stream[place], []).append(place + 1)
+                # Frequent ones first, then recent ones.
+                for token, behind in sorted(following.items(), key=lambda item: -len(item[1])):
+                    share = len(behind) / len(places)
+                    if chance * share < rule.min_prob:
+                        break  # the others are no likelier
+                    ticket += 1
+                    parent = len(tokens) - 1 if path else -1
+                    heapq.heappush(heap, (-chance * share, ticket, parent, token, behind))
+            if not heap:
+                break
+            negative, _, parent, token, places = heapq.heappop(heap)
+            path, chance = [*(paths[parent] if parent >= 0 else ()), token], -negative
+            tokens.append(token)
+            parents.append(parent)
+            paths.append(path)
+            score += chance
+        return score, (tokens, tuple(parents), match)
+
+
+def open_index(rule: Lookup) -> TextIndex:
+    """An empty one, in the kernels' library where that can be loaded."""
+    native = functions()
+    # The two have the same methods; one memory is only ever beside indexes of its own kind.
+    return TextIndex(rule) if native is None else NativeTextIndex(native, rule)  # type: ignore[return-value]
+
+
+class IndexedDrafter(LookupDrafter):
+    """One that has an index of each text: ``index`` is left to write, and what to ask it."""
+
+    def index(self, seq: SequenceView) -> TextIndex:
+        raise NotImplementedError
+
+    def unread(self, seq: SequenceView) -> int:
+        missing = len(seq.tokens) - self.index(seq).open_tokens
+        return missing if missing > _ASIDE else 0
+
+    def read(self, seq: SequenceView, most: int) -> int:
+        index = self.index(seq)
+        begin = index.open_tokens
+        if len(seq.tokens) - begin <= _ASIDE:
+            return 0
+        part = seq.tokens[begin : begin + most]
+        index.extend(part)
+        return len(part)
+
+    def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
+        """An index, the tokens that it takes in with the look-up, and the text's end where there
+        are too many."""
+        tokens, index = item.seq.tokens, self.index(item.seq)
+        begin = index.open_tokens
+        if len(tokens) - begin <= _ASIDE:
+            return index, tokens[begin:], ()
+        return index, (), tokens[-index.rule.depth :]

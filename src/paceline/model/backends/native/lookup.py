@@ -1,0 +1,163 @@
+"""Indexes of texts in the kernels' library (csrc/lookup.cpp): plain CPU code, whatever runs the
+model. What they find is what draft/text_index.py finds by searching."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from paceline.model.backends.native.compile import NativeUnavailableError, is_off
+from paceline.model.backends.native.library import library
+
+Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the match
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What an index is asked for.
+
+    ``lengths`` of the strings that it knows, ascending; ``first`` and ``stop``: places of a text at
+    which a continuation may begin. ``depth``: tokens of a text's end that are looked at. The others
+    are of suffixes, as draft/suffix.py has them.
+    """
+
+    lengths: tuple[int, ...]
+    depth: int
+    first: int = 0
+    stop: int = 2**31 - 1
+    factor: float = 1.0
+    offset: float = 0.0
+    min_prob: float = 0.1
+
+
+class CLookup(Structure):
+    _fields_ = (
+        ("lengths", c_void_p),
+        *((name, c_int64) for name in ("count", "first", "stop", "depth")),
+        *((name, c_double) for name in ("factor", "offset", "min_prob")),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pl_index_open": (c_void_p, (POINTER(CLookup),)),
+    "pl_index_close": (None, (c_void_p,)),
+    "pl_index_extend": (c_int, (c_void_p, c_void_p, c_int64)),
+    "pl_index_finish": (c_int, (c_void_p,)),
+    "pl_index_drop_oldest": (c_int64, (c_void_p,)),
+    "pl_index_stream": (c_int64, (c_void_p, c_void_p)),
+    "pl_index_bytes": (c_int64, (c_void_p,)),
+    "pl_ngrams": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "pl_suffixes": (c_int, (c_void_p,) * 4),
+}
+
+
+def functions() -> Any | None:
+    """Those of the library, which is built first where needed; None where it cannot be had."""
+    return None if is_off() else _functions()
+
+
+@lru_cache(maxsize=1)
+def _functions() -> Any | None:
+    try:
+        # Calls of microseconds keep Python's lock: who lets it go may wait milliseconds for it.
+        loaded = ctypes.PyDLL("paceline", handle=library()._handle)
+    except NativeUnavailableError:
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class NativeTextIndex:
+    """As ``draft.text_index.TextIndex``, which says what its methods do."""
+
+    def __init__(self, native: Any, rule: Lookup) -> None:
+        """``native``: what ``functions`` returned."""
+        self._native, self.rule = native, rule
+        lengths = array("i", rule.lengths)
+        self._handle = native.pl_index_open(
+            CLookup(
+                *(lengths.buffer_info()[0], len(lengths), rule.first, rule.stop, rule.depth),
+                *(rule.factor, rule.offset, rule.min_prob),
+            )
+        )
+        if not self._handle:
+            raise MemoryError("no memory for an index of texts")
+        self.open_tokens = 0
+        self._finished = 0
+        self._out = array("i", bytes(4 * 64))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._native.pl_index_close(self._handle)
+
+    def __len__(self) -> int:
+        return self._finished + self.open_tokens
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes."""
+        return int(self._native.pl_index_bytes(self._handle))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        new = array("i", tokens)
+        _check(self._native.pl_index_extend(self._handle, new.buffer_info()[0], len(new)))
+        self.open_tokens += len(new)
+
+    def finish(self) -> None:
+        _check(self._native.pl_index_finish(self._handle))
+        self._finished += self.open_tokens
+        self.open_tokens = 0
+
+    def drop_oldest(self) -> None:
+        self._finished -= self._native.pl_index_drop_oldest(self._handle)
+
+    def texts(self) -> Iterator[Sequence[int]]:
+        stream = array("i", bytes(4 * self._native.pl_index_stream(self._handle, None)))
+        self._native.pl_index_stream(self._handle, stream.buffer_info()[0])
+        start = 0
+        while start < len(stream) - self.open_tokens:
+            end = stream.index(-1, start)
+            yield stream[start:end]
+            start = end + 1
+
+    def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
+        out = self._room(nodes)
+        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        _check(self._native.pl_ngrams(self._handle, ask.buffer_info()[0], out))
+        return self._drafted(fresh)
+
+    def suffixes(
+        self,
+        fresh: Sequence[int],
+        end: Sequence[int],
+        levels: int,
+        nodes: int,
+        memory: NativeTextIndex | None = None,
+    ) -> Draft:
+        out, other = self._room(nodes), None if memory is None else memory._handle
+        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        _check(self._native.pl_suffixes(self._handle, other, ask.buffer_info()[0], out))
+        return self._drafted(fresh)
+
+    def _room(self, nodes: int) -> int:
+        """Where a draft is told."""
+        if len(self._out) < 2 + 2 * nodes:
+            self._out = array("i", bytes(4 * (2 + 2 * nodes)))
+        return self._out.buffer_info()[0]
+
+    def _drafted(self, fresh: Sequence[int]) -> Draft:
+        self.open_tokens += len(fresh)
+        out, middle = self._out, 2 + self._out[0]
+        return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for an index of texts")
