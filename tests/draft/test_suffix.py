@@ -75,7 +75,7 @@ def test_the_draft_grows_with_the_match() -> None:
     sizes = [len(propose(drafter, request(list(range(40, 44)) + list(range(9 - m, 9)), m)))
              for m in (1, 2, 3)]  # fmt: skip
     assert sizes == [2, 4, 6]
-    assert [drafter.confidence(m) for m in (1, 2, 3, 4)] == [1, 2, 2, 0]
+    assert [drafter.confidence(m) for m in (1, 2, 3, 4)] == [1, 2, 3, 0]
 
 
 def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:

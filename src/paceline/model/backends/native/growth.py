@@ -113,12 +113,7 @@ class NativeGrowth:
         ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
         the logits in the same call. Raises IndexError where a table has no room for a tree, or
         ``first`` names a token or a position that is out of range."""
-        tables, trees = array("i"), (CTree * len(wanted))()
-        for i, tree in enumerate(wanted):
-            if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * cache.block_size:
-                raise IndexError("a tree has no room in the cache")
-            trees[i] = tree.as_c(len(tables))
-            tables.extend(tree.table)
+        trees, tables = _as_c(wanted, cache.block_size)
         most = max(tree.nodes for tree in wanted)
         found = torch.empty(3, len(wanted), most, dtype=torch.int32)
         scores = torch.empty(len(wanted), most)
@@ -178,6 +173,17 @@ class NativeGrowth:
                 zip(grown, parents.tolist(), slots.tolist(), scores.tolist(), strict=True)
             )
         ]
+
+
+def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int]]:
+    """An array of trees, and their tables one behind the other. Raises IndexError."""
+    tables, trees = array("i"), (CTree * len(wanted))()
+    for i, tree in enumerate(wanted):
+        if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * block_size:
+            raise IndexError("a tree has no room in the cache")
+        trees[i] = tree.as_c(len(tables))
+        tables.extend(tree.table)
+    return trees, tables
 
 
 def _levels(
