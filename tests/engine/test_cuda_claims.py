@@ -172,7 +172,7 @@ def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
         assert (up, down) == (1, 1)
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "recycling"])
+@pytest.mark.parametrize("name", ["ngram", "recycling"])
 def test_a_hybrid_that_follows_its_look_ups_waits_once(name: str, devices: Devices) -> None:
     """Their tokens are the host's already, or arrive while the forward runs."""
     llm = loaded(f"hybrid:{name}", "cuda:1", None)
@@ -260,7 +260,7 @@ class ClaimedRanks:
         pass
 
 
-@pytest.mark.parametrize("name", ["ngram", "model", "tree", "tree, best first", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["ngram", "tree", "tree, best first", "eagle"])
 def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank is told plain data of the host, and what only rank 0's device knows follows
     from device to device: its keys and values are those of rank 0, and nobody waits for them."""

@@ -73,6 +73,13 @@ def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> Non
     assert all(check.passed and check.draw == "point" for check in evidence.exact)
 
 
+def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: Named) -> None:
+    """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
+    small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
+    certifier = Certifier(small, prompts, None, SMALL)
+    assert certifier._asked.plain.cache.num_blocks == small.engine.cache.num_blocks
+
+
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
     certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
     assert certificate.lossless

@@ -119,7 +119,7 @@ class Sampler:
         notes = asked.evidence.notes
         length = min(2, asked.lengths[-1])
         # A look-up may find nothing at the place itself, but further on in what was drawn from it.
-        for samples, enough in ((128, 1), (32, _FURTHER)):
+        for samples, enough in ((128, 1), (16, _FURTHER)):
             recorder.watch(place.start.tokens, beyond=enough > 1)
             sampled.continuations(
                 asked.engine, place.start, asked.params, length, samples, enough=enough

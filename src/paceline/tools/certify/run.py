@@ -101,7 +101,11 @@ class Certifier:
         self.settings = settings_of(lengths, adapts)
         self._prompts = _checked(llm, prompts, self.effort)
         batch = llm.engine.scheduler.config.max_batch_size
-        plain = llm.beside(max_batch_size=batch, seed=self.effort.seed + 1).engine
+        # No larger a cache: by default it would be a share of the memory that is left.
+        parts = map(llm.engine.cache.kv, range(llm.target.num_layers))
+        memory = sum(part.nbytes for pair in parts for part in pair)
+        seed = self.effort.seed + 1
+        plain = llm.beside(max_batch_size=batch, seed=seed, kv_cache_memory=memory).engine
         asked_of = llm.engine, plain, self._prompts, self.params, lengths
         self._asked = Asked(*asked_of, self.effort, self.budget, self.evidence)
         self._comparer = Comparer(self._asked, self.settings, self._spell)
