@@ -58,6 +58,7 @@ COPIES = {
     **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
     **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, best first": (8, 2)},
     **{"layer_skip, best first": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
+    "auto": (10, 2),  # look-ups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
 KEPT = {"grow._levels", "recycling._levels", "layout.layout_of", "layout.chain_grid"}
