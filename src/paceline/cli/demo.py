@@ -99,6 +99,7 @@ _FIGURES = (
     Column("acceptance_rate", "accept.\nrate", "acceptance_rate", "{:.0%}".format),
     Column("mean_accepted_length", "accepted\nlength", "mean_accepted_length", "{:.2f}".format),
     Column("drafters", "", "drafters"),
+    Column("not_drafted", "", "not_drafted"),
     Column("identical", "identical", "", _identical, lambda found: found.difference is None),
     Column("difference", "", "difference", stored=_difference),
 )
