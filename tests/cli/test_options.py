@@ -134,6 +134,8 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "max_batch_size": 2,
                 "kv_cache_memory": 1 << 20,
                 "draft_length": 3,
+                "drafting": "fair",
+                "log_decisions": False,
                 "rule": "block",
                 "lossy": False,
                 "prefix_sharing": True,

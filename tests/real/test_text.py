@@ -23,6 +23,7 @@ CHATS = (
 # Of the model itself, of another vocabulary, or of nothing: none is trained for it.
 SPECS = {
     "none": "none",
+    "auto": "auto",
     "ngram": "ngram:min=1",
     "suffix": "suffix",
     "lookahead": "lookahead:window=3,ngram=3",

@@ -159,20 +159,12 @@ class NativeGrowth:
         )
         with traced(self._name):
             check(library().pl_grow(self._opened.handle, growth))
-        if first is not None:
-            tell(partial(self._work, first.spans, cache, len(wanted)))
         grown = counts.tolist()
-        for spans in _levels(wanted, grown, logits.shape[1]):
-            tell(partial(self._work, spans, cache, sum(span.rows for span in spans)))
-        longs = tokens.to(torch.int64)
-        return [
-            GrownTree(
-                longs[i, :count], tuple(own[:count]), tuple(places[:count]), tuple(said[:count])
-            )
-            for i, (count, own, places, said) in enumerate(
-                zip(grown, parents.tolist(), slots.tolist(), scores.tolist(), strict=True)
-            )
-        ]
+        runs = [] if first is None else [(first.spans, len(wanted))]
+        levels = _levels(wanted, grown, logits.shape[1])
+        for spans, rows in [*runs, *((level, sum(s.rows for s in level)) for level in levels)]:
+            tell(partial(self._work, spans, cache, rows))
+        return _trees(found, scores, grown)
 
 
 def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int]]:
@@ -184,6 +176,17 @@ def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int
         trees[i] = tree.as_c(len(tables))
         tables.extend(tree.table)
     return trees, tables
+
+
+def _trees(found: torch.Tensor, scores: torch.Tensor, counts: Sequence[int]) -> list[GrownTree]:
+    """Of ``found`` int32 ``[3, trees, most]``: tokens, parents and slots."""
+    longs, (_, parents, slots) = found[0].to(torch.int64), found.tolist()
+    return [
+        GrownTree(longs[i, :count], tuple(own[:count]), tuple(places[:count]), tuple(said[:count]))
+        for i, (count, own, places, said) in enumerate(
+            zip(counts, parents, slots, scores.tolist(), strict=True)
+        )
+    ]
 
 
 def _levels(
