@@ -80,6 +80,31 @@ class GrownTree:
     scores: tuple[float, ...]
 
 
+class _Room:
+    """Where the library writes what it grew, up to ``most`` nodes of each tree."""
+
+    def __init__(self, trees: int, most: int) -> None:
+        self._nodes = torch.empty(3, trees, most, dtype=torch.int32)  # tokens, parents, slots
+        self._scores = torch.empty(trees, most)
+        self.counts = torch.zeros(trees, dtype=torch.int32)
+
+    def pointers(self) -> dict[str, int]:
+        """The fields of CGrowth."""
+        names = ("tokens", "parents", "slots", "scores", "counts")
+        places = (*self._nodes, self._scores, self.counts)
+        found = {name: place.data_ptr() for name, place in zip(names, places, strict=True)}
+        return {"most": self._nodes.shape[2], **found}
+
+    def trees(self) -> list[GrownTree]:
+        tokens, (_, parents, slots) = self._nodes[0].to(torch.int64), self._nodes.tolist()
+        return [
+            GrownTree(tokens[i, :n], tuple(own[:n]), tuple(places[:n]), tuple(said[:n]))
+            for i, (n, own, places, said) in enumerate(
+                zip(self.counts.tolist(), parents, slots, self._scores.tolist(), strict=True)
+            )
+        ]
+
+
 class NativeGrowth:
     """Grows trees with an opened model or head.
 
@@ -114,10 +139,7 @@ class NativeGrowth:
         the logits in the same call. Raises IndexError where a table has no room for a tree, or
         ``first`` names a token or a position that is out of range."""
         trees, tables = _as_c(wanted, cache.block_size)
-        most = max(tree.nodes for tree in wanted)
-        found = torch.empty(3, len(wanted), most, dtype=torch.int32)
-        scores = torch.empty(len(wanted), most)
-        counts = torch.zeros(len(wanted), dtype=torch.int32)
+        room = _Room(len(wanted), max(tree.nodes for tree in wanted))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
         pointers = keys, values, coded = self._caches.of(cache)
@@ -132,7 +154,6 @@ class NativeGrowth:
             assert logits.is_contiguous() and run.struct.logit_rows == len(wanted)
             run.struct.rope, run.struct.skipped = ctypes.addressof(tables_of_ropes), skipped
             run.struct.logits, run.struct.columns = logits.data_ptr(), logits.shape[1]
-        tokens, parents, slots = found
         growth = CGrowth(
             trees=len(wanted),
             block_size=cache.block_size,
@@ -150,21 +171,13 @@ class NativeGrowth:
             coded=coded,
             skipped=skipped,
             rope=ctypes.addressof(tables_of_ropes),
-            most=most,
-            tokens=tokens.data_ptr(),
-            parents=parents.data_ptr(),
-            slots=slots.data_ptr(),
-            counts=counts.data_ptr(),
-            scores=scores.data_ptr(),
+            **room.pointers(),
         )
         with traced(self._name):
             check(library().pl_grow(self._opened.handle, growth))
-        grown = counts.tolist()
-        runs = [] if first is None else [(first.spans, len(wanted))]
-        levels = _levels(wanted, grown, logits.shape[1])
-        for spans, rows in [*runs, *((level, sum(s.rows for s in level)) for level in levels)]:
+        for spans, rows in _runs(first, wanted, room.counts.tolist(), logits.shape[1]):
             tell(partial(self._work, spans, cache, rows))
-        return _trees(found, scores, grown)
+        return room.trees()
 
 
 def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int]]:
@@ -178,15 +191,14 @@ def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int
     return trees, tables
 
 
-def _trees(found: torch.Tensor, scores: torch.Tensor, counts: Sequence[int]) -> list[GrownTree]:
-    """Of ``found`` int32 ``[3, trees, most]``: tokens, parents and slots."""
-    longs, (_, parents, slots) = found[0].to(torch.int64), found.tolist()
-    return [
-        GrownTree(longs[i, :count], tuple(own[:count]), tuple(places[:count]), tuple(said[:count]))
-        for i, (count, own, places, said) in enumerate(
-            zip(counts, parents, slots, scores.tolist(), strict=True)
-        )
-    ]
+def _runs(
+    first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
+) -> Iterator[tuple[Sequence[Span], int]]:
+    """The spans of each forward and the rows that it has logits of."""
+    if first is not None:
+        yield first.spans, len(wanted)
+    for spans in _levels(wanted, counts, columns):
+        yield spans, sum(span.rows for span in spans)
 
 
 def _levels(
