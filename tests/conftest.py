@@ -35,7 +35,7 @@ def one_round() -> Iterator[None]:
     Precise prices took seconds of every engine whose draft length adapts. Which lengths it chooses
     is tested with prices that are given; tests of measuring itself take ``__wrapped__``.
     """
-    from paceline.control import measure as measuring
+    from paceline.model import measure as measuring
 
     real = measuring.measure
 
@@ -46,7 +46,7 @@ def one_round() -> Iterator[None]:
         return real(run, counts, device, rounds=1, budget=0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.control.measure.measure", once)
+        patch.setattr("paceline.model.measure.measure", once)
         patch.setattr("paceline.build.measure", once)
         yield
 

@@ -15,7 +15,6 @@ import torch
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel, DrafterCosts
-from paceline.control.measure import measure, measure_target
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
@@ -27,6 +26,7 @@ from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
+from paceline.model.measure import measure, measure_target
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.paged.codes import cache_dtype
 from paceline.model.target import CausalModel

@@ -18,11 +18,11 @@ from paceline.control.acceptance import (
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import FixedLength
 from paceline.control.cost import CostModel, DrafterCosts
-from paceline.control.measure import measure
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.model.measure import measure
 from simulated_time import REST, STEP, Guesser, Machine, always
 
 

@@ -94,6 +94,17 @@ def test_nothing_is_lost_where_drafting_pays(batch: int, least: float) -> None:
     assert statistics.mean(ratios(Truth(), steady(0.85), batch, RIGHT, waves=4)[1:]) > least
 
 
+@pytest.mark.parametrize("slow", [range(60), range(100, 160), range(0, 10**6, 2)], ids=str)
+def test_a_busy_machine_is_no_word_against_drafts(slow: range) -> None:
+    """Four times as slow for a while: what drafts cost is told against what steps cost then. At
+    half a step a pass, drafts once thought dear were never tried again."""
+    truth = Truth(level=0.55, row=0.05, drift=lambda step: 4.0 if step in slow else 1.0)
+    for seed in range(3):
+        machine = Batches(truth, steady(0.9), 1, seed=seed)
+        later = [machine.wave(96).ratio for _ in range(10)][4:]
+        assert statistics.mean(later) > 1.14  # 1.22 where nothing is slow
+
+
 def test_what_is_known_of_a_drafter_survives_requests() -> None:
     machine = Batches(Truth(), steady(0.85), 1, seed=0)
     machine.wave(64)

@@ -73,6 +73,11 @@ class Correction:
         """Observations of a cell."""
         return self._cells[group, cell].seen if (group, cell) in self._cells else 0
 
+    @property
+    def drift(self) -> float:
+        """How many times slower the whole machine is now."""
+        return exp(self._drift.value)
+
     def factor(self, group: int, cell: int) -> float:
         found = self._factors.get((group, cell))
         if found is None:

@@ -29,6 +29,7 @@ from paceline.draft.base import Drafter
 _LONG_AGO = 64  # steps
 _FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # observations after which prices are looked up anew
+_SLOW = 1.3  # times what is known, from which a step tells of the machine
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
@@ -184,8 +185,9 @@ class CostModel:
         """Drafting of ``nodes`` each for ``batch`` sequences, by seconds of ``passes`` alone."""
         if not passes:
             return self._handling.get(name, 0.0) * batch if nodes else 0.0
-        own = self._price(name, batch)
-        return own.seconds(passes, self.drafters[name].seconds(batch)) if own else passes
+        own, drift = self._price(name, batch), self._rest.drift
+        unit = self.drafters[name].seconds(batch)
+        return drift * (own.seconds(passes, unit) if own else passes)
 
     def _price(self, name: Hashable, batch: int) -> PassPrice | None:
         """That of the nearest concurrency."""
@@ -199,6 +201,12 @@ class CostModel:
         """The rest of a step, and its drafting by so many seconds of passes alone."""
         drafting = (self.drafting(n, batch, nodes, own, even) for n, own in passes.items())
         return self.rest(batch, nodes, even), sum(drafting)
+
+    def _slowness(self, batch: int, nodes: float, even: bool, rest: float) -> float:
+        """Of the machine in a step the rest of which took so long: a step that was slow as a whole
+        says nothing against its draft."""
+        off = rest / self.rest(batch, nodes, even)
+        return self._rest.drift * (1.0 if 1 / _SLOW < off < _SLOW else off)
 
     def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
@@ -356,7 +364,8 @@ class CostModel:
                     if near is not None:
                         own.overhead, own.factor = near.overhead, near.factor
                 own = self._passes[name, group]
-                own.observe(alone, self.drafters[name].seconds(batch), drafting)
+                unit = self.drafters[name].seconds(batch)
+                own.observe(alone, unit, drafting / self._slowness(batch, each, even, rest))
             else:
                 before = self._handling.get(name, 0.0)
                 self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)

@@ -19,11 +19,11 @@ from typing import Any
 
 from paceline.control.acceptance import expected_tokens
 from paceline.control.cost import CostModel, DrafterCosts, predicted_by_measured, textbook_speedup
-from paceline.control.measure import measure, measure_target
 from paceline.core.costs import CostCurve
 from paceline.draft.base import Drafter
 from paceline.engine.driver import column_sums
 from paceline.engine.engine import Engine
+from paceline.model.measure import measure, measure_target
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.figures import complete, merged
 from paceline.tools.bench.methods import PLAIN, Method

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.control.measure import measure
 from paceline.model.backends.reference.products import PrepackedLinear, can_prepack
+from paceline.model.measure import measure
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SMALLEST_BUFFER, _LARGEST_BUFFER = 64 * 2**20, 512 * 2**20  # bytes

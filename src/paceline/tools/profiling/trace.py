@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline.control.measure import synchronise
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
 from paceline.llm import LLM
+from paceline.model.measure import synchronise
 from paceline.ownership import check_file
 from paceline.tools.profiling import steady
 from paceline.tools.profiling.work import is_kernel

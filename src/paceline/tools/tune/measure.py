@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.budget import Budget
 from paceline.control.cost import DrafterCosts
-from paceline.control.measure import measure, measure_target
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
@@ -18,6 +17,7 @@ from paceline.engine.driver import StepSums
 from paceline.errors import DataError
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
+from paceline.model.measure import measure, measure_target
 from paceline.model.target import CausalModel
 from paceline.tools.tune.candidates import DrafterCandidate
 from paceline.tools.tune.decode import MeasuredStep, Run, decode
