@@ -11,9 +11,9 @@ import torch
 
 from paceline import LLM, build
 from paceline.build import measure_costs
-from paceline.control import measure
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.trees.size import FEWEST, MOST, paying_nodes
+from paceline.model import measure
 from paceline.model.paged.cache import PagedCache
 from simulated_clock import Clock
 

@@ -88,7 +88,7 @@ class Correction:
     def _group(self, group: int) -> _Part:
         """A new group is thought like the nearest."""
         if group in self._groups or not self._groups:
-            return self._groups.get(group) or _Part(0.0, _NEARBY)
+            return self._groups.get(group) or _Part(0.0, _UNKNOWN)
         return _Part(self._groups[_nearest(self._groups, group)].value, _NEARBY)
 
     def _cell(self, group: int, cell: int) -> _Part:

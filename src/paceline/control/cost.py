@@ -27,6 +27,7 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import Drafter
 
 _LONG_AGO = 64  # steps
+_NOW = 2  # steps since one without drafts, where such are what is taken
 _FULL = 0.95  # share of the most nodes, above which drafts are alike
 _FRESH = 16  # observations after which prices are looked up anew
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
@@ -167,8 +168,11 @@ class CostModel:
         """All of a step but the drafting; ``even`` if all sequences have as many nodes."""
         group, cell = group_of(batch), cell_of(nodes, even)
         seconds = self.verify(batch, nodes) * self._rest.factor(group, cell)
-        # Steps without drafts are rare where drafting pays; they never take longer than others.
-        return seconds if cell else min(seconds, self.rest(batch, 1.0))
+        # Steps without drafts never take longer than others: those that are rare now give way.
+        plain = self._since_plain < _NOW
+        if cell and plain:
+            return max(seconds, self.verify(batch, 0.0) * self._rest.factor(group, 0))
+        return seconds if cell or plain else min(seconds, self.rest(batch, 1.0))
 
     def passes(self, name: Hashable, lengths: Iterable[int]) -> float:
         """A drafter's passes as measured alone, each over the sequences not done yet."""
@@ -285,8 +289,11 @@ class CostModel:
         nodes, fill = self.drafters[name].nodes, self.fill[name]
         if reached is not None:
             table, nodes = (tuple(_between(own, n) for n in reached) for own in (table, nodes))
+        now = self.rest(batch) / (batch * table[0])  # the table is some steps old
         return [
-            DraftOption(name, n, fill * nodes[n], gains[n], table[n] + reading, reading, first)
+            DraftOption(
+                name, n, fill * nodes[n], gains[n], now * table[n] + reading, reading, first
+            )
             for n in (range(1, len(table)) if lengths is None else lengths)
             for reading in (first * gains[n] / tokens,)
         ]
