@@ -70,6 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--pairs", default="tiny,inflated", help=f"tiny, inflated, both, or {real.NAME}"
     )
+    real.add_perturb(parser)
     parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
     parser.add_argument("--draft", help="a draft model; default: the target's, with -draft")
     parser.add_argument("--eagle3", help=f"head of {real.NAME}, or none; default: the published")
@@ -94,6 +95,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"unknown pair {', '.join(sorted(unknown))}; there are {known}")
     if real.NAME in args.pairs and args.pairs != real.NAME:
         parser.error(f"{real.NAME} has prompts and heads of its own: measure it alone")
+    if args.perturb and args.pairs != real.NAME:
+        parser.error(f"--perturb is of {real.NAME}")
     if args.pairs != real.NAME:
         args.target = args.target or "paceline/tiny"
         args.draft = args.draft or "paceline/tiny-draft"
@@ -109,7 +112,8 @@ def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
     The real model drafts with its EAGLE-3 head, else its draft model, else n-grams.
     """
     if name == real.NAME:
-        folder, draft = real.target_folder(args.target), real.find("draft", args.draft)
+        folder = real.target_folder(args.target, args.perturb)
+        draft = real.find("draft", args.draft)
         head = real.find("eagle3", args.eagle3)
         spec = f"eagle3:{head}" if head else "" if draft else "ngram"
         ends = real.ends_of(folder)

@@ -106,6 +106,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--weights", default="pulled", help="what to call the target's weights in the tables")
     add("--presets", default="target,draft", help="sizes of the inflated pair")
     real.add_weights(parser)
+    real.add_perturb(parser)
     add("--eagle", help="folder, or none to leave it out; of the small pairs")
     add("--form", default="bf16", choices=FORMS, help="how the target's weights are held")
     add("--device", default="auto")
@@ -137,6 +138,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     is_real = args.pair == real.NAME
     args.drafters = args.drafters or (",".join(REAL_ROWS) if is_real else None)
     args.sets = args.sets.split(",") if args.sets else [*(real.SETS if is_real else ALL_SUITES)]
+    if args.perturb:
+        args.weights = "perturbed" if args.weights == "pulled" else args.weights
+        if not is_real:
+            parser.error(f"--perturb is of {real.NAME}")
     if unknown := set(args.modes) - {*MODES}:
         parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     if min([*args.batches, args.prompts, args.tokens, args.rounds]) < 1:

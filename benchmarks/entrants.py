@@ -87,7 +87,7 @@ def weights_of(args: argparse.Namespace) -> Weights:
     """
     if args.pair == real.NAME:
         folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
-        return Weights(str(real.target_folder(args.target)), **folders)
+        return Weights(str(real.target_folder(args.target, args.perturb)), **folders)
     if args.pair not in ("tiny", "inflated"):
         own = {kind: find(getattr(args, kind), lambda p: p) for kind in real.DRAFTS}
         return Weights(str(inflate.resolve(args.pair)), **own)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import inflate
 from paceline.tools.bench.prompts import evenly
+from perturbed import perturbed
 from prompts import Prompt, encode, read_texts
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ ACCEPTANCE_SETS = ("mt_bench", "gsm8k", "humaneval", "summarization")
 SETS = (*ACCEPTANCE_SETS, "translation", "qa", "math_reasoning", "rag")
 
 
-def target_folder(given: str | None) -> Path:
-    """Where the model lies: what ``--target`` says, else as it was pulled.
+def target_folder(given: str | None, perturb: bool = False) -> Path:
+    """Where the model lies: what ``--target`` says, else as it was pulled; ``perturb``: a copy.
 
     Raises SystemExit with one line if it is not there.
     """
     try:
-        return inflate.resolve(given or TARGET)
+        folder = inflate.resolve(given or TARGET)
+        return perturbed(folder) if perturb else folder
     except inflate.InflateError as error:
         if given:
             raise SystemExit(f"error: {error}") from None
@@ -133,6 +135,16 @@ def ends_of(folder: Path) -> frozenset[int]:
         found.append(GenerationConfig.from_pretrained(folder))
     ids = [one.eos_token_id for one in found]
     return frozenset(n for own in ids for n in ([own] if isinstance(own, int) else own or []))
+
+
+def add_perturb(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for a perturbed target."""
+    parser.add_argument(
+        "--perturb",
+        action="store_true",
+        help=f"move each weight of {NAME} by up to half a step of 4 bits (perturbed.py): what "
+        "quantized drafts gain on a model that was trained in 16 bits",
+    )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import decoding
 import drafters
+import perturbed
 import real
 import serving
 from random_heads import write_eagle
@@ -96,3 +99,27 @@ def test_the_real_model_in_quick_form(start: Start, tmp_path: Path) -> None:
     arguments += ["--modes", "greedy", "--prompts", "1", "--again", "0", "--wait", "0"]
     code, _, found = start(drafters, *arguments)
     assert code == 0 and found["smollm2, bf16"]["b1/greedy"]["first"]["ngram"] > 0
+
+
+def test_a_perturbed_copy_is_half_a_step_away_and_made_once(
+    pair_room: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    source = Path(pair_room[1]["target"])
+    out = perturbed.perturbed(source)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert before.keys() == after.keys() and (out / "tokenizer.json").is_file()
+    moved = 0
+    for name, tensor in before.items():
+        if tensor.dim() != 2 or tensor.shape[1] % 32:
+            assert torch.equal(tensor, after[name])
+            continue
+        parts = tensor.float().unflatten(1, (-1, 32))
+        step = (parts.amax(-1) - parts.amin(-1)) / 15
+        apart = (after[name].float().unflatten(1, (-1, 32)) - parts).abs().amax(-1)
+        assert bool((apart <= 0.501 * step).all()) and bool((apart > 0.2 * step).all())
+        moved += 1
+    assert moved >= 8
+    stamp = (out / "model.safetensors").stat().st_mtime_ns
+    assert perturbed.perturbed(source) == out == real.target_folder(str(source), perturb=True)
+    assert (out / "model.safetensors").stat().st_mtime_ns == stamp

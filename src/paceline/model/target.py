@@ -20,6 +20,7 @@ from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.model.backends.reference.prepack import quicken
 from paceline.model.gguf import gguf_file
+from paceline.model.kept import FileStamp, stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.pieces import AttentionStep, KeyValueStore
@@ -82,6 +83,7 @@ class CausalModel:
         self.refused: str | None = None  # why the kernels do not run this model
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.note = ""  # what the user should know about how it was loaded
+        self.checkpoint: tuple[FileStamp, ...] = ()  # the files that it was loaded from, then
         self.ranks: Ranks | None = None  # the processes that share the weights, if several do
         self._rows = RowPositions(hf, self.max_positions)
         self.rope_switch = self._rows.switch  # longer sequences are rotated otherwise (longrope)
@@ -156,17 +158,19 @@ class CausalModel:
         backend: str,
     ) -> CausalModel:
         """As transformers lays it out, perhaps quantised."""
-        from paceline.model.loading import load_module
+        from paceline.model.hub import fetched
+        from paceline.model.loading import load_module, weight_files
         from paceline.model.tensorfile import check_finite
 
         packed = quantize is None and backend != REFERENCE
+        checkpoint = stamps_of(fetched(name), weight_files)
         module = load_module(name, dtype, device, packed=packed)
         if check_values:
             check_finite(module.state_dict(), f"the draft model {name} cannot be used")
         if quantize is not None:
             quantise_loaded(name, module, quantize)
         model = cls(module, name)
-        model.asked = backend
+        model.asked, model.checkpoint = backend, checkpoint
         return model
 
     def quickened(self) -> CausalModel:

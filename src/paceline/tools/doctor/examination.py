@@ -27,6 +27,7 @@ from paceline.tools.doctor.machine import (
     check_dtype,
     check_memory,
     check_offload,
+    size,
 )
 from paceline.tools.doctor.models import Model, check_tensors, describe, millions
 from paceline.tools.doctor.precision import (
@@ -200,12 +201,15 @@ def _draft(
         if held <= BITS[found.target_in]:
             text = f"{spec} of a target that is held in {held} bits already"
             return [finding("draft-as-target", "draft", text)], _Cost()
-        return noted(found), _Cost(rounded_bytes(target, found.target_in, setting.dtype, rounding))
+        more = rounded_bytes(target, found.target_in, setting.dtype, rounding)
+        whole = weight_bytes(target, setting, rounding)
+        beside = f"; its matrices take {size(more)} beside the target's {size(whole)}"
+        return [replace(f, found=f.found + beside) for f in noted(found)], _Cost(more)
     if isinstance(spec, DraftModel):
         own = replace(rounding, draft=spec.quantize or rounding.draft)
         return _model(spec, files, target, setting, own)
-    size, findings = check_head(spec, files, target)
-    return findings, _Cost.of(size, setting, files.stored_bytes) if size else _Cost()
+    head, findings = check_head(spec, files, target)
+    return findings, _Cost.of(head, setting, files.stored_bytes) if head else _Cost()
 
 
 # -- draft models ------------------------------------------------------------------------------

@@ -77,7 +77,9 @@ class Packing:
         }
 
     def _experts(self, mlp: Any, dtype: torch.dtype, number: int | None) -> dict[str, Any]:
-        packed = mlp.experts = PackedExperts(mlp.experts, dtype)
+        if not isinstance(mlp.experts, PackedExperts):
+            mlp.experts = PackedExperts(mlp.experts, dtype)
+        packed = mlp.experts
         count = len(packed.down)
         gate_up, down = (
             (CWeight * count)(*(self.weight(one, mlp.gate.top_k / count, number) for one in every))

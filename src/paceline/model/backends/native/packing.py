@@ -56,30 +56,44 @@ class Packed:
     ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs side by side."""
         linears = _in_one_form(linears)
+        form = Form.of([linear for linear in linears if isinstance(linear, QuantisedLinear)])
+        packed = cls.blank(linears, dtype, gated, form)
+        at = 0
+        for place, linear in zip(_places(gated), linears, strict=False):
+            packed._take(linear, place, 0 if gated else at)
+            at += linear.out_features
+        return packed
+
+    @classmethod
+    def blank(
+        cls,
+        linears: Sequence[nn.Linear | QuantisedLinear | PackedLinear],
+        dtype: torch.dtype,
+        gated: bool,
+        form: Form | None,
+    ) -> Packed:
+        """Room for such matrices, filled with zeros, and their biases."""
         inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = torch.zeros(padded)
-        form = Form.of([linear for linear in linears if isinstance(linear, QuantisedLinear)])
+            at = 0
+            for place, linear in zip(_places(gated), linears, strict=False):
+                count = linear.out_features
+                if linear.bias is not None:
+                    lanes = _lanes(place, 0 if gated else at, count)
+                    bias[lanes] = linear.bias.detach().float()
+                at += count
         outputs = rows // 2 if gated else rows
         empty = cls(torch.empty(0), bias, padded, inputs, dtype, form).struct()
         if form is None:
             size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
         else:
             size = library().pl_quantised_bytes(empty)
-        packed = cls(
-            torch.zeros(size, dtype=torch.uint8), bias, outputs, inputs, dtype, form, rows * inputs
-        )
-        at = 0
-        for place, linear in zip(_places(gated), linears, strict=False):
-            begin, count = 0 if gated else at, linear.out_features
-            packed._take(linear, place, begin)
-            if bias is not None and linear.bias is not None:
-                bias[_lanes(place, begin, count)] = linear.bias.detach().float()
-            at += count
-        return packed
+        data = torch.zeros(size, dtype=torch.uint8)
+        return cls(data, bias, outputs, inputs, dtype, form, rows * inputs)
 
     def _take(self, linear: nn.Linear | QuantisedLinear, place: int, first: int) -> None:
         if isinstance(linear, QuantisedLinear):
@@ -234,8 +248,16 @@ def _lanes(place: int, first: int, count: int) -> torch.Tensor:
 class PackedLinear(nn.Module):
     """Stands for an ``nn.Linear`` whose weight is part of a packed one, its only copy."""
 
+    in_features: int
+    out_features: int
+    bias: torch.Tensor | None
+
     def __init__(
-        self, linear: nn.Linear | QuantisedLinear, packed: Packed, place: int, first: int
+        self,
+        linear: nn.Linear | QuantisedLinear | PackedLinear,
+        packed: Packed,
+        place: int,
+        first: int,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -308,8 +330,11 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Line
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
 ) -> Packed:
-    """Pack the linear children of these names into one, and replace them."""
+    """Pack the linear children of these names into one, and replace them; those that are packed
+    already stay."""
     linears = [getattr(parent, name) for name in names]
+    if isinstance(linears[0], PackedLinear):
+        return linears[0].packed
     packed = Packed.of(linears, dtype, gated)
     first = 0
     for name, linear, place in zip(names, linears, _places(gated), strict=False):

@@ -1,0 +1,238 @@
+"""Quantised forms in the cache folder: found again, checked, bounded, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.model import kept, twin
+from paceline.model.backends.native.compile import NativeUnavailableError
+from paceline.model.backends.native.library import library
+from paceline.model.backends.native.packing import Packed, PackedLinear
+from paceline.model.backends.native.rounding import round_to_nearest
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+from paceline.model.tensorfile import read_table
+from paceline.model.twin import quantised_twin
+from paceline.stages import Stage, listening, stage
+from tiny_models import write_tiny_model
+
+try:
+    library()
+except NativeUnavailableError as error:
+    pytest.skip(f"no native kernels here: {error}", allow_module_level=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The kernels stay where they are built.
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "_RECENT", -1e9)  # files of a moment ago are remembered, too
+    return tmp_path / "cache" / "quantised"
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Matrices that were rounded, by their bits."""
+    found: list[int] = []
+
+    def noted(weight: torch.Tensor, bits: int, *how: Any) -> Any:
+        found.append(bits)
+        return round_to_nearest(weight, bits, *how)
+
+    monkeypatch.setattr(twin, "round_to_nearest", noted)
+    return found
+
+
+class Said:
+    """What a listener is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begin(self, what: str, total: float | None, unit: str) -> Stage:
+        return self
+
+    def end(self, stage: Stage) -> None: ...
+
+    def advance(self, steps: float = 1, note: str | None = None) -> None: ...
+
+    def resize(self, total: float) -> None: ...
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    listener = Said()
+    with listening(listener), stage("a test"):
+        yield listener.lines
+
+
+def held(folder: Path, precision: str = "int4") -> dict[str, torch.Tensor]:
+    """The packed matrices of a fresh load's form in fewer bits."""
+    model = CausalModel.load(str(folder), "bfloat16", "cpu")
+    modules = quantised_twin(model, precision).hf.named_modules()
+    return {name: m.packed.data for name, m in modules if isinstance(m, PackedLinear)}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_the_next_load_rounds_nothing(folder: Path, rounded: list[int]) -> None:
+    first = held(folder)
+    assert rounded.count(4) == 14 and rounded.count(8) == 1  # the head
+    rounded.clear()
+    assert equal(held(folder), first) and not rounded
+    eight = held(folder, "int8")
+    assert rounded.count(8) == 15 and not equal(eight, first)
+
+
+def test_another_content_at_the_same_place_is_another_form(
+    folder: Path, rounded: list[int], tmp_path: Path
+) -> None:
+    """Also where size and modification time are those of before."""
+    first, file = held(folder), folder / "model.safetensors"
+    other = write_tiny_model(tmp_path / "other")
+    content = bytearray(file.read_bytes())
+    content[read_table(file).entries["model.layers.0.mlp.up_proj.weight"].end - 1] ^= 0x80
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(content)
+    os.utime(file, ns=times)
+    rounded.clear()
+    assert not equal(held(folder), first) and rounded
+    rounded.clear()
+    assert equal(held(other), first) and not rounded, "the same content elsewhere"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-100],
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: content[:200] + b"7" + content[201:],
+        lambda content: content[: len(kept._MAGIC)],
+    ],
+)
+def test_what_is_damaged_is_made_anew(
+    folder: Path,
+    cache: Path,
+    rounded: list[int],
+    said: list[str],
+    damage: Callable[[bytes], bytes],
+) -> None:
+    first = held(folder)
+    (file,) = cache.glob("*.forms")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    rounded.clear()
+    assert equal(held(folder), first) and rounded
+    assert [str(file) in line and "damaged" in line for line in said] == [True]
+    assert file.read_bytes() == whole
+    rounded.clear()
+    assert equal(held(folder), first) and not rounded
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(
+    folder: Path, cache: Path, rounded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(kept.SETTING, kept.OFF)
+    held(folder)
+    held(folder)
+    assert len(rounded) == 30 and not cache.exists()
+    monkeypatch.setenv(kept.SETTING, "lots")
+    with pytest.raises(ConfigError, match="'lots' is not a size"):
+        held(folder)
+
+
+def test_a_full_disk_is_one_line(
+    folder: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = held(folder)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(kept, "write_aside", full)
+    assert equal(held(folder), first) and not list(cache.glob("*"))
+    assert len(said) == 1 and "No space left" in said[0]
+
+
+def test_a_folder_that_cannot_be_made_is_no_failure(folder: Path, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file")
+    assert len(held(folder)) == 15 and cache.read_text() == "a file"
+
+
+def test_forms_that_were_not_used_for_longest_go_first(
+    folder: Path, cache: Path, rounded: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    held(folder)
+    (four,) = cache.glob("*.forms")
+    held(folder, "int8")
+    (eight,) = set(cache.glob("*.forms")) - {four}
+    for file, seconds in ((four, 1000), (eight, 2000)):
+        os.utime(file, (seconds, seconds))
+    held(folder)  # used again
+    assert four.stat().st_mtime > 2000
+    foreign = cache / "mine.forms"
+    foreign.write_bytes(b"x" * 1_000_000)
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    monkeypatch.setenv(kept.SETTING, str(four.stat().st_size * 2 + 100))
+    held(other)
+    assert four.exists() and foreign.exists() and not eight.exists()
+    assert len(list(cache.glob("*.forms"))) == 3
+
+
+def test_two_at_once_never_see_half_a_form(cache: Path) -> None:
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    linear = QuantisedLinear(round_to_nearest(weight, 4, 32, "free"), None)
+    made = Packed.of([linear], torch.bfloat16)
+    cache.mkdir(parents=True)
+
+    def blank(form: Any) -> Packed:
+        return Packed.blank([linear], torch.bfloat16, False, form)
+
+    writers = [
+        threading.Thread(target=lambda: [kept.write("k", [made]) for _ in range(20)])
+        for _ in range(2)
+    ]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        found = kept.read("k", [blank])
+        if found is not None:
+            seen += 1
+            assert torch.equal(found[0].data, made.data)
+    assert seen and [file.name for file in cache.iterdir()] == ["k.forms"]
+
+
+def test_numbers_and_layout_are_those_of_this_version() -> None:
+    """Where this changes, forms that lie in users' folders are others: raise the number in
+    ``kept._MAGIC``, and note the new digests here."""
+    weight = (torch.arange(64 * 128) * 7919 % 1009 / 1009 - 0.4).reshape(64, 128)
+    digests = []
+    for bits, group, zero in ((4, 32, "free"), (8, 64, "none")):
+        made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
+        packed = Packed.of([QuantisedLinear(made, None)], torch.bfloat16)
+        digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
+    assert kept._MAGIC.endswith(b" 1\n")
+    assert digests == ["493219085e372512", "17aa659d30d91ccd"]
