@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -195,6 +195,8 @@ class Drive:
             drafted=sum(counts.drafted for counts in own),
             levels=sum(counts.levels for counts in own),
             accepted=sum(counts.accepted for counts in own),
+            by_drafter=dict(sum((Counter(counts.by_drafter) for counts in own), Counter())),
+            not_drafted=dict(sum((Counter(counts.not_drafted) for counts in own), Counter())),
             reached_at=list(column_sums(counts.reached_at for counts in own)),
             accepted_at=list(column_sums(counts.accepted_at for counts in own)),
         )

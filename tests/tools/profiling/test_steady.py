@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, DataError
+from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
 from paceline.tools.profiling import steady, trace
 from paceline.tools.profiling.machine import last_level_cache
 from tiny_models import TinyPair
@@ -48,6 +49,16 @@ def test_the_same_steps_each_time(llm: LLM) -> None:
     assert (first.sums.tokens, first.sums.accepted) == (second.sums.tokens, second.sums.accepted)
     assert first.context == second.context
     assert first.context > 3 + steady.WARM_UP
+
+
+def test_it_says_who_drafted_and_why_nobody_did(llm: LLM) -> None:
+    drafted = steady.run(llm, PROMPTS, 6)
+    assert sum(drafted.drafters.values()) == drafted.sums.accepted and not drafted.not_drafted
+    plain = llm.beside("ngram:min=3", max_batch_size=2)
+    stretch = steady.run(plain, PROMPTS, 6)
+    assert sum(stretch.not_drafted.values()) + stretch.sums.drafted >= 12
+    assert set(stretch.not_drafted) <= {NOTHING_FOUND, NOT_WORTH_IT, MEASURING}
+    plain.close()
 
 
 def test_no_room_for_a_steady_state(llm: LLM) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from paceline.tools.profiling.machine import MachineSpeeds
@@ -25,6 +25,10 @@ def _seconds(place: int, figures: Sequence[Figures]) -> str:
 
 def _giga(rate: float) -> str:
     return f"{rate / 1e9:.2f}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda c: -c[1]))
 
 
 _share = "{:.0%}".format
@@ -53,6 +57,8 @@ _SIDE_BY_SIDE = (
     Column("", "step, ms", "step_seconds", _thousandths),
     Column("", "tokens a step", "tokens_per_step", "{:.2f}".format),
     Column("", "tokens/s", "tokens_per_second", "{:.0f}".format),
+    Column("", "accepted tokens of", "drafters", _counted),
+    Column("", "steps without a draft", "not_drafted", _counted),
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ _BUSY = (
 @dataclass(frozen=True)
 class RunProfile:
     """One way of decoding. ``working_set``: bytes that a step reads, each counted once.
-    ``drafts``: whether it has a drafter. ``busy``: share of the steps' time that other programs
-    had the processor, with or without the profiler. ``load``: of the machine, a processor, before
-    it. ``slowdown``: a step under the profiler by one without it."""
+    ``drafts``: whether it has a drafter. ``drafters``: accepted tokens by who drafted them.
+    ``not_drafted``: a sequence's steps without a draft, by the controller's reason. ``busy``: share
+    of the steps' time that other programs had the processor, with or without the profiler.
+    ``load``: of the machine, a processor, before it. ``slowdown``: a step under the profiler by one
+    without it."""
 
     name: str
     figures: tuple[Figures, ...]  # by phase, of a step
@@ -48,6 +51,8 @@ class RunProfile:
     drafts: bool
     drafted: int
     accepted: int
+    drafters: Mapping[str, int]
+    not_drafted: Mapping[str, int]
     busy: float
     load: float
     slowdown: float
@@ -109,6 +114,8 @@ class RunProfile:
             "tokens_per_step": self.tokens_per_step,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
+            "drafters": dict(self.drafters),
+            "not_drafted": dict(self.not_drafted),
             "context": self.context,
             "working_set_bytes": self.working_set,
             "processor_busy_elsewhere": self.busy,
@@ -227,6 +234,8 @@ def _assemble(
         drafts=not isinstance(llm.engine.drafter, NoDrafter),
         drafted=timed.drafted,
         accepted=timed.accepted,
+        drafters=sum((Counter(stretch.drafters) for stretch in stretches), Counter()),
+        not_drafted=sum((Counter(stretch.not_drafted) for stretch in stretches), Counter()),
         busy=max(profiled.stretch.busy, statistics.median(s.busy for s in stretches)),
         load=load,
         slowdown=slow / step_seconds,

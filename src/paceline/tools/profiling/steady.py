@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.params import SamplingParams
@@ -26,11 +27,14 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 @dataclass(frozen=True)
 class Stretch:
     """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 where
-    it may wait. ``steps``: seconds of each by phase."""
+    it may wait. ``steps``: seconds of each by phase. ``drafters``: accepted tokens by who drafted
+    them; ``not_drafted``: a sequence's steps without a draft, by the controller's reason."""
 
     sums: StepSums
     busy: float
     steps: tuple[Mapping[str, float], ...] = ()
+    drafters: Mapping[str, int] = field(default_factory=Counter)
+    not_drafted: Mapping[str, int] = field(default_factory=Counter)
 
     @property
     def context(self) -> float:
@@ -105,6 +109,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
     Raises ConfigError if fewer than ``FEWEST`` fit.
     """
     with decoding(llm, prompts, steps) as drive, inside(llm.engine, around):
+        known = drive.counts
         done, seconds, running = len(drive.steps), drive.seconds, time.thread_time()
         while len(drive.steps) < done + steps and _all_decode(drive.step(), len(prompts)):
             pass
@@ -114,7 +119,11 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
         raise _too_few(WARM_UP + len(own), llm.max_model_len - max(map(len, prompts)))
     wall = drive.seconds - seconds
     busy = max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0
-    return Stretch(StepSums.of(own), busy, tuple(step.seconds for step in own))
+    counts = drive.counts
+    drafters = Counter(counts.by_drafter) - Counter(known.by_drafter)
+    not_drafted = Counter(counts.not_drafted) - Counter(known.not_drafted)
+    seconds_of = tuple(step.seconds for step in own)
+    return Stretch(StepSums.of(own), busy, seconds_of, drafters, not_drafted)
 
 
 @contextmanager
