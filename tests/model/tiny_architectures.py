@@ -207,7 +207,9 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "no chunks": {"attn_temperature_tuning": False, "use_qk_norm": False},
     },
     "longcat_flash": {"Flash": {"rope_parameters": _DEEPSEEK_YARN}},
-    "minicpm3": {"4B": {"rope_parameters": _longrope(2), "scale_emb": 12, "scale_depth": 1.4}},
+    "minicpm3": {
+        "4B": {"rope_parameters": _longrope(2, factor=1.0), "scale_emb": 12, "scale_depth": 1.4}
+    },
     "mistral": {"0.3": {"sliding_window": None}},
     "mixtral": {"window": {"sliding_window": WINDOW}},
     "nemotron": {"untied": {"rope_parameters": _FULL | {"partial_rotary_factor": 0.5}}},
