@@ -1,4 +1,4 @@
-// Products of several rows by the tile instructions, bit for bit those of products.h.
+// Products by the tile instructions, bit for bit those of products.h.
 //
 //   A: 16 rows x 32 inputs, bf16      B: 16 pairs of inputs x 16 outputs, as a panel has them
 //   C: 16 rows x 16 outputs, float    TDPBF16PS: C += A B, which is one stripe of products.h
@@ -12,7 +12,7 @@
 namespace {
 
 void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
-  if (p.weight->bits || p.dtype != PL_BFLOAT16 || p.rows < TILED_FROM) return product(p, part, parts, scratch);
+  if (p.weight->bits || p.dtype != PL_BFLOAT16) return product(p, part, parts, scratch);
   long outputs = p.ending == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
@@ -26,10 +26,9 @@ void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
     for (long panel = from; panel < to; panel++)
       for (long r = 0; r < rows; r += 2 * TILE) {
         long count = rows - r < 2 * TILE ? rows - r : 2 * TILE;
-        memset(c, 0, static_cast<size_t>(count * PANEL) * sizeof(float));
         shaped.to(count);
         const uint16_t* weights = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
-        tiles<true>(weights, a + r * inputs, inputs, count, inputs, c, PANEL);
+        tiles<true, true>(weights, a + r * inputs, inputs, count, inputs, c, PANEL);
         for (long i = 0; i < count; i++) finish(p, first + r + i, panel, c + i * PANEL);
       }
   }

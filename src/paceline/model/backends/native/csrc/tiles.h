@@ -9,7 +9,6 @@
 namespace {
 
 constexpr long TILE = 16;
-constexpr long TILED_FROM = 4;  // rows: fewer stream the weights as fast without
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, unused[14] = {};
