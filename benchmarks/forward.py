@@ -60,9 +60,10 @@ def random_model(shape: str, dtype: torch.dtype) -> CausalModel:
 def make_batch(rows: int, context: int, vocab: int) -> Batch:
     """``rows`` pending tokens of one sequence behind ``context`` cached ones."""
     length = context + rows
-    indices = torch.arange(context, length)
+    indices = range(context, length)
     table = list(range(-(-length // BLOCK)))
-    return Batch(indices * 7919 % vocab, indices, indices, (Span(0, 0, context, rows),), (table,))
+    ids = [index * 7919 % vocab for index in indices]
+    return Batch(ids, indices, indices, (Span(0, 0, context, rows),), (table,))
 
 
 def streamed_bytes(model: CausalModel) -> int:

@@ -12,7 +12,7 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents, children_of
-from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.hybrid import HybridDrafter
 
 STEP = 1.0  # seconds of a target step over one token
@@ -27,7 +27,7 @@ def always(chance: float | None) -> Chance:
     return lambda position: chance
 
 
-class Guesser(NoDrafter):
+class Guesser(LookupDrafter):
     """Proposes chains out of the known text, in which every token is wrong by some chance."""
 
     def __init__(self, name: str, chance: Chance, pass_seconds: float = 0.0, seed: int = 0) -> None:

@@ -96,7 +96,7 @@ def test_no_view_writes_to_a_shared_or_committed_block(
     call = LayerView.__call__
 
     def watched(view: LayerView, batch: Batch, cache: object) -> ModelOutput:
-        for block in {slot // size for slot in batch.slots.tolist()}:
+        for block in {slot // size for slot in batch.slots}:
             assert pool._refs[block] == 1 and block not in pool._digest
             written.append(block)
         return call(view, batch, cache)

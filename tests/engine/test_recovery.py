@@ -312,12 +312,15 @@ def test_scores_that_are_no_numbers_end_their_own_request(
     requests = prepared(llm)
     real = llm.engine.verifier
 
-    def spoilt(logits: torch.Tensor, checks: Any) -> Any:
+    def spoilt(logits: torch.Tensor, checks: Any, greedy: list[int] | None) -> Any:
         logits = logits.clone()
         for check in checks:
             if check.seq.seq_id == requests[1].seq.seq_id and check.seq.generated >= 5:
-                logits[check.start : check.start + check.rows] = float("nan")
-        return real(logits, checks)
+                rows = slice(check.start, check.start + check.rows)
+                logits[rows] = float("nan")
+                if greedy is not None:
+                    greedy[rows] = [-1] * check.rows
+        return real(logits, checks, greedy)
 
     llm.engine.verifier = spoilt  # type: ignore[assignment]
     llm.enqueue(requests)

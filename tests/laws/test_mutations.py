@@ -100,11 +100,11 @@ def test_mutated_rules_are_caught(mutation):
 
 VERIFIER_MUTATIONS = {
     "no bonus token": (
-        "emitted = (*(own[i] for i in path), own_choices[end])",
-        "emitted = (*(own[i] for i in path), *own_choices[end : n])",
+        "(*[tokens[i] for i in path], choices[end])",
+        "(*[tokens[i] for i in path], *choices[end : len(tokens)])",
     ),
-    "bonus from the wrong position": ("own_choices[end])", "own_choices[max(end - 1, 0)])"),
-    "bonus from the root": ("own_choices[end])", "own_choices[0])"),
+    "bonus from the wrong position": (" choices[end])", " choices[max(end - 1, 0)])"),
+    "bonus from the root": (" choices[end])", " choices[0])"),
     "block stops at the first failure": (
         "return last_accepted(parents, accepted)",
         "return first_accepted(parents, accepted)",
@@ -121,7 +121,8 @@ def test_mutated_verifier_is_caught(mutation):
     wrong = mutated(verifier, *mutation)
 
     class WrongPlaced(Placed, wrong.Verifier):
-        _verdicts, _path = wrong.Verifier._verdicts, wrong.Verifier._path
+        _verdicts, _verdict = wrong.Verifier._verdicts, wrong.Verifier._verdict
+        _path = wrong.Verifier._path
 
     assert verifier_error(setting, chain, 2, WrongPlaced("block"), "block") > CAUGHT
 

@@ -69,12 +69,12 @@ class Bench:
             slots.extend(self.slot(feed.seq, index) for index in span.indices)
             spans.append(span)
         return Batch(
-            input_ids=torch.tensor(ids),
-            positions=torch.tensor([place for span in spans for place in span.positions]),
-            slots=torch.tensor(slots),
+            input_ids=ids,
+            positions=[place for span in spans for place in span.positions],
+            slots=slots,
             spans=tuple(spans),
             tables=tuple(self.tables[feed.seq] for feed in feeds),
-            logit_rows=None if rows is None else torch.tensor(rows, dtype=torch.int64),
+            logit_rows=rows,
         )
 
     def run(self, feeds: list[Feed]) -> torch.Tensor:

@@ -53,9 +53,7 @@ def test_good_folder(folder: Path) -> None:
     assert model.eos_token_ids == {2, 7}
     assert model.cache_shapes == [(2, 8, 8)] * 2
     assert model.device == torch.device("cpu")
-    batch = Batch(
-        torch.arange(3, 8), torch.arange(5), torch.arange(5), (Span(0, 0, 0, 5),), ([0, 1],)
-    )
+    batch = Batch(range(3, 8), range(5), range(5), (Span(0, 0, 0, 5),), ([0, 1],))
     cache = PagedCache(model.cache_shapes, 2, 4, model.dtype, "cpu")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
@@ -233,9 +231,7 @@ def test_a_layer_without_the_interface_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_unknown_feature() -> None:
     model, _ = tiny_pair("llama")
-    batch = Batch(
-        torch.tensor([5]), torch.tensor([0]), torch.tensor([0]), (Span(0, 0, 0, 1),), ([0],)
-    )
+    batch = Batch([5], [0], [0], (Span(0, 0, 0, 1),), ([0],))
     cache = PagedCache(model.cache_shapes, 1, 4, model.dtype, "cpu")
     with pytest.raises(ConfigError, match="no layer 9"), torch.inference_mode():
         model(batch, cache, features=(9,))

@@ -29,9 +29,9 @@ def logits_of(view: LayerView, tokens: list[int] = TOKENS) -> torch.Tensor:
     first = len(tokens) - 2
     parts = []
     for start, stop in ((0, first), (first, len(tokens))):
-        rows = torch.arange(start, stop)
+        rows = range(start, stop)
         span = Span(0, 0, start, stop - start)
-        batch = Batch(torch.tensor(tokens[start:stop]), rows, rows, (span,), ([0, 1, 2, 3],))
+        batch = Batch(tokens[start:stop], rows, rows, (span,), ([0, 1, 2, 3],))
         with torch.inference_mode():
             parts.append(view(batch, cache).logits)
     return torch.cat(parts)
@@ -125,8 +125,8 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
         caches = []
         for layers in (range(6), (0, 1, 3)):
             cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
-            rows = torch.arange(8)
-            batch = Batch(torch.tensor(TOKENS[:8]), rows, rows, (Span(0, 0, 0, 8),), ([0, 1],))
+            rows = range(8)
+            batch = Batch(TOKENS[:8], rows, rows, (Span(0, 0, 0, 8),), ([0, 1],))
             with torch.inference_mode():
                 LayerView(model, layers)(batch, cache)
             caches.append(cache)

@@ -123,14 +123,15 @@ def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(prompts, "_MOST_LOGITS", 7 * width)
     few, most = llm.beside(), 0
 
-    def watched(batch: Batch, *more: Any) -> ModelOutput:
+    call = CausalModel.__call__
+
+    def watched(model: CausalModel, batch: Batch, *more: Any) -> ModelOutput:
         nonlocal most
-        out = target(batch, *more)
+        out = call(model, batch, *more)
         most = max(most, len(out.logits))
         return out
 
-    target: Any = few.engine.target
-    few.engine.target = watched  # type: ignore[assignment]
+    monkeypatch.setattr(CausalModel, "__call__", watched)
     both = scored(few, [ids, ids])
     assert most == 7 + 1  # seven scored, and the last of a prompt that is done, to go on from
     assert all(found == pytest.approx(alone, abs=2e-4) for found in both)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,33 +98,39 @@ class Span:
 class Batch:
     """One ragged forward of a model over its own paged cache.
 
-    ``input_ids``, ``positions``, ``slots``: int64 ``[T]``; ``slots`` is where the cache stores each
-    row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: int64
-    ``[R]`` rows whose logits are wanted, or None for all of them. ``nodes``: (first row, tokens) of
-    trees whose tokens only the device knows; their ``input_ids`` are void. ``ancestors[i]``: bool
+    ``input_ids``, ``positions``, ``slots``, one a row; ``slots`` is where the cache stores the
+    row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: rows
+    whose logits are wanted, or None for all of them. ``nodes``: (first row, tokens) of trees whose
+    tokens only the device knows; their ``input_ids`` are void. ``ancestors[i]``: bool
     ``[nodes, nodes]`` on the device, for a span whose tree only the device knows: which nodes each
     node sees, itself included; the span's ``parents`` then tell no more than depths.
 
-    As the cache makes it a batch lies on the host; the forward brings it to its device, together
-    with what else it needs (AttentionStep).
+    It lies on the host, and in no tensors: between two forwards the first operator of torch takes
+    longer than all else that a step does. A forward on a device brings it there, together with what
+    else it needs (AttentionStep).
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    input_ids: Sequence[int]
+    positions: Sequence[int]
+    slots: Sequence[int]
     spans: tuple[Span, ...]
     tables: tuple[tuple[int, ...], ...]
-    logit_rows: torch.Tensor | None = None
+    logit_rows: Sequence[int] | None = None
     nodes: tuple[tuple[int, torch.Tensor], ...] = ()
     ancestors: tuple[torch.Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``."""
+    """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``.
+
+    ``greedy``: each row's choice as ``core.sampling.greedy_choice`` makes it, where the backend has
+    looked already; if that is all that was asked for there are no logits.
+    """
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor] = field(default_factory=dict)
+    greedy: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,9 @@ def is_plain(seq: SequenceView) -> bool:
     """True if the sequence's distributions come from untouched logits, at any tree depth: only
     temperature and truncation change them."""
     params = seq.params
-    return (
-        not params.logit_bias
-        and not params.penalises
-        and seq.constraint_id is None
-        and seq.generated >= params.min_tokens
-    )
+    if params.logit_bias or params.penalises or seq.constraint_id is not None:
+        return False
+    return not params.min_tokens or seq.generated >= params.min_tokens
 
 
 def is_plain_greedy(seq: SequenceView) -> bool:
@@ -142,6 +139,11 @@ def is_plain_greedy(seq: SequenceView) -> bool:
 def needs_probs(seqs: Iterable[SequenceView]) -> bool:
     """False if taking the argmax of the logits is all there is to do."""
     return not all(is_plain_greedy(seq) for seq in seqs)
+
+
+def needs_logits(seqs: Iterable[SequenceView]) -> bool:
+    """False if where the largest logit is, is all that is asked for."""
+    return any(seq.params.logprobs is not None or not is_plain_greedy(seq) for seq in seqs)
 
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -92,6 +92,13 @@ class TokenTree:
     def depths(self) -> tuple[int, ...]:
         return depths_of(self.parents)
 
+    def host_tokens(self) -> Sequence[int]:
+        """The tokens on the host; waits for the device that alone has them."""
+        if self.known is None:
+            found: list[int] = self.tokens.tolist()
+            return found
+        return self.known
+
     def on(self, device: torch.device) -> TokenTree:
         """The same on another device; itself where it is there."""
         if self.tokens.device == device:
@@ -102,7 +109,7 @@ class TokenTree:
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
         """No candidates: verifying an empty tree is plain decoding."""
-        return cls(torch.empty(0, dtype=torch.int64, device=device), ())
+        return cls(torch.empty(0, dtype=torch.int64, device=device), (), known=())
 
     @classmethod
     def chain(

@@ -26,7 +26,10 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose inputs ``observe`` wants to see; () for none."""
+        """Target layers whose inputs ``observe`` wants to see; () for none.
+
+        Set ``reads_logits`` to False if ``observe`` reads no logits: greedy steps then have none.
+        """
         ...
 
     def max_nodes(self, length: int) -> int:
@@ -124,6 +127,7 @@ class LookupDrafter:
 
     name: str
     features: tuple[int, ...] = ()
+    reads_logits = False
     offers = True
     _unasked = 0  # plans since a draft was wanted
 
@@ -236,8 +240,8 @@ class NoDrafter(LookupDrafter):
     def max_nodes(self, length: int) -> int:
         return 0
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        return (), ()
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return [self._empty] * len(plan.slices)
 
 
 def vocabulary_of(drafter: object) -> str | None:

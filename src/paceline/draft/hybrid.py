@@ -90,6 +90,7 @@ class HybridDrafter:
         self.members = tuple(members)
         self.names: tuple[Hashable, ...] = tuple(member.name for member in members)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
+        self.reads_logits = any(getattr(m, "reads_logits", True) for m in members)
         self._empty = TokenTree.empty(device)
         self._known: set[int] = set()
 

@@ -192,7 +192,9 @@ class ModelDrafter(LevelDrafter):
 
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
         own = [
-            feed if feed.nodes is None else replace(feed, nodes=self._vocabulary.nodes(feed.nodes))
+            replace(feed, nodes=self._vocabulary.nodes(feed.nodes))
+            if isinstance(feed.nodes, torch.Tensor)
+            else feed
             for feed in feeds
         ]
         return self._vocabulary.logits(self.model(self.cache.batch_of(own), self.cache).logits)

@@ -115,6 +115,7 @@ class RecyclingDrafter(LookupDrafter):
     matrix does not know. Raises ConfigError."""
 
     name = "recycling"
+    reads_logits = True
     offers = False
 
     def __init__(

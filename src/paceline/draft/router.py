@@ -24,6 +24,7 @@ class Router:
     def __init__(self, members: Mapping[str, Drafter], device: torch.device | str) -> None:
         self.members = dict(members)
         self.features = tuple(sorted({n for m in self.members.values() for n in m.features}))
+        self.reads_logits = any(getattr(m, "reads_logits", True) for m in members.values())
         self._default = next(iter(self.members))
         self._empty = TokenTree.empty(device)
 

@@ -54,6 +54,7 @@ class StringDrafter:
     """
 
     features: tuple[int, ...] = ()
+    reads_logits = False
     reads = True  # a prompt, before it drafts
 
     def __init__(self, inner: ModelDrafter, match: Match) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+
+import torch
 
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
 from paceline.core import penalties
@@ -24,6 +27,7 @@ from paceline.core.batch import (
     Verdict,
 )
 from paceline.core.draws import draws_unseeded
+from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, children_of
@@ -32,10 +36,13 @@ from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovering
 from paceline.engine.scheduler import Scheduler
+from paceline.model.backends.base import NATIVE
 from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
 from paceline.verify.prompts import prompt_logprobs
 from paceline.verify.verifier import Verifier
+
+_NOTHING = nullcontext()
 
 
 class Engine:
@@ -70,6 +77,7 @@ class Engine:
         self.steps = 0
         self.ready: list[Commit] = []  # made, but not yet returned by a step
         self._empty = TokenTree.empty(target.device)
+        self._inference = torch.inference_mode()
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
@@ -108,7 +116,7 @@ class Engine:
         if plan.slices:
             trees = self.draft(plan)
             batch, checks = self.batch(plan, trees)
-            out = self.forward(batch)
+            out = self.forward(plan, batch)
             verdicts = self.verify(out, checks)  # the step's one device synchronisation
             scores = self.score(plan, checks, out)
             commits = self.commit(plan, batch, checks, verdicts, scores)
@@ -159,11 +167,17 @@ class Engine:
     @phase("draft")
     def draft(self, plan: Plan) -> list[TokenTree]:
         """A tree for every slice; sequences that drafting failed for are kept from it."""
-        if all(item.drafts for item in plan.slices):
-            return self.predictions.beside(self.drafter, plan)
-        part = Plan(tuple(item for item in plan.slices if item.drafts))
-        trees = iter(self.predictions.beside(self.drafter, part) if part.slices else ())
-        return [next(trees) if item.drafts else self._empty for item in plan.slices]
+        part = plan
+        if not all(item.drafts for item in plan.slices):
+            part = Plan(tuple(item for item in plan.slices if item.drafts))
+            if not part.slices:
+                return [self._empty] * len(plan.slices)
+        with self._inferring(self.drafter.passes(1) > 0):
+            trees = self.predictions.beside(self.drafter, part)
+        if part is plan:
+            return trees
+        found = iter(trees)
+        return [next(found) if item.drafts else self._empty for item in plan.slices]
 
     @phase("other")
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> tuple[Batch, list[Check]]:
@@ -179,7 +193,7 @@ class Engine:
                     seq.cached,
                     seq.tokens[seq.cached : seq.cached + item.scheduled],
                     tree.parents,
-                    tree.tokens if len(tree) else None,
+                    tree.tokens if tree.known is None else tree.known,
                     wants_logits=item.decodes,
                     scored=item.scored,
                 )
@@ -193,12 +207,19 @@ class Engine:
         return self.cache.batch_of(feeds), checks
 
     @phase("target")
-    def forward(self, batch: Batch) -> ModelOutput:
-        return self.target(batch, self.cache, self.drafter.features)
+    def forward(self, plan: Plan, batch: Batch) -> ModelOutput:
+        """The only full forward of the target; logits are there if somebody reads them."""
+        logits = (
+            getattr(self.drafter, "reads_logits", True)
+            or any(item.scored for item in plan.slices)
+            or needs_logits(item.seq for item in plan.slices if item.decodes)
+        )
+        with self._inferring(self.target.backend != NATIVE):
+            return self.target(batch, self.cache, self.drafter.features, logits)
 
     @phase("verify")
     def verify(self, out: ModelOutput, checks: Sequence[Check]) -> list[Verdict]:
-        return self.verifier(out.logits, checks)
+        return self.verifier(out.logits, checks, out.greedy)
 
     @phase("verify")
     def score(
@@ -206,6 +227,8 @@ class Engine:
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         """Of prompts that are to be scored, how likely the tokens are that this step read on to."""
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        if not any(item.scored for item in plan.slices):
+            return scores
         row, remaining = 0, iter(checks)
         for item in plan.slices:
             if item.scored:
@@ -303,4 +326,10 @@ class Engine:
         pairs = zip(plan.slices, commits, strict=True)
         seen = [commit for item, commit in pairs if item.drafts and commit.error is None]
         if seen:
-            self.drafter.observe(seen, out)
+            with self._inferring(self.drafter.passes(1) > 0):
+                self.drafter.observe(seen, out)
+
+    def _inferring(self, computes: bool) -> AbstractContextManager[object]:
+        """Torch's inference mode where torch ``computes``. A step of the kernels with look-ups or
+        without drafts calls nothing of torch: entering the mode alone takes 10 to 35 us there."""
+        return self._inference if computes else _NOTHING

@@ -75,7 +75,6 @@ def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
     """
 
     @wraps(step)
-    @torch.inference_mode()
     def safe(engine: Engine) -> list[Commit]:
         if not engine.ready:
             trial = partial(_attempt, engine, step)

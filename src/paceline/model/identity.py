@@ -86,8 +86,8 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
     from paceline.core.batch import Batch, Span
     from paceline.model.paged.cache import PagedCache
 
-    rows = torch.arange(_ROWS, device=target.device)
-    ids = (rows * 7919 + 1) % target.vocab_size
+    rows = range(_ROWS)
+    ids = [(row * 7919 + 1) % target.vocab_size for row in rows]
     cache = PagedCache(target.cache_shapes, 1, _ROWS, target.dtype, target.device)
     with torch.inference_mode():
         batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ((0,),))

@@ -86,7 +86,7 @@ def measure_target(
     tokens = torch.zeros(reach, dtype=torch.int64, device=target.device)
 
     def run(batch: int, count: int) -> None:
-        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else None
+        chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else ()
         feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:batch]]
         target(cache.batch_of(feeds), cache, tuple(features)).logits.argmax(-1)
 

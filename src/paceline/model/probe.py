@@ -39,19 +39,16 @@ class AttentionProbe:
     patterns: list[Pattern] = field(default_factory=list)
 
 
-def probe_batch(
-    device: torch.device, lasts: Sequence[int], context: int = 0, switch: int | None = None
-) -> Batch:
+def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = None) -> Batch:
     """Sequences of the tokens 1, 2 at the positions before and at each of ``lasts``, a block of two
     each; with context 1 only their second tokens. From position ``switch`` on they are long."""
     new, copies = 2 - context, len(lasts)
-    ids = torch.tensor([1, 2][context:] * copies, device=device)
+    ids = [1, 2][context:] * copies
     places = [last - 1 + index for last in lasts for index in range(context, 2)]
     slots = [2 * number + index for number in range(copies) for index in range(context, 2)]
     long = [switch is not None and last >= switch for last in lasts]
     spans = tuple(Span(i, i * new, context, new, long=long[i]) for i in range(copies))
-    positions, into = torch.tensor((places, slots), device=device).unbind()
-    return Batch(ids, positions, into, spans, tuple((i,) for i in range(copies)))
+    return Batch(ids, places, slots, spans, tuple((i,) for i in range(copies)))
 
 
 @torch.inference_mode()
@@ -64,9 +61,9 @@ def verify(model: Any, exact: bool) -> None:
     """
     cache = PagedCache(model.cache_shapes, 3, 2, model.dtype, model.device)
     far = min(model.max_positions, _FARTHEST) - 1
-    batch = probe_batch(model.device, (1, 1, far), switch=model.rope_switch)
+    batch = probe_batch((1, 1, far), switch=model.rope_switch)
     first, second, _ = model(batch, cache).logits.chunk(3)
-    cached = model(probe_batch(model.device, (1,), context=1), cache).logits
+    cached = model(probe_batch((1,), context=1), cache).logits
     # What is rounded otherwise elsewhere may turn a code of quantised activations.
     limit = 1e-2 if exact else 0.25
     for other in (second[-1:], cached):

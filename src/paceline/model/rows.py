@@ -24,8 +24,8 @@ from weakref import WeakSet
 
 import torch
 
-from paceline.core.batch import Batch
 from paceline.errors import UnsupportedModelError
+from paceline.model.paged.pieces import DeviceBatch
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RowPositions:
         _HOOKED.update((*rotated, *scaled))
 
     @contextmanager
-    def of(self, batch: Batch) -> Iterator[None]:
+    def of(self, batch: DeviceBatch) -> Iterator[None]:
         """While the model runs this batch, which lies on its device."""
         if not self._needed:
             yield
@@ -77,7 +77,7 @@ class RowPositions:
         finally:
             _ROWS.reset(before)
 
-    def _long(self, batch: Batch) -> torch.Tensor | None:
+    def _long(self, batch: DeviceBatch) -> torch.Tensor | None:
         if self.switch is None:
             return None
         # A draft model's cache may not know that its sequence has become long: its rows there do.

@@ -12,6 +12,7 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory, limit_threads
+from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.native.adopt import adopt
@@ -23,7 +24,7 @@ from paceline.model.gguf import gguf_file
 from paceline.model.kept import FileStamp, stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
-from paceline.model.paged.pieces import AttentionStep, KeyValueStore
+from paceline.model.paged.pieces import AttentionStep, DeviceBatch, KeyValueStore
 from paceline.model.precision import (
     dequantise,
     is_quantised,
@@ -206,10 +207,15 @@ class CausalModel:
         return own if own == cached else f"{own}, cache {cached}"
 
     def __call__(
-        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+        self,
+        batch: Batch,
+        cache: KeyValueStore,
+        features: Sequence[int] = (),
+        logits: bool = True,
     ) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
 
+        Without ``logits`` a backend that chooses greedily by itself leaves them out.
         ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
         the output of the final norm, which the language-model head sees.
         """
@@ -217,25 +223,25 @@ class CausalModel:
             for layer in features:
                 self._check_feature(layer)
         if self.native is not None:
-            return self.native(batch, cache, features)
+            return self.native(batch, cache, features, logits)
         step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
-        batch = step.batch
+        rows = step.batch
         if self.lean is not None:
-            with self._rows.of(batch):
-                return self.lean(batch, partial(paged_attention, step=step), features)
+            with self._rows.of(rows):
+                return self.lean(rows, partial(paged_attention, step=step), features)
         for layer in features:
             if layer not in self._hooked:
                 self._hook(layer)
         self._captured = {} if features else None
         try:
-            with self._rows.of(batch):
-                logits = self._forward(batch, step)
+            with self._rows.of(rows):
+                found = self._forward(rows, step)
             captured = self._captured or {}
         finally:
             self._captured = None
-        return ModelOutput(logits, {layer: captured[layer] for layer in features})
+        return ModelOutput(found, {layer: captured[layer] for layer in features})
 
-    def _forward(self, batch: Batch, step: Any) -> torch.Tensor:
+    def _forward(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
         rows = batch.logit_rows
         keep: dict[str, Any] = {}
         if rows is not None and self._keeps_rows:
@@ -340,7 +346,7 @@ class CausalModel:
         probe = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
-            logits = self._forward(probe_batch(self.device, (1,)), probe)
+            logits = self._forward(DeviceBatch.of(probe_batch((1,)), Staging(self.device)), probe)
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__

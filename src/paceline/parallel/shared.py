@@ -83,7 +83,11 @@ class SharedForward:
         self.close: Callable[[], None] = weakref.finalize(self, team.close)
 
     def __call__(
-        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+        self,
+        batch: Batch,
+        cache: KeyValueStore,
+        features: Sequence[int] = (),
+        logits: bool = True,
     ) -> ModelOutput:
         with self.team.together():
             order, numbers = batch_order(self._known(cache), batch)

@@ -77,7 +77,11 @@ class TypicalVerifier(Verifier):
         return Decisions(choices, torch.where(known, found, -1))
 
     def _path(
-        self, check: Check, tokens: list[int], choices: list[int], accepted: list[int]
+        self,
+        check: Check,
+        tokens: Sequence[int],
+        choices: Sequence[int],
+        accepted: Sequence[int],
     ) -> tuple[int, ...]:
         if check.seq.params.greedy:
             return matching(check.tree.parents, tokens, choices)

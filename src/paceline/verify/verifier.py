@@ -16,7 +16,7 @@ host, where each tree is walked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from paceline.core.sampling import (
     Rows,
     adjusted,
     greedy_choice,
+    needs_logits,
     needs_probs,
     probs_of_scores,
 )
@@ -88,24 +89,36 @@ class Verifier:
         self.rule = rule
         self.generator = generator
 
-    @torch.inference_mode()
-    def __call__(self, logits: torch.Tensor, checks: Sequence[Check]) -> list[Verdict]:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        checks: Sequence[Check],
+        greedy: Sequence[int] | None = None,
+    ) -> list[Verdict]:
         """Verdicts on ``checks``, in their order, from the step's logits [R, V].
 
-        Rows may be more than the checks name, and wider than the vocabulary.
+        Rows may be more than the checks name, and wider than the vocabulary. ``greedy``: see
+        ModelOutput.
         """
-        if not checks:
-            return []
+        if greedy is not None and not needs_logits(check.seq for check in checks):
+            return [
+                self._verdict(c, c.tree.host_tokens(), greedy[c.start : c.start + c.rows])
+                for c in checks
+            ]
+        return self._judged(logits, checks) if checks else []
+
+    @torch.inference_mode()
+    def _judged(self, logits: torch.Tensor, checks: Sequence[Check]) -> list[Verdict]:
+        """By the logits."""
         logits = _rows_of(logits, checks)
-        seqs = [check.seq for check in checks]
-        wanted = [seq for seq in seqs if seq.params.logprobs is not None]
+        wanted = any(check.seq.params.logprobs is not None for check in checks)
         if not wanted and self._walks(logits, checks):
             return self._verdicts(checks, Decisions(self._walked(logits, checks)), None)
-        if not wanted and not needs_probs(seqs):
+        if not needs_logits(check.seq for check in checks):
             return self._verdicts(checks, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(checks)
         scores = adjusted(logits, rows)
-        if all(seq.params.greedy for seq in seqs):
+        if all(check.seq.params.greedy for check in checks):
             decisions = Decisions(greedy_choice(scores))
         else:
             decisions = self._decide(scores, rows, checks)
@@ -134,7 +147,7 @@ class Verifier:
             starts.append(first)
             first += check.rows
         choices = torch.zeros(first, dtype=torch.int64)
-        tokens = [check.tree.tokens.tolist() for check in checks]
+        tokens = [check.tree.host_tokens() for check in checks]
         plain = not needs_probs([check.seq for check in checks])
         uniforms = choices if plain else self._uniforms(first, logits.device)
         at = dict.fromkeys(range(len(checks)), 0)
@@ -228,26 +241,37 @@ class Verifier:
         for check in checks:
             n = len(check.tree)
             own, own_choices = tokens[node : node + n], choices[row : row + n + 1]
-            path = self._path(check, own, own_choices, accepted[node : node + n])
-            end = path[-1] + 1 if path else 0
-            emitted = (*(own[i] for i in path), own_choices[end])
-            logprobs = None
-            if step_logprobs is not None and check.seq.params.logprobs is not None:
-                logprobs = step_logprobs.read(tail, check, row, node, path, emitted)
-            if min(own_choices) < 0 and any(
-                own_choices[at] < 0 for at in (0, *(i + 1 for i in path))
-            ):
-                # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
-                verdicts.append(Verdict((), (), error=NO_DISTRIBUTION))
-            else:
-                shown = tuple([max(choice, 0) for choice in own_choices])
-                verdicts.append(Verdict(path, emitted, shown, logprobs))
+            found = self._verdict(check, own, own_choices, accepted[node : node + n])
+            if step_logprobs is not None and found.tokens and check.seq.params.logprobs is not None:
+                scored = step_logprobs.read(tail, check, row, node, found.path, found.tokens)
+                found = replace(found, logprobs=scored)
+            verdicts.append(found)
             row += n + 1
             node += n
         return verdicts
 
+    def _verdict(
+        self,
+        check: Check,
+        tokens: Sequence[int],
+        choices: Sequence[int],
+        accepted: Sequence[int] = (),
+    ) -> Verdict:
+        """Of one tree, whose tokens, rows' choices and decisions are on the host."""
+        path = self._path(check, tokens, choices, accepted)
+        end = path[-1] + 1 if path else 0
+        if min(choices) < 0 and any(choices[at] < 0 for at in (0, *(i + 1 for i in path))):
+            # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
+            return Verdict((), (), error=NO_DISTRIBUTION)
+        shown = tuple([max(choice, 0) for choice in choices])
+        return Verdict(path, (*[tokens[i] for i in path], choices[end]), shown)
+
     def _path(
-        self, check: Check, tokens: list[int], choices: list[int], accepted: list[int]
+        self,
+        check: Check,
+        tokens: Sequence[int],
+        choices: Sequence[int],
+        accepted: Sequence[int],
     ) -> tuple[int, ...]:
         parents = check.tree.parents
         method = method_of(check, self.rule)

@@ -129,9 +129,9 @@ class Decoding:
         torch.set_num_threads(1)
         table = tuple(range(len(tokens) // 16 + 1))
         for place in range(len(path), len(tokens)):
-            one, ids = torch.tensor([place]), torch.tensor([tokens[place]])
+            one = [place]
             logits = self.model(
-                Batch(ids, one, one, (Span(0, 0, place, 1),), (table,)), self.cache
+                Batch([tokens[place]], one, one, (Span(0, 0, place, 1),), (table,)), self.cache
             ).logits
             kept = [part[place].clone() for part in self.parts]
             at.following[tokens[place]] = Prefix(logits[0], kept)
@@ -174,9 +174,9 @@ class Paged:
             spans.append(span)
         positions = list(itertools.chain.from_iterable(span.positions for span in spans))
         batch = Batch(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            torch.tensor(slots),
+            ids,
+            positions,
+            slots,
             tuple(spans),
             tuple(tuple(self.tables[seq]) for seq in pieces),
         )

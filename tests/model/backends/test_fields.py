@@ -82,9 +82,9 @@ class Further:
     def __init__(self, native: Any, wrong: range) -> None:
         self._native, self._wrong = native, wrong
 
-    def __call__(self, batch: Batch, cache: PagedCache, features: Any = ()) -> ModelOutput:
-        out = self._native(batch, cache, features)
-        for row, position in enumerate(batch.positions.tolist()):
+    def __call__(self, batch: Batch, cache: PagedCache, *rest: Any) -> ModelOutput:
+        out = self._native(batch, cache, *rest)
+        for row, position in enumerate(batch.positions):
             if position in self._wrong:
                 out.logits[row] = out.logits[row].flip(0)
         return out
@@ -114,5 +114,5 @@ def test_a_trial_has_rows_of_several_sequences_near_and_far() -> None:
 
     with torch.inference_mode():
         assert [part.shape for part in trial_logits(Noted())] == [(8, 61)] * 3
-    places = [seen[0].positions[s.start : s.start + s.rows].tolist() for s in seen[0].spans]
+    places = [[*seen[0].positions[s.start : s.start + s.rows]] for s in seen[0].spans]
     assert places == [[*range(8)], [*range(56, 64)], [*range(120, 128)]]

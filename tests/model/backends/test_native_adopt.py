@@ -58,9 +58,11 @@ def said() -> Iterator[Said]:
 def logits(model: Any) -> torch.Tensor:
     whole = getattr(model, "model", model)  # of a view
     cache = PagedCache(whole.cache_shapes, 1, 16, whole.dtype, "cpu")
-    rows = torch.arange(9)
+    rows = range(9)
     with torch.inference_mode():
-        out: torch.Tensor = model(Batch(rows + 3, rows, rows, (Span(0, 0, 0, 9),), ((0,),)), cache)
+        out: torch.Tensor = model(
+            Batch(range(3, 12), rows, rows, (Span(0, 0, 0, 9),), ((0,),)), cache
+        )
     return out.logits
 
 
@@ -175,8 +177,7 @@ def test_two_models_in_one_process() -> None:
 def test_what_is_out_of_range(token: int, position: int) -> None:
     model = native_model("llama", torch.float32)
     cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
-    row = torch.tensor([0])
-    batch = Batch(row + token, row + position, row, (Span(0, 0, 0, 1),), ((0,),))
+    batch = Batch([token], [position], [0], (Span(0, 0, 0, 1),), ((0,),))
     with pytest.raises(IndexError, match="a token id or a position is out of range"):
         model(batch, cache)
 
@@ -185,9 +186,9 @@ def test_a_pending_row_at_the_place_of_a_tree() -> None:
     """It has no path in the tree: its keys there cannot be looked up."""
     model = native_model("llama", torch.float32)
     cache = PagedCache(model.cache_shapes, 1, 16, model.dtype, "cpu")
-    rows = torch.arange(3)
+    rows = range(3)
     span = Span(0, 0, 0, 1, (-1, -1))
-    batch = Batch(rows, torch.tensor([1, 1, 1]), rows, (span,), ((0,),))
+    batch = Batch(rows, [1, 1, 1], rows, (span,), ((0,),))
     with pytest.raises(IndexError, match="a token id or a position is out of range"):
         model(batch, cache)
 

@@ -30,7 +30,7 @@ def test_tables_are_there_for_whoever_comes_second() -> None:
     ropes, seen = Ropes(Slow(), [None]), dict[int, int]()
 
     def reach(length: int) -> None:
-        seen[length] = min((len(table) for table in ropes.reach(length)), default=0)
+        seen[length] = min((len(table) for table in ropes.reach(length).tables), default=0)
 
     threads = [threading.Thread(target=reach, args=(length,)) for length in (300, 200, 700, 50)]
     for thread in threads:
@@ -92,9 +92,9 @@ assert adopt(model)
 cache = model.new_cache(context // 16, 16)
 for part in cache.kv(0):
     part.normal_()
-at = torch.arange(context - rows, context)
+at = range(context - rows, context)
 span = Span(0, 0, context - rows, rows)
-batch = Batch(at % 64, at, at, (span,), (tuple(range(context // 16)),))
+batch = Batch([n % 64 for n in at], at, at, (span,), (tuple(range(context // 16)),))
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 with torch.inference_mode():

@@ -96,13 +96,11 @@ def logits_of(model: CausalModel, features: tuple[int, ...] = ()) -> Any:
     """A prefill, then a step with a branching draft, as (logits, features) of both."""
     cache = PagedCache(model.cache_shapes, 4, 16, model.dtype, model.device)
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(VOCAB, (23,), generator=generator)
-    prompt = Batch(ids[:18], torch.arange(18), torch.arange(18), (Span(0, 0, 0, 18),), ([0, 1],))
+    ids = torch.randint(VOCAB, (23,), generator=generator).tolist()
+    prompt = Batch(ids[:18], range(18), range(18), (Span(0, 0, 0, 18),), ([0, 1],))
     span = Span(0, 0, 18, 1, (-1, 0, 0, -1))
-    rows = torch.tensor([0, 1, 2, 4])
-    step = Batch(
-        ids[18:], torch.tensor(span.positions), torch.arange(18, 23), (span,), ([0, 1],), rows
-    )
+    rows = [0, 1, 2, 4]
+    step = Batch(ids[18:], span.positions, range(18, 23), (span,), ([0, 1],), rows)
     with torch.inference_mode():
         first, second = model(prompt, cache, features), model(step, cache, features)
     kept = [torch.cat((first.features[n], second.features[n])).float() for n in features]

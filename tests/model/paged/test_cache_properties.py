@@ -91,7 +91,7 @@ class World:
                 self.preempted[seq_id] = self.live.pop(seq_id)
                 self.cache.free(seq_id)
                 continue
-            tokens = torch.tensor(nodes) if nodes else None
+            tokens = torch.tensor(nodes) if nodes else ()
             feeds.append(Feed(seq_id, seq.cached, pending[:feed], parents, tokens))
             chosen.append((seq_id, parents, nodes, decodes))
         if not feeds:

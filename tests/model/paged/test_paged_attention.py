@@ -29,7 +29,7 @@ def feeds_of(kinds: list[tuple[int, tuple[int, ...], int]]) -> list[Feed]:
             context,
             [1] * pending,
             parents,
-            torch.zeros(len(parents), dtype=torch.int64) if parents else None,
+            [0] * len(parents),
         )
         for number, (context, parents, pending) in enumerate(kinds)
     ]

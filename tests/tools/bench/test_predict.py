@@ -14,7 +14,7 @@ from paceline.control.acceptance import expected_tokens
 from paceline.control.cost import CostModel, DrafterCosts, textbook_speedup
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.draft.base import NoDrafter
+from paceline.draft.base import LookupDrafter
 from paceline.model.target import CausalModel
 from paceline.tools.bench.contestants import Paceline
 from paceline.tools.bench.methods import PLAIN as PLAIN_NAME
@@ -49,7 +49,7 @@ COUNTS = [1] * 20 + [2] * 20 + [3] * 30 + [4] * 30
 EXPECTED = 2.7
 
 
-class Chains(NoDrafter):
+class Chains(LookupDrafter):
     """Chains of any length, a pass a token."""
 
     def max_nodes(self, length: int) -> int:
@@ -59,7 +59,7 @@ class Chains(NoDrafter):
         return length
 
 
-class Lookup(NoDrafter):
+class Lookup(LookupDrafter):
     """Chains without any pass."""
 
     def max_nodes(self, length: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -119,8 +120,8 @@ class Lenient(Verifier):
 class NoBonus(Verifier):
     """Nothing after a fully accepted draft."""
 
-    def __call__(self, logits: torch.Tensor, checks: Sequence[Check]) -> list[Verdict]:
-        verdicts = super().__call__(logits, checks)
+    def __call__(self, logits: torch.Tensor, checks: Sequence[Check], *rest: Any) -> list[Verdict]:
+        verdicts = super().__call__(logits, checks, *rest)
         return [
             replace(verdict, tokens=verdict.tokens[:-1])
             if check.rows > 1 and len(verdict.path) == check.rows - 1

@@ -59,7 +59,7 @@ def test_a_wrong_draft_distribution_shows() -> None:
     honest = CASES["chain"]
 
     class Misled(Verifier):
-        def __call__(self, logits, checks):
+        def __call__(self, logits, checks, greedy=None):
             from dataclasses import replace
 
             flat = torch.full_like(checks[0].tree.q, 1 / 3)

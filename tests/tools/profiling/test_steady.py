@@ -95,8 +95,8 @@ def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) ->
     assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
     assert names["paceline_native::grow"] == 5  # the second
     target = profiled.shares["target"]
-    assert 0 < target.kernel_seconds < target.seconds < target.wall
-    assert 0 < target.kernel_calls < target.calls <= target.events
+    assert 0 < target.kernel_seconds <= target.seconds < target.wall
+    assert 0 < target.kernel_calls <= target.calls <= target.events
     assert profiled.operators[0].seconds >= profiled.operators[-1].seconds
     assert profiled.event_seconds >= 0
 

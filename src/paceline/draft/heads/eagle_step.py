@@ -57,11 +57,11 @@ class ReferenceEagle:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See EagleStep."""
         head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
-        attend, batch = partial(paged_attention, step=step), step.batch
+        attend, rows = partial(paged_attention, step=step), step.batch
         inputs = hidden if fused else head.fuse(hidden)
-        outputs: torch.Tensor = head(self._embed(batch.input_ids), inputs, batch.positions, attend)
-        if batch.logit_rows is not None:
-            outputs = outputs.index_select(0, batch.logit_rows)
+        outputs: torch.Tensor = head(self._embed(rows.input_ids), inputs, rows.positions, attend)
+        if rows.logit_rows is not None:
+            outputs = outputs.index_select(0, rows.logit_rows)
         return outputs, head.logits(outputs) if len(outputs) else outputs
 
 

@@ -155,6 +155,7 @@ class MedusaDrafter:
     """
 
     name = "medusa"
+    reads_logits = False
 
     def __init__(
         self,

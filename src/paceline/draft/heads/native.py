@@ -89,12 +89,11 @@ class NativeEagle:
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See EagleStep."""
-        rows = batch.input_ids.shape[0]
-        wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
+        arrays = BatchArrays(batch, cache, self._caches.of(cache))
+        wanted = arrays.logit_rows
         outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
         logits = torch.empty(wanted, self._lm_head.outputs, dtype=self._dtype)
-        arrays = BatchArrays(batch, cache, self._caches.of(cache))
-        arrays.give(logits, {}, frozenset(), 1)
+        arrays.give(logits, {})
         arrays.go_on_from(hidden.contiguous(), fused, outputs)
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("eagle"):

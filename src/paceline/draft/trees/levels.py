@@ -29,6 +29,7 @@ class LevelDrafter(ABC):
     """Runs something over ``cache``, over tokens that it has not seen, then level by level."""
 
     features: tuple[int, ...] = ()
+    reads_logits = False
 
     def __init__(
         self,

@@ -21,7 +21,11 @@ class Backend(Protocol):
     name: str
 
     def __call__(
-        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+        self,
+        batch: Batch,
+        cache: KeyValueStore,
+        features: Sequence[int] = (),
+        logits: bool = True,
     ) -> ModelOutput:
         """As CausalModel: keys and values go into the cache, ``features`` are known to exist."""
         ...

@@ -38,14 +38,14 @@ def trial_logits(model: Tried, longest: int = _LONGEST) -> tuple[torch.Tensor, .
     """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
     middle and at the end of the context or of its first ``longest`` positions. The first one's
     block is repeated for all that lies before the others' rows."""
-    before = torch.tensor(trial_starts(model, longest)) // _ROWS  # blocks of each sequence
-    rows = torch.arange(3 * _ROWS)
+    before = [start // _ROWS for start in trial_starts(model, longest)]  # blocks of each sequence
+    rows = range(3 * _ROWS)
     batch = Batch(
-        ((rows * 7919 + 1) % model.vocab_size).to(model.device),
-        (before.repeat_interleave(_ROWS) * _ROWS + rows % _ROWS).to(model.device),
-        rows.to(model.device),
-        tuple(Span(n, n * _ROWS, count * _ROWS, _ROWS) for n, count in enumerate(before.tolist())),
-        tuple((*[0] * count, n) for n, count in enumerate(before.tolist())),
+        [(row * 7919 + 1) % model.vocab_size for row in rows],
+        [before[row // _ROWS] * _ROWS + row % _ROWS for row in rows],
+        rows,
+        tuple(Span(n, n * _ROWS, count * _ROWS, _ROWS) for n, count in enumerate(before)),
+        tuple((*[0] * count, n) for n, count in enumerate(before)),
     )
     cache = PagedCache(model.cache_shapes, 3, _ROWS, model.dtype, model.device)
     return torch.split(model(batch, cache).logits, _ROWS)

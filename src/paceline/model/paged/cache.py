@@ -33,7 +33,8 @@ class Feed:
     context: int
     pending: Sequence[int]
     parents: tuple[int, ...] = ()
-    nodes: torch.Tensor | None = None  # int64 [len(parents) - first_new]: tokens of the new nodes
+    # Tokens of the new nodes, int64 [len(parents) - first_new] where the host does not know them.
+    nodes: torch.Tensor | Sequence[int] = ()
     first_new: int = 0
     wants_logits: bool = True  # of the last pending row and all node rows
     ancestors: torch.Tensor | None = None  # see Batch
@@ -99,6 +100,7 @@ class PagedCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype, self.device = dtype, torch.device(device)
+        self._apart = transfer.apart(self.device)
         slots = num_blocks * block_size
 
         def empty(heads: int, width: int) -> torch.Tensor:
@@ -220,6 +222,7 @@ class PagedCache:
             self.moved(slots)
         self.copy(slots)
 
+    @torch.inference_mode()
     def copy(self, slots: Sequence[tuple[int, int]]) -> None:
         """Copy rows from slots to slots in all layers, reading before writing."""
         source, target = to_device(slots, self.device).unbind(1)
@@ -241,34 +244,31 @@ class PagedCache:
         slots: list[int] = []
         wanted: list[int] = []
         nodes: list[tuple[int, torch.Tensor]] = []
-        size = self.block_size
+        size, apart = self.block_size, self._apart
         for feed in feeds:
             row, pending, long = len(ids), len(feed.pending), self._tables[feed.seq_id].long
             span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new, long)
             spans.append(span)
             ids.extend(feed.pending)
-            if feed.nodes is not None:
+            if isinstance(feed.nodes, torch.Tensor) and apart:
                 nodes.append((len(ids), feed.nodes))
-                ids.extend([0] * (span.rows - pending))
+                ids.extend([0] * len(feed.nodes))
+            else:
+                known = feed.nodes
+                ids.extend(known.tolist() if isinstance(known, torch.Tensor) else known)
             positions.extend(span.positions)
             blocks = self._tables[feed.seq_id].blocks
             slots.extend([blocks[i // size] * size + i % size for i in span.indices])
             wanted.extend(range(row, row + feed.scored))
             if feed.wants_logits:
                 wanted.extend(range(row + max(0, pending - 1), len(ids)))
-        input_ids, rows, targets = torch.tensor((ids, positions, slots)).unbind()
-        logit_rows = torch.tensor(wanted, dtype=torch.int64) if len(wanted) < len(ids) else None
-        if not transfer.apart(self.device):
-            for first, tokens in nodes:
-                input_ids[first : first + len(tokens)] = tokens
-            nodes = []
         return Batch(
-            input_ids,
-            rows,
-            targets,
+            ids,
+            positions,
+            slots,
             spans=tuple(spans),
             tables=tuple([tuple(self._tables[feed.seq_id].blocks) for feed in feeds]),
-            logit_rows=logit_rows,
+            logit_rows=wanted if len(wanted) < len(ids) else None,
             nodes=tuple(nodes),
             ancestors=tuple([feed.ancestors for feed in feeds]),
         )

@@ -58,6 +58,29 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class DeviceBatch:
+    """A batch's numbers on a device: int64 ``[T]``, and ``[R]`` or None."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    logit_rows: Tensor | None
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, staging: Staging) -> DeviceBatch:
+        """Sent together with all else that has been staged, in one copy."""
+        rows = staging.add(torch.tensor((batch.input_ids, batch.positions, batch.slots)))
+        wanted = None if batch.logit_rows is None else staging.add(batch.logit_rows)
+        staging.send()
+        ids, positions, slots = staging.numbers[rows].unbind()
+        for first, tokens in batch.nodes:
+            ids[first : first + len(tokens)] = tokens
+        logit_rows = None if wanted is None else staging.numbers[wanted]
+        return cls(ids, positions, slots, logit_rows, batch.spans)
+
+
+@dataclass(frozen=True)
 class AttentionStep:
     """One forward's spans over one cache.
 
@@ -65,7 +88,7 @@ class AttentionStep:
     pieces need there; what depends on the layers' heads follows when the first of them asks.
     """
 
-    batch: Batch
+    batch: DeviceBatch
     cache: KeyValueStore
     first_slot: int | None  # set when the batch writes consecutive slots
     _layouts: tuple[_Layout, ...]  # by layer
@@ -84,37 +107,22 @@ class AttentionStep:
         device: torch.device | None = None,
     ) -> AttentionStep:
         """``patterns[layer]`` says what a layer sees. ``together``: several short spans in one
-        call. ``device``: None is the batch's own."""
+        call. ``device``: None is the host."""
         size, first_slot = cache.block_size, None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
-        staging = Staging(device or batch.slots.device)
+        staging = Staging(device or torch.device("cpu"))
         made: dict[int, _Layout] = {}  # a model's equal patterns are one object
         for pattern in patterns:
             if id(pattern) not in made:
                 made[id(pattern)] = _Layout(batch, size, pattern, staging, together)
         layouts = tuple([made[id(pattern)] for pattern in patterns])
-        return cls(_brought(batch, staging), cache, first_slot, layouts)
+        return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
 
     def pieces(self, layer: int, group: int, dtype: torch.dtype) -> Pieces:
         """Pieces of a layer whose KV heads serve ``group`` query heads each."""
         return self._layouts[layer].pieces(group, dtype)
-
-
-def _brought(batch: Batch, staging: Staging) -> Batch:
-    """The batch on the device, with all else that has been staged."""
-    if staging.direct or batch.slots.device.type != "cpu":
-        staging.send()
-        return batch
-    rows = staging.add(torch.stack((batch.input_ids, batch.positions, batch.slots)))
-    wanted = None if batch.logit_rows is None else staging.add(batch.logit_rows)
-    staging.send()
-    ids, positions, slots = staging.numbers[rows].unbind()
-    for first, tokens in batch.nodes:
-        ids[first : first + len(tokens)] = tokens
-    logit_rows = None if wanted is None else staging.numbers[wanted]
-    return Batch(ids, positions, slots, batch.spans, batch.tables, logit_rows)
 
 
 def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:

@@ -280,13 +280,14 @@ def _furthest(
 
 def _batch(model: CausalModel, sequences: Sequence[_Sequence], runs: Sequence[slice]) -> Batch:
     """Some rows of each sequence, which has one block of the cache."""
-    switch, spans, numbers, start = model.rope_switch, [], [], 0
+    switch, spans, start = model.rope_switch, [], 0
+    ids, positions, slots = list[int](), list[int](), list[int]()
     for block, (s, run) in enumerate(zip(sequences, runs, strict=True)):
         long = switch is not None and int(s.positions[-1]) >= switch
         rows = run.stop - run.start
         spans.append(Span(block, start, run.start, rows, long=long))
-        slots = torch.arange(run.start, run.stop, device=model.device) + block * _ROWS
-        numbers.append(torch.stack((s.ids[run], s.positions[run], slots)))
+        ids += s.ids[run].tolist()
+        positions += s.positions[run].tolist()
+        slots += range(block * _ROWS + run.start, block * _ROWS + run.stop)
         start += rows
-    ids, positions, slots = torch.cat(numbers, 1).unbind()
     return Batch(ids, positions, slots, tuple(spans), tuple((n,) for n in range(len(spans))))

@@ -6,15 +6,17 @@ Whatever is pointed to is kept by the object that holds the structure.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from paceline.core.batch import Batch
-from paceline.model.backends.native.library import CBatch, CSpan
+from paceline.model.backends.native.library import CBatch
+from paceline.model.backends.native.opened import RopeTables
 from paceline.model.paged.codes import CODED
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -54,44 +56,40 @@ def skipped_flags(skipped: frozenset[int], num_layers: int) -> Any:
 
 
 class BatchArrays:
-    """A Batch as int32 arrays and the structure that points to them."""
+    """A Batch as int32 numbers and the structure that points to them."""
 
     def __init__(self, batch: Batch, cache: KeyValueStore, pointers: Pointers) -> None:
-        tables, parents = array("i"), array("i")
-        spans = (CSpan * len(batch.spans))()
+        places: list[int] = []
+        tables: list[int] = []
+        parents: list[int] = []
         self.longest = 1  # positions that occur
-        for i, (span, table) in enumerate(zip(batch.spans, batch.tables, strict=True)):
-            nodes = len(span.parents)
-            spans[i] = CSpan(
-                span.start,
-                span.context,
-                span.pending,
-                nodes,
-                span.first_new,
-                len(tables),
-                len(parents),
-            )
-            tables.extend(table)
-            parents.extend(span.parents)
+        for span, table in zip(batch.spans, batch.tables, strict=True):
+            own = span.parents
+            places += (span.start, span.context, span.pending, len(own), span.first_new)
+            places += (len(tables), len(parents))
+            tables += table
+            parents += own
             self.longest = max(self.longest, span.kv_length)
-        rows = batch.input_ids.shape[0]
-        wanted = torch.arange(rows) if batch.logit_rows is None else batch.logit_rows
-        fields = [batch.input_ids, batch.positions, batch.slots, wanted]
-        ints = [field.to(torch.int32).contiguous() for field in fields]
-        self._held: list[Any] = [tables, parents, spans, pointers, ints]
+        self.rows, wanted = len(batch.input_ids), batch.logit_rows
+        self.logit_rows = self.rows if wanted is None else len(wanted)
+        parts = places, tables, parents, batch.input_ids, batch.positions, batch.slots, wanted or ()
+        numbers = array("i", itertools.chain.from_iterable(parts))
+        ends = list(itertools.accumulate(map(len, parts)))
+        start = numbers.buffer_info()[0]
+        self._held: list[Any] = [numbers, pointers]
         self.struct = CBatch(
-            rows=rows,
-            spans=len(spans),
-            logit_rows=wanted.shape[0],
+            rows=self.rows,
+            spans=len(batch.spans),
+            logit_rows=self.logit_rows,
             block_size=cache.block_size,
             threads=torch.get_num_threads(),
-            ids=ints[0].data_ptr(),
-            positions=ints[1].data_ptr(),
-            slots=ints[2].data_ptr(),
-            wanted=ints[3].data_ptr(),
-            span=ctypes.addressof(spans),
-            tables=tables.buffer_info()[0],
-            parents=parents.buffer_info()[0],
+            span=start,
+            tables=start + 4 * ends[0],
+            parents=start + 4 * ends[1],
+            ids=start + 4 * ends[2],
+            positions=start + 4 * ends[3],
+            slots=start + 4 * ends[4],
+            wanted=None if wanted is None else start + 4 * ends[5],
             keys=ctypes.addressof(pointers[0]),
             values=ctypes.addressof(pointers[1]),
             coded=pointers[2],
@@ -99,21 +97,28 @@ class BatchArrays:
 
     def give(
         self,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         features: Mapping[int, torch.Tensor],
-        skipped: frozenset[int],
-        num_layers: int,
+        skipped: Any = None,
     ) -> None:
-        """Where results go, and which layers are left out."""
-        self.struct.logits = logits.data_ptr()
-        layers = (ctypes.c_int32 * len(features))(*features)
-        places = (ctypes.c_void_p * len(features))(*(t.data_ptr() for t in features.values()))
-        self.struct.features = len(features)
-        self.struct.feature_layers = ctypes.addressof(layers)
-        self.struct.feature = ctypes.addressof(places)
-        flags = skipped_flags(skipped, num_layers)
-        self.struct.skipped = None if flags is None else ctypes.addressof(flags)
-        self._held += [layers, places, flags]
+        """Where results go, and which layers are left out: see ``skipped_flags``."""
+        self.struct.logits = None if logits is None else logits.data_ptr()
+        self._held.append(skipped)
+        if skipped is not None:
+            self.struct.skipped = ctypes.addressof(skipped)
+        if features:
+            layers = (ctypes.c_int32 * len(features))(*features)
+            places = (ctypes.c_void_p * len(features))(*(t.data_ptr() for t in features.values()))
+            self.struct.features = len(features)
+            self.struct.feature_layers = ctypes.addressof(layers)
+            self.struct.feature = ctypes.addressof(places)
+            self._held += [layers, places]
+
+    def choose(self) -> Any:
+        """An array that will hold the greedy choice of each row of logits."""
+        greedy = (ctypes.c_int32 * self.logit_rows)()
+        self.struct.greedy = ctypes.addressof(greedy)
+        return greedy
 
     def go_on_from(self, hidden: torch.Tensor, fused: bool, outputs: torch.Tensor) -> None:
         """What an EAGLE head reads beside tokens, and where its outputs go."""
@@ -121,8 +126,7 @@ class BatchArrays:
         self.struct.outputs = outputs.data_ptr()
         self._held += [hidden, outputs]
 
-    def turn(self, ropes: Sequence[torch.Tensor]) -> None:
+    def turn(self, ropes: RopeTables) -> None:
         """The tables of cosines and sines."""
-        places = (ctypes.c_void_p * len(ropes))(*(table.data_ptr() for table in ropes))
-        self.struct.rope = ctypes.addressof(places)
-        self._held += [places, ropes]
+        self.struct.rope = ropes.address
+        self._held.append(ropes)

@@ -148,11 +148,10 @@ class NativeGrowth:
             run = BatchArrays(first, cache, pointers)
             longest = max(longest, run.longest)
         ropes = self._ropes.reach(longest)
-        tables_of_ropes = (ctypes.c_void_p * len(ropes))(*(rope.data_ptr() for rope in ropes))
         skipped = None if self._skipped is None else ctypes.addressof(self._skipped)
         if run is not None:
             assert logits.is_contiguous() and run.struct.logit_rows == len(wanted)
-            run.struct.rope, run.struct.skipped = ctypes.addressof(tables_of_ropes), skipped
+            run.struct.rope, run.struct.skipped = ropes.address, skipped
             run.struct.logits, run.struct.columns = logits.data_ptr(), logits.shape[1]
         growth = CGrowth(
             trees=len(wanted),
@@ -170,7 +169,7 @@ class NativeGrowth:
             values=ctypes.addressof(values),
             coded=coded,
             skipped=skipped,
-            rope=ctypes.addressof(tables_of_ropes),
+            rope=ropes.address,
             **room.pointers(),
         )
         with traced(self._name):

@@ -83,13 +83,6 @@ class CMedusa(Structure):
     )
 
 
-class CSpan(Structure):
-    _fields_ = tuple(
-        (name, c_int32)
-        for name in ("start", "context", "pending", "nodes", "first_new", "table", "parents")
-    )
-
-
 class CBatch(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "spans", "logit_rows", "features")),
@@ -102,7 +95,7 @@ class CBatch(Structure):
         ("coded", c_int64),
         *((name, c_void_p) for name in ("skipped", "rope", "hidden")),
         ("fused", c_int64),
-        ("outputs", c_void_p),
+        *((name, c_void_p) for name in ("outputs", "greedy")),
     )
 
 

@@ -38,6 +38,7 @@ from paceline.model.paged.pieces import KeyValueStore
 
 _TRIM_BYTES = 64 << 20
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
+_LEFT_OUT = torch.empty(0, 0)  # logits
 
 
 class Packing:
@@ -140,6 +141,7 @@ class NativeModel:
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
         self.num_layers = len(hf.model.layers)
         self.skipped: frozenset[int] = frozenset()
+        self._flags: Any = None  # of what is skipped, for the library
         self._packing = Packing()
         layers = (CLayer * self.num_layers)(
             *(self._layer(layer, n) for n, layer in enumerate(hf.model.layers))
@@ -190,15 +192,14 @@ class NativeModel:
     def without(self, skipped: frozenset[int]) -> NativeModel:
         """The same weights with some layers left out."""
         other = copy.copy(self)
-        other.skipped = skipped
+        other.skipped, other._flags = skipped, skipped_flags(skipped, self.num_layers)
         return other
 
     @property
     def growth(self) -> NativeGrowth:
         """Grows drafts with this model, without the layers that are left out."""
         parts = self._opened, self._ropes, self._caches  # made anew: kept, it would keep the model
-        flags = skipped_flags(self.skipped, self.num_layers)
-        return NativeGrowth(*parts, "grow", self._work, flags)
+        return NativeGrowth(*parts, "grow", self._work, self._flags)
 
     @property
     def head_share(self) -> float:
@@ -218,23 +219,27 @@ class NativeModel:
         return self._packing.work(spans, cache, wanted, self.lm_head, width, run, self.skipped)
 
     def __call__(
-        self, batch: Batch, cache: KeyValueStore, features: Sequence[int] = ()
+        self,
+        batch: Batch,
+        cache: KeyValueStore,
+        features: Sequence[int] = (),
+        logits: bool = True,
     ) -> ModelOutput:
         """As CausalModel."""
-        rows = batch.input_ids.shape[0]
-        wanted = rows if batch.logit_rows is None else batch.logit_rows.shape[0]
-        logits = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)
-        kept = {
-            layer: torch.empty(rows, self.hidden_size, dtype=self.dtype)
-            for layer in sorted(set(features))
-        }
         arrays = BatchArrays(batch, cache, self._caches.of(cache))
-        arrays.give(logits, kept, self.skipped, self.num_layers)
+        wanted, kept, given = arrays.logit_rows, dict[int, torch.Tensor](), None
+        if logits:
+            given = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)
+        for layer in sorted(set(features)):
+            kept[layer] = torch.empty(arrays.rows, self.hidden_size, dtype=self.dtype)
+        arrays.give(given, kept, self._flags)
+        greedy = arrays.choose()
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
         tell(lambda: self._work(batch.spans, cache, wanted))
-        return ModelOutput(logits, {layer: kept[layer] for layer in features})
+        found = {layer: kept[layer] for layer in features}
+        return ModelOutput(_LEFT_OUT if given is None else given, found, greedy[:])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final-norm outputs ``[..., hidden]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +12,31 @@ import torch
 from paceline.model.backends.native.library import CModel, library
 
 
+class RopeTables:
+    """Cosines and sines of ``length`` positions, ``[length, head_dim]`` float32 each kind: half
+    of a row the ones, half the others. The library reads them by an array at ``address``."""
+
+    def __init__(self, tables: Sequence[torch.Tensor], length: int) -> None:
+        self.tables, self.length = tables, length
+        self._pointers = (ctypes.c_void_p * len(tables))(*(t.data_ptr() for t in tables))
+        self.address = ctypes.addressof(self._pointers)
+
+
 class Ropes:
-    """Cosines and sines of all positions so far, ``[positions, head_dim]`` float32 each kind: half
-    of a row the ones, half the others. They come from the model's own module, in float32."""
+    """Tables of all positions so far, from the model's own module, in float32."""
 
     def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
         self._module, self._kinds = rotary_emb, kinds
-        self._tables: list[torch.Tensor] = []
-        self._length = 0
+        self._known = RopeTables((), 0)
         self._growing = threading.Lock()
 
-    def reach(self, length: int) -> list[torch.Tensor]:
-        """Tables of at least so many positions."""
+    def reach(self, length: int) -> RopeTables:
+        """Of at least so many positions."""
         with self._growing:  # several engines may decode with one model
-            if length > self._length:
+            if length > self._known.length:
                 longest = max(256, 1 << (length - 1).bit_length())
-                self._tables, self._length = self._made(longest), longest
-            return self._tables
+                self._known = RopeTables(self._made(longest), longest)
+            return self._known
 
     def _made(self, length: int) -> list[torch.Tensor]:
         tables, like = [], torch.zeros(1)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.core.batch import Batch, ModelOutput
+from paceline.core.batch import ModelOutput
 from paceline.model.backends.base import Attend
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.backends.reference.products import Product
+from paceline.model.paged.pieces import DeviceBatch
 
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Positions ``[T]`` to cosines and sines, each ``[T, 1, head_dim]``; the first half of the sines
@@ -138,7 +139,9 @@ class LeanModel:
     least_rows: int = 1
     skipped: frozenset[int] = frozenset()
 
-    def __call__(self, batch: Batch, attend: Attend, features: Sequence[int] = ()) -> ModelOutput:
+    def __call__(
+        self, batch: DeviceBatch, attend: Attend, features: Sequence[int] = ()
+    ) -> ModelOutput:
         """As CausalModel: logits of the wanted rows and the inputs of the layers in ``features``,
         where ``len(layers)`` is the final norm's output."""
         least = self.least_rows

@@ -85,6 +85,10 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
     choices_.resize(b_.rows * most);
   }
   last_.shape(b_.logit_rows, hidden);
+  if (!b_.logits) {
+    logits_.resize(static_cast<size_t>(b_.logit_rows * m_.head.outputs * (m_.dtype == PL_BFLOAT16 ? 2 : 4)));
+    b_.logits = logits_.data();
+  }
   long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
   if (m_.fuse.data) widest = std::max({widest, 2 * hidden, static_cast<long>(m_.fuse.inputs)});
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
@@ -259,7 +263,7 @@ void Forward::logits(int thread, int threads) {
   Share share(b_.logit_rows, thread, threads);
   long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++) {
-    const float* x = x_.at(b_.wanted[r]);
+    const float* x = x_.at(b_.wanted ? b_.wanted[r] : r);
     k_.normalise(m_, m_.final_norm, x, last_.at(r), m_.hidden);
     if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
   }
@@ -270,4 +274,9 @@ void Forward::logits(int thread, int threads) {
   Product p{&head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, head.outputs, 0, m_.logit_cap,
             quantised_, codes};
   k_.product(p, thread, threads, scratch_.at(thread));
+  if (!b_.greedy) return;
+  team_.meet();
+  long line = head.outputs * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
+  for (long r = share.from; r < share.to; r++)
+    b_.greedy[r] = k_.greedy(m_.dtype, static_cast<const char*>(b_.logits) + r * line, head.outputs);
 }

@@ -105,6 +105,7 @@ class Forward {
   long blocks_ = 1, each_ = 1;  // of keys; and how many of them an item takes,
   long heads_ = 1;              // and how many KV heads
   long together_ = 1;           // blocks of which partial results are there at a time
+  std::vector<char> logits_;    // that nobody else wants
 };
 
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.

@@ -27,4 +27,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, give, take, round_rows};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, give, take, round_rows};

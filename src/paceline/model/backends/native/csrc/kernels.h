@@ -152,6 +152,8 @@ struct Kernels {
   // The largest of a row's logits, the largest first, and the sum of e^(sharpness * (logit - largest));
   // without the sum (1) for a sharpness of 0.
   float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
+  // See pl_batch.
+  int32_t (*greedy)(int64_t dtype, const void* x, long width);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
   void (*round_rows)(const Rounding&, long first, long rows, float* scratch);

@@ -79,8 +79,8 @@ typedef struct {
   const int32_t *ids, *positions, *slots;  // [rows]
   const pl_span* span;
   const int32_t *tables, *parents;
-  const int32_t* wanted;  // [logit_rows]: rows whose logits are wanted
-  void* logits;  // [logit_rows, columns] in dtype
+  const int32_t* wanted;  // [logit_rows]: rows whose logits are wanted; NULL: all
+  void* logits;  // [logit_rows, columns] in dtype; NULL: nobody wants them beside `greedy`
   int64_t columns;  // of the vocabulary, the first ones; 0: all
   const int32_t* feature_layers;  // [features], ascending
   void* const* feature;  // each [rows, hidden] in dtype
@@ -95,6 +95,9 @@ typedef struct {
   const void* hidden;
   int64_t fused;
   void* outputs;
+  // Of each row of logits, where the largest is, the first of several; -1 where that is not finite, or
+  // any is not a number. [logit_rows], or NULL.
+  int32_t* greedy;
 } pl_batch;
 
 // A tree below a committed token: after each expanded node its `width` likeliest tokens, of which

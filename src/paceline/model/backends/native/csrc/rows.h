@@ -182,4 +182,22 @@ float likeliest(int64_t dtype, const void* x, long width, long count, float shar
   return likeliest_of(static_cast<const float*>(x), width, count, sharpness, places, values);
 }
 
+// Zero unless one is not a number: what is infinite is cut to what is not.
+template <class T>
+float strangeness(const T* x, long width) {
+  V strange = zero(), most = set1(3e38f), least = set1(-3e38f);
+  for (long i = 0; i < width; i += 16)
+    strange = fma(smaller(most, larger(least, load_first(x + i, width - i))), zero(), strange);
+  return sum(strange);
+}
+
+int32_t greedy(int64_t dtype, const void* x, long width) {
+  int32_t place;
+  float value;
+  likeliest(dtype, x, width, 1, 0.0f, &place, &value);
+  float strange = dtype == PL_BFLOAT16 ? strangeness(static_cast<const uint16_t*>(x), width)
+                                       : strangeness(static_cast<const float*>(x), width);
+  return value - value == 0 && strange == 0 ? place : -1;
+}
+
 }  // namespace
