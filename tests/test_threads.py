@@ -232,9 +232,9 @@ def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     own = llm.beside()
     forward = own.engine.forward
 
-    def closing(batch: Any) -> Any:
+    def closing(*args: Any) -> Any:
         own.close()
-        return forward(batch)
+        return forward(*args)
 
     monkeypatch.setattr(own.engine, "forward", closing)
     with pytest.raises(PacelineError, match="has been closed"):
@@ -256,11 +256,11 @@ def test_an_interrupt_ends_the_call_that_it_hits(llm: LLM, monkeypatch: pytest.M
     expected = answers(llm.generate(*asked(0)))
     forward, hit = llm.engine.forward, []
 
-    def once(batch: Any) -> Any:
+    def once(*args: Any) -> Any:
         if threading.current_thread().name == "hit" and not hit:
             hit.append(True)
             raise KeyboardInterrupt
-        return forward(batch)
+        return forward(*args)
 
     ended: list[str] = []
 
