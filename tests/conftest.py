@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from paceline.model.store import cache_folder
-from tiny_models import TinyPair, write_tiny_model
+from support.tiny_models import TinyPair, write_tiny_model
 
 # Before anything imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # What a developer has pulled, or names as a default, changes no test. The tests on the real model
-# ask real_model.py for it, which looks into the cache of before.
+# ask support/real_model.py for it, which looks into the cache of before.
 os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
 # The kernels are built once, not by each process; their name says what they were made from.
 os.environ.setdefault("PACELINE_NATIVE_CACHE", str(cache_folder() / "native"))
@@ -65,7 +65,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture(scope="session")
 def random_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a random target and of a draft that is often right. Nobody writes into them."""
-    from engine_models import write_pair
+    from support.engine_models import write_pair
 
     return write_pair(tmp_path_factory.mktemp("pair"))
 

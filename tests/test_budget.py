@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.budget import Budget
-from simulated_clock import Clock
+from support.simulated_clock import Clock
 
 
 def took(budget: Budget, clock: Clock, kind: str, seconds: float, size: float = 1.0) -> None:

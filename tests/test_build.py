@@ -15,7 +15,7 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.trees.size import FEWEST, MOST, paying_nodes
 from paceline.model import measure
 from paceline.model.paged.cache import PagedCache
-from simulated_clock import Clock
+from support.simulated_clock import Clock
 
 EAGLE3 = "eagle3:paceline/tiny-eagle3"
 # Seconds of forwards of SmolLM2 over 1, 8, 16, 32 and 64 rows, as measured (docs/benchmarks.md).

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import real_model
 from paceline import defaults
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
@@ -18,8 +17,9 @@ from paceline.model import names, store
 from paceline.server.config import ServeConfig
 from paceline.tools.tune import candidates
 from paceline.tools.tune.candidates import at_hand
-from pulled_model import plant
-from tiny_models import TinyPair
+from support import real_model
+from support.pulled_model import plant
+from support.tiny_models import TinyPair
 
 
 @pytest.fixture

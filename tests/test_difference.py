@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from engine_models import adapted, reference_logits
 from paceline.core.params import SamplingParams
 from paceline.difference import Difference, explain, first_difference
+from support.engine_models import adapted, reference_logits
 
 MODEL = adapted()
 PROMPT = [5, 9, 2]

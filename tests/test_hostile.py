@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_models import write_pair
 from paceline import LLM, Grammar, PromptError, SamplingParams
 from paceline.errors import ConfigError
+from support.engine_models import write_pair
 
 NESTED: list[Any] = []
 for _ in range(5000):

@@ -19,7 +19,7 @@ from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import RECORDS
 from paceline.model.names import BUILT_IN, resolve
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTER_PAGES = sorted((ROOT / "docs" / "drafters").glob("*.md"))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 from paceline import LLM, Completion, Grammar, SamplingParams
 from paceline.draft.vocabulary.retokenise import Retokeniser
 from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
+from support.encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 
 # With more rows of logits than tokens, as heads often have: 49,216 and 200,064.
 PADDING = {"smollm": 64, "wide": 64}

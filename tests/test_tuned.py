@@ -14,7 +14,7 @@ from paceline.control.adaptive import AdaptiveController
 from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
 from paceline.tuned import TunedProfile
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 PROMPT = "Once upon a time there was a little"
 FREE = SamplingParams(max_tokens=20, ignore_eos=True)

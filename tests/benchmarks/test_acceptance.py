@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from acceptance import Walk, greedy_drafts, greedy_texts, walk
-from tiny_models import SMALL
+from support.tiny_models import SMALL
 
 
 def tiny(seed: int) -> LlamaForCausalLM:

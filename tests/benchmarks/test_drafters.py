@@ -9,14 +9,14 @@ import pytest
 
 import drafters
 from drafter_figures import as_report, figures, of_best, ratios, summary
-from engine_models import write_pair
 from entrants import Run, Weights, entries, skip_option, weights_of
 from inflate import Sizes
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.llm import LLM
 from prompts import ALL_SUITES, BUILT_IN, at_hand
-from random_heads import write_eagle
+from support.engine_models import write_pair
+from support.random_heads import write_eagle
 from waves import Contestant, together
 
 Start = Callable[..., tuple[Any, str, Any]]

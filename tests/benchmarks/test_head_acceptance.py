@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 import acceptance
 import head_acceptance
 import real
-from engine_models import write_pair
 from entrants import Run, load_target
-from random_heads import write_eagle
-from real_prompts import write_prompts
+from support.engine_models import write_pair
+from support.random_heads import write_eagle
+from support.real_prompts import write_prompts
 
 
 @pytest.fixture(scope="module")

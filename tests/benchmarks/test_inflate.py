@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from checkpoint import ShardWriter
 from inflate import InflateError, Sizes, inflate, resolve
 from record import kinship
-from tiny_models import SMALL
+from support.tiny_models import SMALL
 
 EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
 ROUNDED = Sizes(hidden=144, layers=4, ffn=100)

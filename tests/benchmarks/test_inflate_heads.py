@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine_models import write_pair
 from inflate import InflateError, Shape, Sizes, inflate, places, read_shape, wider
 from inflate_heads import inflate_heads, pad_eagle, pad_medusa
-from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
@@ -19,6 +17,8 @@ from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError
 from paceline.llm import LLM
+from support.engine_models import write_pair
+from support.medusa_models import write_medusa
 
 SMALL = Shape(hidden=32, layers=2, ffn=48, heads=4, kv_heads=2, head_dim=8)
 SIZES = Sizes(hidden=128, layers=5, ffn=112)

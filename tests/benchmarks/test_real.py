@@ -14,9 +14,9 @@ import drafters
 import perturbed
 import real
 import serving
-from random_heads import write_eagle
-from real_prompts import write_prompts
 from report import ADAPTIVE, FIXED, THEIRS
+from support.random_heads import write_eagle
+from support.real_prompts import write_prompts
 
 Start = Callable[..., tuple[Any, str, Any]]
 

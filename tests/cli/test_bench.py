@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line, refusals
-from made_outcomes import Fake
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.tools.bench.contestants import Starter
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
-from tiny_models import TinyPair
+from support.command_lines import assert_one_line, refusals
+from support.made_outcomes import Fake
+from support.tiny_models import TinyPair
 
 FEW = ["--rounds", "1", "--per-category", "1", "--category", "chat", "--category", "code"]
 SHORT = ["--max-tokens", "12"]

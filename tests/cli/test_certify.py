@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line
 from paceline.cli.main import app
 from paceline.tools.certify import Certifier, Problem
-from planted_server import PlantedServer, served
-from tiny_models import TinyPair
+from support.command_lines import assert_one_line
+from support.planted_server import PlantedServer, served
+from support.tiny_models import TinyPair
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
 from paceline.tools.certify import Certifier
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 
 def run(*arguments: str) -> Result:

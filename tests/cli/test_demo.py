@@ -23,8 +23,8 @@ from paceline.cli.scenes import REAL_SCENES, SCENES
 from paceline.defaults import EMBEDDED, REAL
 from paceline.difference import Difference
 from paceline.errors import ModelLoadError
-from pulled_model import plant
-from tiny_models import TinyPair
+from support.pulled_model import plant
+from support.tiny_models import TinyPair
 
 TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
 from paceline.model.names import resolve
-from tiny_models import TinyPair
+from support.command_lines import assert_one_line, refusals
+from support.tiny_models import TinyPair
 
 
 def run(*arguments: str) -> Result:

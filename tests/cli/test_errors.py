@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line, refusals
 from paceline import PacelineError, __version__
 from paceline.cli import main
 from paceline.cli.main import app
-from tiny_models import TinyPair
+from support.command_lines import assert_one_line, refusals
+from support.tiny_models import TinyPair
 
 COMMAND = [sys.executable, "-m", "paceline.cli.main"]
 

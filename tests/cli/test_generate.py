@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
 from paceline.request.completion import CompletionStats
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "lossy", "stats"}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from served_process import ServedProcess
+from support.served_process import ServedProcess
 
 MODEL = "paceline/tiny"
 ARGUMENTS = ("--draft", "none", "--threads", "1", "--dtype", "float32")

@@ -11,9 +11,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
-from tiny_models import TinyPair
+from support.command_lines import assert_one_line, refusals
+from support.tiny_models import TinyPair
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from paceline.budget import Budget
 from paceline.cli import progress
 from paceline.cli.progress import duration, progress_bar, showing, spending
 from paceline.stages import is_heard, say, stage
-from simulated_clock import Clock
+from support.simulated_clock import Clock
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line
 from paceline import LLM, tuned
 from paceline.cli import serve
 from paceline.cli.main import app
@@ -21,7 +20,8 @@ from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.loading import load_llm
 from paceline.tuned import TunedProfile
-from served_process import ServedProcess
+from support.command_lines import assert_one_line
+from support.served_process import ServedProcess
 
 PROMPT = "Once upon a time"
 MODEL = "paceline/tiny"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from made_outcomes import Fake
 from paceline.cli.main import app
 from paceline.tools.bench.contestants import Starter
-from tiny_models import TinyPair
+from support.made_outcomes import Fake
+from support.tiny_models import TinyPair
 
 TASKS = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
 

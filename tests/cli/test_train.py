@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from training_runs import SHORTEST, SMALLEST, check_ctrl_c, options, write_records
+from support.training_runs import SHORTEST, SMALLEST, check_ctrl_c, options, write_records
 
 SIZES = options(vocab_size=280, micro_tokens=64, **SMALLEST, **SHORTEST)
 

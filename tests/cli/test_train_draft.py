@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from tiny_models import SENTENCES, TinyPair
-from training_runs import SHORTEST, SMALLEST, options, write_records
+from support.tiny_models import SENTENCES, TinyPair
+from support.training_runs import SHORTEST, SMALLEST, options, write_records
 
 SIZES = options(micro_tokens=64, held_out=2, held_out_tokens=12, **SMALLEST, **SHORTEST)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from command_lines import refusals
 from paceline.cli.main import app
 from paceline.train.eagle import EagleTrainer
-from tiny_models import SENTENCES, TinyPair
-from training_runs import check_interrupt, options, write_records
+from support.command_lines import refusals
+from support.tiny_models import SENTENCES, TinyPair
+from support.training_runs import check_interrupt, options, write_records
 
 SIZES = options(seq_len=24, long_every=0, batch_tokens=48, micro_tokens=48, warmup=1)
 SIZES += options(held_out=2, held_out_tokens=6, threads=1)

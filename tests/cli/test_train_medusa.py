@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from tiny_models import SENTENCES, TinyPair
+from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=24", "--long-every=0", "--batch-tokens=48", "--micro-tokens=48", "--warmup=1"]
 SHORT = [*SIZES, "--steps=3", "--eval-every=2", "--held-out=2", "--held-out-tokens=6"]

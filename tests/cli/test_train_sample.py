@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline import LLM
 from paceline.cli import progress
 from paceline.cli.main import app
-from tiny_models import SENTENCES, TinyPair
+from support.tiny_models import SENTENCES, TinyPair
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from command_lines import assert_one_line, refusals
 from paceline.cli.main import app
 from paceline.tuned import TunedProfile
+from support.command_lines import assert_one_line, refusals
 
 RUNNER = CliRunner()
 SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]

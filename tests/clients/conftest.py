@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import real_model
-from served_process import Served, ServedProcess
+from support import real_model
+from support.served_process import Served, ServedProcess
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from served_process import Served
+from support.served_process import Served
 
 SCRIPT = Path(__file__).with_name("ai_sdk.mjs")
 # Where `make test-clients` has had npm install them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from served_process import Served
+from support.served_process import Served
 
 anthropic = pytest.importorskip("anthropic")
 

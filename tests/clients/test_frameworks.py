@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from served_process import Served
+from support.served_process import Served
 
 HELLO = [{"role": "user", "content": "Name a city."}]
 

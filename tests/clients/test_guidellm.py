@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.model.names import resolve
-from served_process import Served
+from support.served_process import Served
 
 pytest.importorskip("guidellm")
 

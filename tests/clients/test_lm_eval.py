@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.model.names import resolve
-from served_process import Served
+from support.served_process import Served
 
 pytest.importorskip("lm_eval")
 

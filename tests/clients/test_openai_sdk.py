@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from served_process import Served
+from support.served_process import Served
 
 openai = pytest.importorskip("openai")
 

@@ -23,7 +23,7 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.model.measure import measure
-from simulated_time import REST, STEP, Guesser, Machine, always
+from support.simulated_time import REST, STEP, Guesser, Machine, always
 
 
 def seq(seq_id: int = 0) -> SequenceState:

@@ -11,7 +11,7 @@ from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.hybrid import HybridDrafter
-from simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
+from support.simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
 
 LENGTHS = tuple(range(9))
 PLAIN = 1 / (STEP + REST)
@@ -58,7 +58,7 @@ def test_a_look_up_is_judged_by_the_length_of_its_match(
     hybrid: bool, token: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short matches were wrong for 40 requests; then comes an answer that it knows whole."""
-    monkeypatch.setattr("simulated_time.TOKEN", token)
+    monkeypatch.setattr("support.simulated_time.TOKEN", token)
     suffix = Sure("suffix", always(0.1))
     machine = Machine(HybridDrafter([suffix], "cpu") if hybrid else suffix)
     for number in range(40):

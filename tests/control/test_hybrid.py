@@ -14,7 +14,7 @@ from paceline.draft.base import Drafter, LookupDrafter, Offer
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
-from simulated_time import REST, STEP, Chance, Guesser, Machine, always
+from support.simulated_time import REST, STEP, Chance, Guesser, Machine, always
 
 PLAIN = 1 / (STEP + REST)  # tokens a second
 

@@ -12,8 +12,8 @@ import statistics
 import pytest
 
 from paceline.draft.hybrid import HybridDrafter
-from simulated_batch import Batches, Rate, Truth, steady
-from simulated_time import Guesser, Machine, always
+from support.simulated_batch import Batches, Rate, Truth, steady
+from support.simulated_time import Guesser, Machine, always
 
 TRUTHS = {
     "a head": Truth(),

@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from deploy_tools import needed
-from served_process import ServedProcess
+from support.deploy_tools import needed
+from support.served_process import ServedProcess
 
 MODEL = "paceline/tiny"
 REPLICA = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy_tools import needed
+from support.deploy_tools import needed
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CHART, MANIFESTS = DEPLOY / "helm" / "paceline", DEPLOY / "kubernetes"

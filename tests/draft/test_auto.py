@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from asking import ask
 from paceline.core.params import SamplingParams
 from paceline.draft import auto
 from paceline.draft.auto import Circumstances, compose, made_for
@@ -20,9 +19,10 @@ from paceline.server.local import local_service
 from paceline.server.records import Facts
 from paceline.tools.doctor import examine
 from paceline.tools.export import export
-from random_heads import write_eagle
-from running_server import serve
-from tiny_models import write_tiny_model
+from support.asking import ask
+from support.random_heads import write_eagle
+from support.running_server import serve
+from support.tiny_models import write_tiny_model
 
 LARGE = Circumstances("any/model", "", 16, 512 << 20, 160 << 20, 8 << 30)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 1 << 22}
@@ -163,7 +163,7 @@ def test_heads_of_other_formats_in_the_hubs_cache(hub: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a head of its own beside it, and Medusa heads that are damaged."""
-    from engine_models import write_pair
+    from support.engine_models import write_pair
 
     root = tmp_path_factory.mktemp("auto")
     target = Path(write_pair(root)[0])

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from draft_steps import request, run_step
 from paceline.core.batch import Plan, Slice
 from paceline.draft.base import Drafter
 from paceline.draft.ngram import NGramDrafter
 from paceline.draft.recycling import Recycling, RecyclingDrafter
 from paceline.draft.suffix import SuffixDrafter
+from support.draft_steps import request, run_step
 
 VOCAB = 16
 

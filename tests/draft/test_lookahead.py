@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from draft_steps import paths_of, request, run_step
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.draft.lookahead import Lookahead, LookaheadDrafter, NGramPool
 from paceline.errors import ConfigError
+from support.draft_steps import paths_of, request, run_step
 
 VOCAB = 211
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from engine_models import adapted, random_llama, reference_logits
 from paceline import LLM, SamplingParams
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
@@ -21,7 +20,8 @@ from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.twin import quantised_twin
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES, write_tiny_model
+from support.engine_models import adapted, random_llama, reference_logits
+from support.tiny_models import SENTENCES, write_tiny_model
 
 TOKENS = [5, 9, 61, 2, 30, 31]
 LAYOUTS = ("as loaded", "reference", "native")

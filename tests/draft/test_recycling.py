@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_steps import paths_of, request, run_step
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.draft.recycling import Recycling, RecyclingDrafter
 from paceline.draft.trees.shape import Shape
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
+from support.draft_steps import paths_of, request, run_step
 
 VOCAB = 53
 TABLE = torch.rand(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from every_drafter import WEIGHTS
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Slice
 from paceline.draft.base import Drafter, LookupDrafter
@@ -28,6 +27,7 @@ from paceline.drafters import (
 )
 from paceline.tools.doctor import Severity, examine
 from paceline.tools.tune.candidates import variants
+from support.every_drafter import WEIGHTS
 
 TARGET = "paceline/tiny"
 CACHE = 128 << 20  # bytes: room for 200 short requests; whole contexts of them would fill 2.5 GB

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_models import write_pair
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel, DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
@@ -16,7 +15,8 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.router import Router
 from paceline.errors import ConfigError
 from paceline.llm import LLM
-from simulated_time import Guesser, always, costs
+from support.engine_models import write_pair
+from support.simulated_time import Guesser, always, costs
 
 
 class Watched(Guesser):

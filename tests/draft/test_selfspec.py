@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_models import VOCAB, adapted, random_llama, reference_logits
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Batch, Commit, ModelOutput
 from paceline.core.params import SamplingParams
@@ -20,7 +19,8 @@ from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES
+from support.engine_models import VOCAB, adapted, random_llama, reference_logits
+from support.tiny_models import SENTENCES
 
 LAYERS = 5
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -26,7 +26,7 @@ from paceline.errors import (
     WriteError,
 )
 from paceline.llm import LLM
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 VOCAB = 50
 OUT = ModelOutput(torch.empty(0, VOCAB))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.engine.clock import PhaseClock
-from simulated_clock import Clock
+from support.simulated_clock import Clock
 
 
 def test_a_phase_of_the_step_under_way_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
-from every_drafter import SPECS
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core.transfer import Arrival
 from paceline.model.target import CausalModel
 from paceline.parallel import shared
 from paceline.parallel.group import StopOrder
 from paceline.parallel.worker import Follower
+from support.claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
+from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "one two one two one two", "def add(a, b):\n    return"]
 LENGTH: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True}

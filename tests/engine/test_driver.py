@@ -15,8 +15,8 @@ from paceline.core.sequence import SequenceState
 from paceline.engine import driver
 from paceline.engine.clock import PHASES
 from paceline.engine.driver import Drive, DrivenStep, StandstillError, StepSums, sequence
-from simulated_clock import Clock
-from tiny_models import TinyPair
+from support.simulated_clock import Clock
+from support.tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [12, 13, 14, 15, 16], [20, 21]]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from every_drafter import SPECS
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core.batch import Batch, Commit, Plan, Verdict
 from paceline.core.sequence import TokenView
+from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "def add(a, b):\n    return", "one two one two one two"]
 PARAMS = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from every_drafter import SPECS, WEIGHTS
 from paceline import LLM, SamplingParams
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
@@ -18,6 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, with_members
 from paceline.draft.model import ModelDrafter
 from paceline.engine.driver import Drive, sequence
+from support.every_drafter import SPECS, WEIGHTS
 
 PARAMS = SamplingParams(max_tokens=70, ignore_eos=True)
 BLOCKS = 10

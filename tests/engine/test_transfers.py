@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import paceline
-from every_drafter import SPECS
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core import transfer
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.selfspec import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.target import CausalModel
+from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "def add(a, b):\n    return", "one two one two one two"]
 LONG = SamplingParams(max_tokens=14, ignore_eos=True)

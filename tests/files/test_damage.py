@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from damages import damages, flipped
 from paceline import LLM, DataError, ModelLoadError, PacelineError
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
 from paceline.tools.doctor import examine
-from tiny_models import TinyPair
+from support.damages import damages, flipped
+from support.tiny_models import TinyPair
 
 TENSORS = {
     "first.weight": torch.arange(60, dtype=torch.float32).reshape(6, 10),

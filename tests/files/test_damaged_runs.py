@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from damages import damages
 from paceline import ConfigError
 from paceline.model.tensorfile import verify
 from paceline.train.acceptance import written_texts
@@ -22,7 +21,8 @@ from paceline.train.documents import Observed, Windows
 from paceline.train.lm import LMTrainer
 from paceline.train.reading import FeatureCache
 from paceline.train.trainer import previous, read_state, write_state
-from training_runs import smallest_run, write_words
+from support.damages import damages
+from support.training_runs import smallest_run, write_words
 
 # -- the state of a training run -------------------------------------------------------------------
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from full_disk import PLACES, content_of, full_disk, small_files
 from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.tools.profiling import trace
 from paceline.train.card import write_card
 from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
-from training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
-from written_kinds import KINDS
+from support.full_disk import PLACES, content_of, full_disk, small_files
+from support.training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
+from support.written_kinds import KINDS
 
 
 def check(folder: Path, write: Callable[[int], Any], fault: Callable[[], Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from full_disk import content_of
 from paceline.cli.continuing import SavedRun
 from paceline.cli.main import app
 from paceline.errors import WriteError
@@ -21,8 +20,9 @@ from paceline.ownership import MANIFEST, force, is_signed, signed
 from paceline.pull.run import pull
 from paceline.tools.export import export
 from paceline.train.lm import LMTrainer
-from training_runs import smallest_run, write_words
-from written_kinds import KINDS
+from support.full_disk import content_of
+from support.training_runs import smallest_run, write_words
+from support.written_kinds import KINDS
 
 MINE = b"my own words\n"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from full_disk import PLACES, content_of, full_disk, no_space, small_files
 from paceline.errors import ConfigError, DataError, WriteError
 from paceline.files import LongRecord, folder_aside, replace_files, replace_text, write_aside
 from paceline.ownership import MANIFEST
+from support.full_disk import PLACES, content_of, full_disk, no_space, small_files
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import real_model
 from paceline.integrations.transformers import generate
+from support import real_model
 
 DRAFTS = ("eagle3:paceline/smollm2-eagle3", "hybrid:suffix+ngram")
 

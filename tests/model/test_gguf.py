@@ -13,11 +13,11 @@ import torch
 from transformers.integrations import ggml
 from typer.testing import CliRunner
 
-from made_gguf import ARCHITECTURES, CONTEXT, write_gguf
 from paceline import LLM, ModelLoadError, SamplingParams, UnsupportedModelError
 from paceline.cli.main import app
 from paceline.model.gguf import gguf_file, read_gguf
 from paceline.model.loading import load_module, load_tokenizer
+from support.made_gguf import ARCHITECTURES, CONTEXT, write_gguf
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

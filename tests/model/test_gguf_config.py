@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from made_gguf import CONTEXT, LAYERS, WIDTH, write_gguf
 from paceline import LLM, SamplingParams, UnsupportedModelError
 from paceline.model.loading import load_module, read_config
+from support.made_gguf import CONTEXT, LAYERS, WIDTH, write_gguf
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -25,7 +25,7 @@ from paceline.model.target import CausalModel
 from paceline.model.tensorfile import read_table
 from paceline.model.twin import quantised_twin
 from paceline.stages import Stage, listening, stage
-from tiny_models import write_tiny_model
+from support.tiny_models import write_tiny_model
 
 try:
     library()

@@ -19,7 +19,7 @@ from paceline.model.rows import RowPositions
 from paceline.model.target import CausalModel
 from paceline.tools.certify.decoding import Start
 from paceline.tools.certify.scoring import Scorer
-from tiny_models import SENTENCES
+from support.tiny_models import SENTENCES
 
 SWITCH = 48
 LONGROPE: dict[str, Any] = {

@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine_models import write_pair
-from medusa_models import write_medusa
-from model_folders import write_gpt2
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.parallel import group, team
 from paceline.parallel.group import CacheOrder, batch_order
 from paceline.tools.doctor import examine
-from random_heads import write_eagle
-from served_process import ServedProcess
+from support.engine_models import write_pair
+from support.medusa_models import write_medusa
+from support.model_folders import write_gpt2
+from support.random_heads import write_eagle
+from support.served_process import ServedProcess
 
 MEMORY = 1 << 20
 PROMPTS = ["Once upon a time", "def add(a, b):\n    return"]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from every_drafter import SPECS
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.paged.cache import bytes_per_token
 from paceline.request.completion import Completion
+from support.every_drafter import SPECS
 
 PROMPTS = [
     "Once upon a time, there was a little fox who lived in the woods.",

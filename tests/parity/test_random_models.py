@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import cramped
-from medusa_models import write_medusa
 from paceline.core.batch import Plan
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
@@ -23,7 +21,9 @@ from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
 from paceline.request.completion import Completion
-from random_heads import write_eagle
+from support.engine_models import cramped
+from support.medusa_models import write_medusa
+from support.random_heads import write_eagle
 
 PROMPTS: list[str | list[int]] = [
     "Once upon a time there was",

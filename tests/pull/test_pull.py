@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from made_gguf import write_gguf
 from paceline import ConfigError, ModelLoadError
 from paceline.files import folder_aside
 from paceline.model import store
@@ -24,6 +23,7 @@ from paceline.ownership import MANIFEST, claim
 from paceline.pull import convert as conversion
 from paceline.pull import pull
 from paceline.pull import run as running
+from support.made_gguf import write_gguf
 
 pytest.importorskip("gguf")
 

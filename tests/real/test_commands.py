@@ -15,7 +15,7 @@ from paceline import LLM
 from paceline.cli.main import app
 from paceline.server.client import Limits
 from paceline.tuned import TunedProfile
-from running_server import Running, serve, socket_service
+from support.running_server import Running, serve, socket_service
 
 NAME = "smollm2"
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asking import ask
-from made_gguf import write_gguf
 from paceline import LLM, SamplingParams
 from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.request.defaults import SamplingDefaults, of_checkpoint
 from paceline.server.config import configure
 from paceline.server.loading import load_llm
-from running_server import Running, serve, socket_service
-from tiny_models import write_tiny_model
+from support.asking import ask
+from support.made_gguf import write_gguf
+from support.running_server import Running, serve, socket_service
+from support.tiny_models import write_tiny_model
 
 PROMPT = "Once upon a time"
 # As Qwen2.5 says it.

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from made_tokenizers import KINDS, decode, tokens_of
 from paceline import LLM, SamplingParams
 from paceline.request.text import TextStream
+from support.made_tokenizers import KINDS, decode, tokens_of
 
 LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from made_tokenizers import KINDS, decode, tokens_of
 from paceline.core.batch import Commit
 from paceline.core.params import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 from paceline.request.request import Request
+from support.made_tokenizers import KINDS, decode, tokens_of
 
 
 def answer(

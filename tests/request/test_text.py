@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from made_tokenizers import KINDS, TOKENIZER, decode, tokens_of
 from paceline.request.detokenise import Spelling
 from paceline.request.stops import StopScan
 from paceline.request.text import TextStream
+from support.made_tokenizers import KINDS, TOKENIZER, decode, tokens_of
 
 FROM_THE_START = KINDS["llama"]
 

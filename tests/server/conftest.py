@@ -8,7 +8,7 @@ import pytest
 
 from paceline import LLM
 from paceline.server.client import Limits
-from running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, socket_service
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from test_page import Page, start_browser, webdriver
 
 from paceline import LLM
 from paceline.server.local import local_service
-from running_server import MODEL, serve
+from support.running_server import MODEL, serve
 
 DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
 

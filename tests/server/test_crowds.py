@@ -21,7 +21,7 @@ import pytest
 from paceline import LLM
 from paceline.server import run
 from paceline.server.client import Limits
-from running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, socket_service
 
 CONNECTIONS = 2000
 TINY = int(os.environ.get("PACELINE_TINY_REQUESTS", "400"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from running_server import MODEL, Running
+from support.running_server import MODEL, Running
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 

@@ -22,7 +22,7 @@ from paceline.server.config import ServeConfig
 from paceline.server.local import local_service
 from paceline.server.loop import MAX_FAILURES
 from paceline.server.security import Keys
-from running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, socket_service
 
 SECRET = "CUDA error at /the/machine"
 

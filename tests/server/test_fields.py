@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asking import Reply, ask
 from paceline.server.fields import ROUTER_DEFAULTS
-from running_server import MODEL, Running
+from support.asking import Reply, ask
+from support.running_server import MODEL, Running
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

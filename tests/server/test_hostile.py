@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from asking import ask
 from paceline import LLM
 from paceline.server.api import protocol
 from paceline.server.api.messages_api import MessagesRequest
 from paceline.server.api.responses_api import ResponsesRequest
 from paceline.server.client import Limits
 from paceline.server.local import local_service
-from running_server import MODEL, Running, serve
+from support.asking import ask
+from support.running_server import MODEL, Running, serve
 
 LONG = "9" * 5000  # more digits than Python reads
 DEEP = '{"a":' * 900 + "1" + "}" * 900

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from asking import ask
 from paceline import LLM
 from paceline.server.client import Limits
 from paceline.server.local import local_service
 from paceline.server.security import Security
-from running_server import MODEL, Running, serve
+from support.asking import ask
+from support.running_server import MODEL, Running, serve
 
 BODY = {"model": MODEL, "prompt": "Once", "max_tokens": 2, "temperature": 0}
 LIMIT = 10_000

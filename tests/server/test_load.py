@@ -18,7 +18,7 @@ import pytest
 
 from paceline import LLM
 from paceline.server.client import Limits
-from running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, socket_service
 
 SECONDS = float(os.environ.get("PACELINE_LOAD_SECONDS", "6"))
 STREAMS = 32

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import asking
 from paceline import LLM
 from paceline.server.client import Limits
 from paceline.server.local import local_service
-from running_server import MODEL, Running, serve
+from support import asking
+from support.running_server import MODEL, Running, serve
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asking import Reply, ask
-from running_server import MODEL, Running
+from support.asking import Reply, ask
+from support.running_server import MODEL, Running
 
 SCHEMA = {
     "type": "object",

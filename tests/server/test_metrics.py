@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import LLM
 from paceline.server.local import local_service
-from running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "monitoring"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

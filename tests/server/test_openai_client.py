@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from running_server import MODEL, Running
+from support.running_server import MODEL, Running
 
 PROMPT = "Once upon a time"
 

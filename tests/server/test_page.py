@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from running_server import Running
+from support.running_server import Running
 
 webdriver = pytest.importorskip("selenium.webdriver")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")

@@ -8,14 +8,14 @@ from typing import Any
 import openai
 import pytest
 
-from asking import Reply, ask
 from paceline.server.api.responses_kept import (
     MAX_BYTES,
     MAX_RESPONSES,
     KeptResponse,
     ResponseStore,
 )
-from running_server import MODEL, Running
+from support.asking import Reply, ask
+from support.running_server import MODEL, Running
 
 SCHEMA = {
     "type": "object",

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from paceline import LLM
 from paceline.server.client import Limits
-from running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, socket_service
 
 schemathesis = pytest.importorskip("schemathesis")
 

@@ -26,7 +26,7 @@ from paceline.server.security import (
     is_loopback,
     key_file_warning,
 )
-from running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve
 
 KEY, OTHER_KEY = "sk-first", "sk-second"
 ORIGIN = "https://chat.example"

@@ -16,7 +16,7 @@ import typer
 from paceline.cli.main import app
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, Speculation
 from paceline.server.config import ServeConfig, configure, keys
-from running_server import Running
+from support.running_server import Running
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asking import ask
-from running_server import MODEL, Running
+from support.asking import ask
+from support.running_server import MODEL, Running
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from running_server import MODEL, Running
+from support.running_server import MODEL, Running
 
 
 class Weather(BaseModel):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from asking import ask
 from paceline import LLM
 from paceline.server.app import create_app
 from paceline.server.local import local_service
 from paceline.server.telemetry import Telemetry
-from running_server import MODEL, Running, serve
+from support.asking import ask
+from support.running_server import MODEL, Running, serve
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asking import ask
 from paceline import LLM, SamplingParams
 from paceline.server.api.chat_format import render
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
 from paceline.server.api.tool_calls import forced_grammar
 from paceline.server.api.tool_stream import PossibleCall, message_of
-from running_server import MODEL, Running
+from support.asking import ask
+from support.running_server import MODEL, Running
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> Tool:

@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from served_process import ServedProcess
 from soak.judge import SHOWN, Judge
 from soak.storm import ACTS, Plan, Storm
+from support.served_process import ServedProcess
 
 EMBEDDED = "paceline/tiny"
 DRAFTS = ("paceline/tiny-draft", "ngram", "suffix", "eagle3:paceline/tiny-eagle3", "recycling")

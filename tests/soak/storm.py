@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from served_process import ServedProcess
 from soak import hostile
 from soak.answers import Answer
 from soak.client import PATIENCE, Connection, fetch
 from soak.judge import Judge
 from soak.processes import Held, held
 from soak.requests import ClientRequest, Server, client_requests, extreme, free, invalid
+from support.served_process import ServedProcess
 
 _HUNG_UP = (ConnectionError, EOFError, asyncio.IncompleteReadError)
 

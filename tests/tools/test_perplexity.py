@@ -16,7 +16,7 @@ from paceline.llm import LLM
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.tools.perplexity import beside_original, perplexity, read_windows, shipped_windows
-from tiny_models import SENTENCES, TinyPair
+from support.tiny_models import SENTENCES, TinyPair
 
 
 @pytest.fixture(scope="module")

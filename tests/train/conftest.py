@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training_runs import write_stories
+from support.training_runs import write_stories
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from paceline.train.answers import (
 )
 from paceline.train.data import Source, encode_stream
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES
+from support.tiny_models import SENTENCES
 
 TOKENIZER = train_tokenizer(SENTENCES, 320)
 END = TOKENIZER.convert_tokens_to_ids("<|end|>")

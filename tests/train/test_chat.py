@@ -16,7 +16,7 @@ from paceline.train.chat import ChatWriter, Conversation, conversation_of, quest
 from paceline.train.data import encode_stream
 from paceline.train.records import RefusedError
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES
+from support.tiny_models import SENTENCES
 
 OURS = train_tokenizer(SENTENCES, 320)
 

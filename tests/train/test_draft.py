@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import training_runs
 from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
@@ -19,7 +18,8 @@ from paceline.ownership import MANIFEST
 from paceline.train.acceptance import WrittenText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import distillation_loss, total_variation
-from tiny_models import TinyPair
+from support import training_runs
+from support.tiny_models import TinyPair
 
 train = partial(training_runs.train, DraftTrainer)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import training_runs
 from paceline import LLM, ConfigError, DataError, ModelLoadError
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
@@ -18,6 +17,7 @@ from paceline.train.documents import Observed
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places, UnrolledAttention
+from support import training_runs
 
 train = partial(training_runs.train, EagleTrainer, eval_every=30)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import training_runs
 from paceline import ConfigError, DataError
 from paceline.train.card import write_card
 from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.losses import distillation_loss
 from paceline.train.trainer import learning_rate_scale
+from support import training_runs
 
 train = partial(training_runs.train, LMTrainer)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import training_runs
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.draft.heads.medusa_format import load_medusa
 from paceline.draft.spec import TargetShape
@@ -18,6 +17,7 @@ from paceline.train.acceptance import total
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
 from paceline.train.trainer import Progress
 from paceline.train.unrolled import Places
+from support import training_runs
 
 train = partial(training_runs.train, MedusaTrainer, eval_every=30)
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
 from paceline.train.parallel import Team, _First, check_processes, together
-from tiny_models import SENTENCES, TinyPair
+from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]
 SHORT = [*SIZES, "--micro-tokens=64", "--warmup=1", "--dtype=float32", "--steps=4"]

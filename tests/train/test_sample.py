@@ -11,7 +11,7 @@ from paceline.errors import DataError
 from paceline.train.data import Source
 from paceline.train.sample import openings
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES
+from support.tiny_models import SENTENCES
 
 TOKENIZER = train_tokenizer(SENTENCES, 320)
 CHAT = "User: What is 12 + 30?\n\nAssistant: It is 42.\n\nUser: And 1 + 1?\n\nAssistant: 2."

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.train.chat import own_text
 from paceline.train.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
-from tiny_models import SENTENCES
+from support.tiny_models import SENTENCES
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import write_pair
 from paceline.build import EngineOptions
 from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
@@ -18,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.llm import LLM
 from paceline.verify.typical import TypicalVerifier, longest, surprise
 from paceline.verify.verifier import RULES, Verifier
+from support.engine_models import write_pair
 
 
 def request(seq_id: int = 0, **params) -> SequenceState:

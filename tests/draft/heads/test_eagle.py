@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_models import adapted
 from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
@@ -23,7 +22,8 @@ from paceline.engine.engine import Engine
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
-from random_heads import dense_attention, random_head
+from support.engine_models import adapted
+from support.random_heads import dense_attention, random_head
 
 LENGTH = 3
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_models import write_pair
 from paceline.draft.heads.checkpoint import write_checkpoint
 from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
@@ -20,7 +19,8 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from paceline.ownership import MANIFEST
-from random_heads import eagle_config, write_eagle
+from support.engine_models import write_pair
+from support.random_heads import eagle_config, write_eagle
 
 TARGET = TargetShape(hidden_size=24, vocab_size=40, num_layers=6)
 EAGLE3 = eagle_config(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
-from random_heads import eagle_config
+from support.random_heads import eagle_config
 
 EAGLE3 = eagle_config(feature_layers=(2, 3, 6))
 EAGLE1 = replace(EAGLE3, version=1, target_hidden_size=32, feature_layers=(6,), draft_vocab_size=40)

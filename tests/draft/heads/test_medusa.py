@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_models import cramped, reference_logits
-from medusa_models import write_medusa
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.medusa import shapes_of
 from paceline.draft.heads.medusa_format import load_medusa
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
+from support.engine_models import cramped, reference_logits
+from support.medusa_models import write_medusa
 
 PROMPTS: list[str | list[int]] = ["The quick brown fox jumps over", "What is 12 + 30?", [5]]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from full_disk import full_disk
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
 from paceline.ownership import MANIFEST
+from support.full_disk import full_disk
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4
 TARGET = TargetShape(WIDTH, VOCAB, DEPTH)

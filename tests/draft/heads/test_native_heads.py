@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_models import VOCAB, random_llama
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.eagle_step import EagleStep, ReferenceEagle, eagle_step
 from paceline.draft.heads.medusa import drafting
@@ -22,7 +21,8 @@ from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
 from paceline.stages import listening
-from random_heads import eagle_config
+from support.engine_models import VOCAB, random_llama
+from support.random_heads import eagle_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WIDER = {"hidden_size": 72, "heads": 3, "kv_heads": 1, "head_dim": 24, "has_embedding": True}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_models import write_pair
 from paceline import LLM, SamplingParams
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.tree import TokenTree, is_chain
@@ -21,7 +20,8 @@ from paceline.model.backends.native.model import NativeModel
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
-from random_heads import write_eagle
+from support.engine_models import write_pair
+from support.random_heads import write_eagle
 
 PROMPTS = [[5, 9, 30, 41, 7], [3, 1, 4], [17] * 9 + [8], [60, 2, 77, 12]]
 GREEDY = SamplingParams()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_models import check_one_distribution, cramped, drawn_pairs, random_llama, write_pair
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary.matching import SAMPLE
@@ -23,7 +22,14 @@ from paceline.draft.vocabulary.shared import (
 )
 from paceline.llm import LLM
 from paceline.train.tokenizer import train_tokenizer
-from tiny_models import SENTENCES
+from support.engine_models import (
+    check_one_distribution,
+    cramped,
+    drawn_pairs,
+    random_llama,
+    write_pair,
+)
+from support.tiny_models import SENTENCES
 
 PROMPTS: list[str | list[int]] = [
     "The quick brown fox jumps over",

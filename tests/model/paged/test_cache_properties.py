@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paceline.model.paged.cache as cache_module
-from engine_models import VOCAB, adapted, reference_logits
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.target import CausalModel
+from support.engine_models import VOCAB, adapted, reference_logits
 
 MODEL = adapted()
 BLOCKS, SIZE = 24, 4

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from made_outcomes import Fake, heat, job
 from paceline.budget import Budget
 from paceline.tools.bench.figures import rows
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
 from paceline.tools.bench.result import BenchSpending, sureness_of
 from paceline.tools.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
-from simulated_clock import Clock
+from support.made_outcomes import Fake, heat, job
+from support.simulated_clock import Clock
 
 PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]
 

@@ -13,7 +13,7 @@ from paceline.llm import LLM
 from paceline.tools.bench.contestants import Paceline, Starter
 from paceline.tools.bench.methods import Method, parse_method
 from paceline.tools.bench.outcome import Ask, TimedRun
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [12, 13, 14, 15, 16], [20, 21]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from made_outcomes import Fake, heat, job, outcome
 from paceline.tools.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
 from paceline.tools.bench.outcome import TimedAnswer, TimedRun
 from paceline.tools.bench.runner import Heat, HeatRecord, take_turns
+from support.made_outcomes import Fake, heat, job, outcome
 
 PLAINS = {"plain", "theirs"}
 

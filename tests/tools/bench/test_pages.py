@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from made_outcomes import job, outcome
 from paceline.tools.bench.figures import rows
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.pages import report_of
@@ -16,6 +15,7 @@ from paceline.tools.bench.result import BenchResult
 from paceline.tools.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
 from paceline.tools.bench.texts import Comparison
 from paceline.tools.report.terminal import print_report
+from support.made_outcomes import job, outcome
 
 MACHINE = {
     "processor": "A",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import real_model
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.llm import LLM
@@ -21,9 +20,10 @@ from paceline.tools.bench.contestants import Starter
 from paceline.tools.bench.methods import parse_method
 from paceline.tools.bench.outcome import Ask, TimedRun
 from paceline.tools.bench.peers.kinds import EQUAL, PeerFailedError, PeerTools, shares
-from planted_server import PlantedServer, served
-from running_server import serve
-from tiny_models import TinyPair
+from support import real_model
+from support.planted_server import PlantedServer, served
+from support.running_server import serve
+from support.tiny_models import TinyPair
 
 HERE = Path(__file__).parent
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (12, 13))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from made_outcomes import Fake, job
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Contestant
 from paceline.tools.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
+from support.made_outcomes import Fake, job
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from made_outcomes import ask, outcome
 from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.tools.bench.conversations import (
@@ -29,6 +28,7 @@ from paceline.tools.bench.figures import merged
 from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.tools.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
 from paceline.tools.bench.suite_tables import OVERALL, accepted_tokens, task_figures
+from support.made_outcomes import ask, outcome
 
 
 def lines(path: Path, *records: dict[str, Any]) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from made_outcomes import Fake, ask, job
 from paceline.difference import Difference
 from paceline.tools.bench.methods import Method
 from paceline.tools.bench.outcome import Ask
 from paceline.tools.bench.result import BenchResult, idle_line, labels
 from paceline.tools.bench.runner import BenchJob, HeatRecord, take_turns
 from paceline.tools.bench.texts import Comparison, compare
+from support.made_outcomes import Fake, ask, job
 
 TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(1, 6, 0, gap=1.0, step=0.01, on_edge=False)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine_models import write_pair
 from paceline.llm import LLM
+from support.engine_models import write_pair
 
 TEXTS = ("Once upon a time", "def add(a, b)", "What is 12 + 30?")
 

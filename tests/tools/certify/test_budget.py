@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from engine_models import reference_logits
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
@@ -19,7 +18,8 @@ from paceline.tools.certify.decoding import Start
 from paceline.tools.certify.schedule import Draws, Texts, groups, schedule
 from paceline.tools.certify.scoring import Scorer
 from paceline.tools.certify.tables import report_of
-from simulated_clock import SecondEach
+from support.engine_models import reference_logits
+from support.simulated_clock import SecondEach
 
 InterruptAt = Callable[[int], Callable[[str], None]]
 Named = Sequence[tuple[str, Sequence[int]]]

@@ -16,7 +16,7 @@ from paceline.tools.certify.servers import (
 )
 from paceline.tools.certify.servers.answers import Said
 from paceline.tools.certify.servers.asking import parting
-from planted_server import FAULTS, PlantedServer, served
+from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
 EFFORT = ServerEffort(requests=150, max_tokens=24)
@@ -141,7 +141,7 @@ def test_addresses_where_nobody_answers() -> None:
 
 def test_our_own_server_with_and_without_speculation() -> None:
     from paceline import LLM
-    from running_server import serve, socket_service
+    from support.running_server import serve, socket_service
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
     for running in serve(socket_service(llm, "tiny")):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from doctor_folders import Copy, Folder, codes, only
-from encoding_tokenizers import CHATML, INST, smollm, write_model
 from paceline import LLM, SamplingParams
 from paceline.tools.doctor import Severity, examine
+from support.doctor_folders import Copy, Folder, codes, only
+from support.encoding_tokenizers import CHATML, INST, smollm, write_model
 
 ABOUT_CHATS = {
     "chat-template-refuses",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from doctor_folders import Copy, codes, only
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
@@ -22,6 +21,7 @@ from paceline.tools.doctor.findings import KINDS, by_severity, finding
 from paceline.tools.doctor.machine import DeviceSettings
 from paceline.tools.doctor.models import describe
 from paceline.tools.doctor.precision import Rounding, weight_bytes
+from support.doctor_folders import Copy, codes, only
 
 TARGET = "paceline/tiny"
 HEALTHY = {

@@ -12,10 +12,10 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from doctor_folders import Copy, codes, only
 from paceline.errors import ModelLoadError
 from paceline.tools.doctor import examine
 from paceline.tools.doctor.files import read_files, read_header
+from support.doctor_folders import Copy, codes, only
 
 
 def test_values_are_read_where_they_lie(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from doctor_folders import Copy, codes, only
 from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.tools.doctor import Severity, examine
+from support.doctor_folders import Copy, codes, only
 
 TARGET = "paceline/tiny"
 REDUCED = {"head-vocabulary-reduced"}  # 3,072 of 4,096 tokens, as it should be

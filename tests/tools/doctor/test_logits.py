@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, NemotronConfig
 
-from doctor_folders import Copy, only
-from model_folders import write_gpt2
 from paceline.model import probe
 from paceline.model.backends.native import opened
 from paceline.model.backends.native.compile import are_kernels_here
@@ -21,7 +19,9 @@ from paceline.stages import Stage, listening
 from paceline.tools.doctor import Severity, check_logits, examine
 from paceline.tools.doctor.findings import KINDS
 from paceline.tools.doctor.logits import _some_layers
-from tiny_models import SMALL
+from support.doctor_folders import Copy, only
+from support.model_folders import write_gpt2
+from support.tiny_models import SMALL
 
 ORIGINAL = 64
 needs_kernels = pytest.mark.skipif(not are_kernels_here(), reason="there are no native kernels")
@@ -115,7 +115,7 @@ def test_only_those_layers_are_read(copy: Copy) -> None:
 
 def test_a_gguf_file(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    from made_gguf import write_gguf
+    from support.made_gguf import write_gguf
 
     path = tmp_path / "model.gguf"
     write_gguf(path, options={"num_hidden_layers": 3})
@@ -227,7 +227,7 @@ def transformed(folder: Path) -> str:
 
 def with_key(folder: Path) -> str:
     pytest.importorskip("gguf")
-    from made_gguf import write_gguf
+    from support.made_gguf import write_gguf
 
     path = folder / "model.gguf"
     write_gguf(path, change=lambda writer: writer.add_float32("llama.attention.clamp_kqv", 8.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from doctor_folders import codes, only
 from paceline.tools.doctor import Severity, examine, machine
 from paceline.tools.doctor.machine import (
     DeviceSettings,
@@ -15,6 +14,7 @@ from paceline.tools.doctor.machine import (
     free_memory,
     size,
 )
+from support.doctor_folders import codes, only
 
 TARGET = "paceline/tiny"
 CPU = torch.device("cpu")

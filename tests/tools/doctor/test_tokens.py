@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from doctor_folders import Copy, Folder, codes, only
 from paceline.errors import ConfigError
 from paceline.tools.doctor import Severity, examine
-from tiny_models import TinyPair
+from support.doctor_folders import Copy, Folder, codes, only
+from support.tiny_models import TinyPair
 
 TARGET = "paceline/tiny"
 

@@ -13,7 +13,7 @@ from paceline.engine.driver import StepSums
 from paceline.tools.doctor import summary
 from paceline.tools.doctor.findings import Severity
 from paceline.tools.doctor.trial import LONG, Exploration, SpeedupTrial, judge, run_trial
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 
 def decoded(

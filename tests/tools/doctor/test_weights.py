@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doctor_folders import Copy, Folder, codes, only
 from paceline.tools.doctor import Severity, examine
-from tiny_models import SMALL
+from support.doctor_folders import Copy, Folder, codes, only
+from support.tiny_models import SMALL
 
 
 def shard(folder: Folder) -> list[str]:

@@ -15,7 +15,7 @@ from paceline import LLM, ConfigError, DataError
 from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
 from paceline.tools.profiling import steady, trace
 from paceline.tools.profiling.machine import last_level_cache
-from tiny_models import TinyPair
+from support.tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 

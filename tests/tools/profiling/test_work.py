@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_models import VOCAB, adapted
 from paceline.core.tree import chain_parents
 from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.native.model import NativeModel
@@ -13,6 +12,7 @@ from paceline.model.backends.reference.prepack import quicken
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 from paceline.tools.profiling.work import LARGE, Work, WorkCounter
+from support.engine_models import VOCAB, adapted
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, HEAD = 2, 32, 48, 4, 2, 8  # of engine_models.random_llama
 CONTEXT, ROWS = 5, 3

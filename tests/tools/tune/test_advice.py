@@ -12,7 +12,7 @@ from paceline.tools.tune.confirm import Confirmation, Finalist
 from paceline.tools.tune.plan import TuningOutcome
 from paceline.tools.tune.search import MeasuredMethod
 from paceline.tools.tune.spending import TuneOptions
-from tuning_methods import NOTHING, PLAIN, chain, target
+from support.tuning_methods import NOTHING, PLAIN, chain, target
 
 
 def outcome(

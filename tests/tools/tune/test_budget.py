@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_models import write_pair
 from paceline import LLM
 from paceline.budget import Budget
 from paceline.tools.bench.prompts import BenchPrompt
@@ -22,8 +21,9 @@ from paceline.tools.tune.plan import TuningOutcome, tune
 from paceline.tools.tune.present import decision, record_of, report_of
 from paceline.tools.tune.search import MeasuredMethod
 from paceline.tools.tune.spending import TuneOptions, affordable, fitting_sample
-from simulated_clock import Clock, SecondEach
-from tuning_methods import target
+from support.engine_models import write_pair
+from support.simulated_clock import Clock, SecondEach
+from support.tuning_methods import target
 
 OPTIONS = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
 SAMPLE = Sample([[1]] * 4, [[1]] * 16, (1, 8), 48, 0.0)

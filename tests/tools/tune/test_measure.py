@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import DataError
 from paceline.tools.tune.decode import MeasuredStep, Run
 from paceline.tools.tune.measure import _scaled, _typical, _typical_pair
-from tuning_methods import target
+from support.tuning_methods import target
 
 
 def step(batch: int = 1, nodes: int = 0, draft: float = 0.0, full: bool = True) -> MeasuredStep:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_models import write_pair
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
 from paceline.budget import Budget
 from paceline.defaults import REAL
@@ -32,7 +31,8 @@ from paceline.tools.tune.plan import (
 from paceline.tools.tune.present import decision, profile_of, record_of, report_of
 from paceline.tools.tune.spending import TuneOptions, affordable
 from paceline.tuned import TunedProfile
-from tuning_methods import PLAIN, chain, target
+from support.engine_models import write_pair
+from support.tuning_methods import PLAIN, chain, target
 
 GREEDY = SamplingParams(max_tokens=16)
 SLOW = ((1, MeasuredStep(1, 1, 1, 9.0, 1.0, 0.0, True)),)

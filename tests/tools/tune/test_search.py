@@ -22,7 +22,7 @@ from paceline.tools.tune.search import (
     search,
     speedups,
 )
-from tuning_methods import NOTHING, PLAIN, chain, target
+from support.tuning_methods import NOTHING, PLAIN, chain, target
 
 
 @pytest.mark.parametrize(("rate", "cost"), [(0.8, 0.1), (0.6, 0.05), (0.9, 0.3), (0.3, 0.02)])

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from engine_models import random_llama
-from made_tokenizers import BYTES, GEMMA, LLAMA
 from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
-from tiny_models import SENTENCES
+from support.engine_models import random_llama
+from support.made_tokenizers import BYTES, GEMMA, LLAMA
+from support.tiny_models import SENTENCES
 
 # Each in its own UTF-8 bytes: two, three and four of them, and one of several characters.
 UNUSUAL = "é ß 你好 ı ✓ 🙂 🇩🇪 👩‍👧 ∑ \u200d\ufe0f"

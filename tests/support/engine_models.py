@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
-from tiny_models import SENTENCES, SMALL
+from support.tiny_models import SENTENCES, SMALL
 
 VOCAB = 97
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from engine_models import VOCAB
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.model.target import CausalModel
+from support.engine_models import VOCAB
 
 
 def write_eagle(root: Path, target: str, version: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BIN = Path(__file__).resolve().parents[1] / ".venv-deploy" / "bin"
+BIN = Path(__file__).resolve().parents[2] / ".venv-deploy" / "bin"
 
 
 def needed(name: str) -> str:
