@@ -30,6 +30,8 @@ class Priced:
     max_positions = 4096
     device = torch.device("cpu")
 
+    offload = None
+
     def __init__(self, price: CostCurve, clock: Clock) -> None:
         self.price, self.clock = price, clock
         self.rows: list[int] = []

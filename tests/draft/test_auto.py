@@ -200,7 +200,9 @@ def test_a_head_that_cannot_be_loaded_is_left_out(folder: Path, tmp_path: Path) 
     assert f"; not eagle3:{other}/eagle3: the EAGLE head {other}/eagle3" in llm.notes[-1]
 
 
-@pytest.mark.parametrize("how", [{"backend": "reference"}, {"offload": "disk"}])
+@pytest.mark.parametrize(
+    "how", [{"backend": "reference"}, {"backend": "reference", "offload": "disk"}]
+)
 def test_elsewhere_the_head_takes_the_place_of_the_own_form(
     folder: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, build
 from paceline.core.tree import TokenTree
+from paceline.draft import auto
+from paceline.draft.selfspec import SelfDrafter
 from paceline.errors import ConfigError
+from paceline.model.backends.native.compile import NativeUnavailableError
+from paceline.model.backends.native.library import library
 from paceline.model.offload import plan_offload
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+from paceline.model.twin import quantised_twin
 from paceline.tools.doctor import examine
 
 pytest.importorskip("accelerate")
+try:
+    library()
+    KERNELS = True
+except NativeUnavailableError:
+    KERNELS = False
 
 PROMPTS = ["Once upon a time", "def add(a, b):\n    return"]
 PARAMS = [
@@ -40,6 +53,83 @@ def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> 
     assert said(away.beside(f"tree:{draft},branching=2x1", **drafting())) == expected
     both = away.beside(f"model:{draft}", draft_offload="disk", **drafting())
     assert said(both) == expected
+
+
+def counted(llm: LLM) -> list[int]:
+    """A number more for each forward of its target."""
+    forwards: list[int] = []
+
+    def note(*_: Any) -> None:
+        forwards.append(1)
+
+    llm.target.hf.register_forward_pre_hook(note)
+    return forwards
+
+
+def dense(model: CausalModel) -> dict[str, torch.Tensor]:
+    named = model.hf.named_modules()
+    return {n: m.weight.float() for n, m in named if n.endswith(("proj", "lm_head"))}
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["all layers on disk", "one of two"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_its_form_in_four_bits_is_at_hand_and_is_that_of_a_model_in_memory(
+    random_pair: tuple[str, str], backend: str, kept: int
+) -> None:
+    target = random_pair[0]
+    here = CausalModel.load(target, "float32", "cpu", backend="reference")
+    plan = plan_offload(target, "float32", "cpu", "disk", 0)
+    memory = kept * (plan.resident + plan.largest)
+    how: dict[str, Any] = {"backend": backend, "offload": "disk", "weights_memory": memory}
+    away = CausalModel.load(target, "float32", "cpu", **how)
+    twin, wanted = quantised_twin(away, "int4"), quantised_twin(here, "int4")
+    assert all(p.device.type == "cpu" for p in twin.hf.parameters()), "all of it is in memory"
+    assert not any(hasattr(module, "_hf_hook") for module in twin.hf.modules())
+    assert (twin.native is not None) == (KERNELS and backend == "auto")
+    found = dense(twin)
+    assert found.keys() == dense(wanted).keys() and len(found) == 15
+    assert all(torch.equal(found[name], weight) for name, weight in dense(wanted).items())
+    norms = [dict(t.hf.named_parameters()) for t in (twin, wanted)]
+    assert all(torch.equal(norms[0][name], own) for name, own in norms[1].items())
+    down = away.hf.model.layers[1].mlp.down_proj
+    assert down.weight.device.type == "meta" and not isinstance(down, QuantisedLinear)
+
+
+@pytest.mark.parametrize("spec", ["quantized:int4", "quantized:int8", "auto"])
+def test_a_draft_in_fewer_bits_of_a_target_on_disk(
+    random_pair: tuple[str, str], spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text stays, and one pass over the disk checks several tokens."""
+    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    target = random_pair[0]
+    plain = LLM(target, "none", backend="reference", **OPTIONS)
+    away = LLM(target, "none", offload="disk", weights_memory=0, **OPTIONS)
+    forwards = counted(away)
+    drafted = away.beside(spec, **drafting())
+    if spec == "auto" and KERNELS:
+        assert drafted.drafts == ("hybrid:suffix+ngram+quantized:int4",)
+    forwards.clear()
+    assert said(drafted) == said(plain)
+    if spec == "quantized:int8":  # of random weights, what is rounded to 4 bits is seldom right
+        assert len(forwards) < 10
+
+
+def test_chains_go_on_longer_where_a_step_reads_the_disk(random_pair: tuple[str, str]) -> None:
+    here = LLM(random_pair[0], "quantized:int4", **OPTIONS).engine.drafter
+    how: dict[str, Any] = {"offload": "disk", "weights_memory": 0}
+    away = LLM(random_pair[0], "quantized:int4", **how, **OPTIONS).engine.drafter
+    assert isinstance(here, SelfDrafter) and isinstance(away, SelfDrafter)
+    assert away.stop_below < here.stop_below
+
+
+def test_starting_reads_the_disk_few_times(
+    random_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = LLM(random_pair[0], "none", offload="disk", weights_memory=0, **OPTIONS)
+    forwards = counted(away)
+    monkeypatch.setattr(build, "_REPEATING", 0.0)
+    away.beside("ngram", kv_cache_memory=1 << 20)
+    assert 0 < len(forwards) <= 8
 
 
 def test_a_draft_may_have_a_device_of_its_own(
@@ -77,6 +167,21 @@ def test_doctor_says_what_a_step_moves(random_pair: tuple[str, str]) -> None:
     (item,) = (item for item in found if item.code == "weights-offloaded")
     assert "2 of 2 layers stay on disk: every forward moves" in item.found
     assert "offload-idle" in {item.code for item in examine(random_pair[0], offload="disk")}
+
+
+def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
+    random_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    how: dict[str, Any] = {"offload": "disk", "weights_memory": 0, "dtype": "float32"}
+    found = {item.code: item.found for item in examine(random_pair[0], "auto", **how)}
+    away = LLM(random_pair[0], "auto", offload="disk", weights_memory=0, **OPTIONS)
+    taken = away.notes[-1].partition(";")[0]
+    assert taken.startswith("draft auto: ") and taken in found["draft-auto"]
+    if KERNELS:
+        assert "quantized:int4" in taken
+    own = {item.code: item.found for item in examine(random_pair[0], "quantized:int4", **how)}
+    assert re.search(r"together 1\.\d\d times the target$", own["draft-own-weights"])
 
 
 @pytest.mark.parametrize(

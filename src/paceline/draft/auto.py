@@ -24,6 +24,8 @@ from paceline.draft.quantized import QuantizedDraft
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
+from paceline.model.backends.base import REFERENCE
+from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.held import held_matrices, rounded_bytes, usual_bits
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
@@ -41,9 +43,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What decides of a target. ``refused``: why the native kernels do not run all of it in one
-    process, "" if they do. ``bits`` of most of its weights, which are ``held`` bytes; ``rounded``:
-    bytes of its 4-bit form; ``free``: of memory."""
+    """What decides of a target. ``refused``: why the native kernels do not run its 4-bit form in
+    one process, "" if they do. ``bits`` of most of its weights, which are ``held`` bytes;
+    ``rounded``: bytes of its 4-bit form; ``free``: of memory."""
 
     name: str
     refused: str
@@ -57,6 +59,8 @@ class Circumstances:
         refused = target.refused or ""
         if target.ranks is not None:
             refused = "its weights are shared by several processes"
+        elif target.offload and target.asked != REFERENCE and target.device.type == "cpu":
+            refused = "" if are_kernels_here() else "which are not here"  # they run its 4-bit form
         elif target.native is None:
             refused = refused or "the native kernels do not run it"
         return cls(

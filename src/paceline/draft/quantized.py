@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.draft.selfspec import SelfDrafter
-from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
+from paceline.draft.selfspec import STOP_BELOW, STOP_BELOW_OFFLOADED, SelfDrafter
+from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
 from paceline.errors import ConfigError
 from paceline.model.held import usual_bits
 from paceline.model.quantised.weights import BITS
@@ -47,10 +47,10 @@ class QuantizedDraft(TreeSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
-        if target.ranks is not None or target.note:
+        if target.ranks is not None:
             raise ConfigError(
-                f"draft '{self}' is made of all the target's weights, and these are not all here "
-                f"({target.refused}); use another drafter"
+                f"draft '{self}' is made of all the target's weights, and these are shared by "
+                "several processes; use another drafter"
             )
         held = usual_bits(target.hf)
         if 0 < held <= BITS[self.precision]:
@@ -60,7 +60,12 @@ class QuantizedDraft(TreeSpec):
             )
         twin = quantised_twin(target, self.precision)
         view = LayerView(twin, range(twin.num_layers))
-        return Prepared(lambda c: SelfDrafter(view, c.cache, self.policy(), c.generator, self.kind))
+        stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
+
+        def build(c: DraftContext) -> SelfDrafter:
+            return SelfDrafter(view, c.cache, self.policy(), c.generator, self.kind, stop)
+
+        return Prepared(build)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         text = f"drafts with the target itself in {self.precision}, in the target's cache"

@@ -46,6 +46,8 @@ from paceline.model.view import LayerView
 # A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
 # step no longer pays (docs/decisions.md).
 STOP_BELOW = 0.5
+# The same where the target's layers are moved in every step, and the view's are at hand.
+STOP_BELOW_OFFLOADED = 0.2
 # More pending tokens are the end of a prompt: the view would have to read it, too, for one draft.
 _MOST_PENDING = 16
 _SURE = 100.0  # a logit: what else has 0 is not likely
@@ -153,10 +155,11 @@ class SelfDrafter(LevelDrafter):
         policy: Policy,
         generator: torch.Generator | None,
         name: str = "early_exit",
+        stop_below: float = STOP_BELOW,
     ) -> None:
         super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
-        self.stop_below = STOP_BELOW
+        self.stop_below = stop_below
         self._frequent = FrequentTokens(view.model.vocab_size, view.head_share)
         # Of greedy requests, and of sampled ones.
         self._confidence = {True: Confidence(), False: Confidence()}

@@ -100,6 +100,24 @@ def load_offloaded(
     return module
 
 
+def brought(module: nn.Module, name: str) -> Any:
+    """A parameter of a module, read from where it stays if that is not the device."""
+    found: Any = module._parameters[name]
+    if found is None or found.device.type != "meta":
+        return found
+    hook: Any = module._hf_hook  # accelerate's
+    return nn.Parameter(hook.weights_map[name].to(found.dtype), requires_grad=False)
+
+
+def settle(copied: nn.Module) -> None:
+    """Give the copy of a module that may be moved its own weights for good."""
+    if "_hf_hook" not in vars(copied):
+        return
+    copied._parameters = {name: brought(copied, name) for name in copied._parameters}
+    for key in ("_hf_hook", "_old_forward", "forward"):  # the forward of the one that is moved
+        vars(copied).pop(key, None)
+
+
 def plan_offload(
     name: str,
     dtype: str | torch.dtype,

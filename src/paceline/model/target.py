@@ -82,6 +82,7 @@ class CausalModel:
         self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
         self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
         self.refused: str | None = None  # why the kernels do not run this model
+        self.offload: str | None = None  # where layers stay that the device does not hold
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
         self.note = ""  # what the user should know about how it was loaded
         self.checkpoint: tuple[FileStamp, ...] = ()  # the files that it was loaded from, then
@@ -131,7 +132,7 @@ class CausalModel:
             if plan.away:
                 model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
                 model.asked, model.note = backend, plan.in_words()
-                model.refused = f"layers stay on {offload}"
+                model.refused, model.offload = f"layers stay on {offload}", offload
                 return model
         place = resolve_device(device)
         torchs = resolve_dtype(dtype, place)

@@ -27,6 +27,7 @@ from paceline.model.backends.reference.norms import slow_norm
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
 from paceline.model.backends.reference.recognise import relative_error
 from paceline.model.kept import key_of, read, write
+from paceline.model.offload import brought, settle
 from paceline.model.precision import is_quantised, quantise_loaded
 from paceline.model.quantised.convert import Code, Scheme
 from paceline.model.quantised.weights import QuantisedLinear, plain_linear, quantised_product
@@ -39,7 +40,8 @@ _TWINS: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictiona
 
 class _Original(nn.Linear):
     """A linear layer of another model, whose weight is made when it is asked for: whatever the
-    layout of a loaded model is, no second copy of it is held while it is rounded."""
+    layout of a loaded model is, and wherever it stays, no second copy of it is held while it is
+    rounded."""
 
     def __init__(self, source: Any) -> None:
         nn.Module.__init__(self)
@@ -48,18 +50,24 @@ class _Original(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        dense: torch.Tensor = self._sources[0].weight
+        dense: torch.Tensor = self._own("weight")
         return dense.detach()
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        bias: torch.Tensor | None = self._sources[0].bias
+        bias: torch.Tensor | None = self._own("bias")
         return None if bias is None else bias.detach()
+
+    def _own(self, name: str) -> Any:
+        source = self._sources[0]
+        return brought(source, name) if isinstance(source, nn.Linear) else getattr(source, name)
 
     def plain(self) -> nn.Module:
         """The layer itself if it is a plain one, else one of the same numbers."""
         source: nn.Module = self._sources[0]
-        return source if isinstance(source, nn.Linear) else plain_linear(self.weight, self.bias)
+        if isinstance(source, nn.Linear) and not hasattr(source, "_hf_hook"):
+            return source
+        return plain_linear(self.weight, self.bias)
 
 
 def quantised_twin(model: CausalModel, precision: str) -> CausalModel:
@@ -201,13 +209,15 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 
 
 def _beside(module: Any, stand_in: Callable[[Any], nn.Module]) -> Any:
-    """A copy with the very same parameters, with a ``stand_in`` for each linear layer."""
+    """A copy with the very same parameters, with a ``stand_in`` for each linear layer. Those that
+    are elsewhere come to the device."""
     if _is_linear(module):
         return stand_in(module)
     twin = copy.copy(module)
     # Tables of its own: parameters, hooks and children are looked up in them.
     vars(twin).update({key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)})
     twin._modules = {name: _beside(child, stand_in) for name, child in module._modules.items()}
+    settle(twin)
     slow_norm(twin)
     return twin
 

@@ -134,13 +134,14 @@ def examine(
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    cost = whole = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(each)
-    noticed, cost = _drafts(drafts, model, setting, rounding, cost)
-    findings += noticed
+    cost, own = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(each), setting
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
-        cost = replace(cost, weights=cost.weights - whole.weights + plan.peak, loading=0)
+        cost = replace(cost, weights=plan.peak, loading=0)
+        own = replace(setting, kernels=setting.has_kernels(backend))  # its 4-bit form is at hand
+    noticed, cost = _drafts(drafts, model, own, rounding, cost)
+    findings += noticed
     findings += check_dtype(setting, cost.weights)
     few = any(found.code.startswith("quantised") for found in findings)
     findings.append(check_kernels(setting, rounding, few))
@@ -167,7 +168,7 @@ def _drafts(
     """Findings on all of them, and ``cost`` with theirs; ``auto`` is what it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
-        composed = composed_draft(model, setting, rounding)
+        composed = composed_draft(model, setting, rounding, cost.weights)
         failed: dict[DraftSpec, str] = {}
         for spec, _ in composed.taken:
             noticed, _ = _draft(spec, _folder_of(spec), model, setting, rounding)
@@ -203,7 +204,10 @@ def _draft(
             return [finding("draft-as-target", "draft", text)], _Cost()
         more = rounded_bytes(target, found.target_in, setting.dtype, rounding)
         whole = weight_bytes(target, setting, rounding)
-        beside = f"; its matrices take {size(more)} beside the target's {size(whole)}"
+        beside = (
+            f"; its matrices take {size(more)} beside the target's {size(whole)}, together "
+            f"{(more + whole) / whole:.2f} times the target"
+        )
         return [replace(f, found=f.found + beside) for f in noted(found)], _Cost(more)
     if isinstance(spec, DraftModel):
         own = replace(rounding, draft=spec.quantize or rounding.draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,8 +50,12 @@ class DeviceSettings:
         place = resolve_device(device)
         own = dtype_to_load(dtype, place, backend)
         cached = cache_dtype(kv_cache_dtype, own or torch.bfloat16)
-        kernels = place.type == "cpu" and backend != REFERENCE and are_kernels_here()
-        return cls(place, own, max_batch_size, kv_cache_memory, cached, kernels)
+        found = cls(place, own, max_batch_size, kv_cache_memory, cached)
+        return replace(found, kernels=found.has_kernels(backend))
+
+    def has_kernels(self, backend: str) -> bool:
+        """Whether there are native kernels for what a backend runs here."""
+        return self.device.type == "cpu" and backend != REFERENCE and are_kernels_here()
 
 
 @dataclass(frozen=True)

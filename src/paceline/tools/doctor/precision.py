@@ -94,8 +94,11 @@ def held_bits(model: Model, setting: DeviceSettings, rounding: Rounding) -> int:
     return 8 * (setting.dtype or torch.bfloat16).itemsize
 
 
-def composed_draft(model: Model, setting: DeviceSettings, rounding: Rounding) -> Composition:
-    """What ``auto`` would take for a target that is not loaded."""
+def composed_draft(
+    model: Model, setting: DeviceSettings, rounding: Rounding, resident: int
+) -> Composition:
+    """What ``auto`` would take for a target that is not loaded, of which ``resident`` bytes will
+    lie in memory."""
     weights = weight_bytes(model, setting, rounding)
     return compose(
         Circumstances(
@@ -104,7 +107,7 @@ def composed_draft(model: Model, setting: DeviceSettings, rounding: Rounding) ->
             held_bits(model, setting, rounding),
             weights,
             rounded_bytes(model, "int4", setting.dtype, rounding),
-            free_memory(setting.device) - weights,
+            free_memory(setting.device) - resident,
         )
     )
 
