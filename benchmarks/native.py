@@ -50,7 +50,7 @@ def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prom
     cache.reserve(1, context + rows)
     ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
     parents = () if prompt else tuple(range(-1, rows - 2))
-    nodes = torch.tensor(ids[1:]) if parents else None
+    nodes = ids[1:] if parents else ()
     batch = cache.batch_of([Feed(1, context, ids if prompt else ids[:1], parents, nodes)])
     began = time.perf_counter()
     model(batch, cache)

@@ -175,11 +175,6 @@ class SelfDrafter(LevelDrafter):
         """Chains end where fewer than ``stop_below`` of their paths are accepted."""
         return self.growth is not None and self.stop_below > 0
 
-    @property
-    def prefers_seeds(self) -> bool:
-        """All drafts then grow in one call, which saves more than block verification gains."""
-        return self.growth is not None
-
     def _feed(self, item: Slice) -> Feed | None:
         """The pending tokens, if there is room for what is run.
 

@@ -212,7 +212,7 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
 def test_a_draft_by_the_target_is_one_call(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first pass included; and requests without a seed are given one."""
+    """Its first pass included. What is sampled without a seed is drawn: that is accepted more."""
     watched, passes = Watched(monkeypatch, True), 0
     call = LayerView.__call__
 
@@ -223,10 +223,13 @@ def test_a_draft_by_the_target_is_one_call(
 
     monkeypatch.setattr(LayerView, "__call__", counted)
     monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
-    for params in ({}, {"temperature": 1.0}):
+    for params in ({}, {"temperature": 1.0, "seed": 1}):
         watched.calls = 0
         generate(folders, "quantized:int8", 5, **params)
         assert watched.calls and not passes
+    watched.calls = 0
+    generate(folders, "quantized:int8", 5, temperature=1.0)
+    assert passes and not watched.calls
 
 
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:

@@ -52,7 +52,7 @@ inline long span_of(const pl_weight& w) { return is_wide(w) ? 2 * GROUP : w.repe
 
 // Panels come from memory, and the processor's own foresight ends at every page. So each span that is
 // done has an even share of the next panel fetched: in every one of a panel's tiles, as memory would
-// rest in those that find the panel in the cache.
+// rest in those that find the panel in the cache. Into the second cache: a panel is about as large as the first.
 class Ahead {
  public:
   // Of a tile of `halves` from number `half` on, of all the halves that go over the panel.
@@ -60,7 +60,7 @@ class Ahead {
       : at_(reinterpret_cast<const char*>(panel) + panel_bytes(w) + panel_bytes(w) * half / all),
         share_(round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)) {}
   void step() {
-    for (long line = 0; line < share_; line += 64) __builtin_prefetch(at_ + line);
+    for (long line = 0; line < share_; line += 64) __builtin_prefetch(at_ + line, 0, 2);
     at_ += share_;
   }
 
