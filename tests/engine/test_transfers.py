@@ -20,6 +20,7 @@ from paceline.core import transfer
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.selfspec import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.every_drafter import SPECS
 
@@ -63,6 +64,8 @@ class Watch:
 
         monkeypatch.setattr(transfer, "upload", counted)
         monkeypatch.setattr(transfer, "apart", lambda device: True)
+        # A cache asks once, when it is made; those here were made before.
+        monkeypatch.setattr(PagedCache, "_apart", property(lambda cache: True), raising=False)
         monkeypatch.setattr(CausalModel, "__call__", self._forward(CausalModel.__call__))
         monkeypatch.setattr(EagleDrafter, "_run", self._forward(EagleDrafter._run))
 
