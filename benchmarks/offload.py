@@ -45,6 +45,14 @@ CHATS = (
     "Correct the spelling: Teh quick brown fox jumsp over teh lazy dog.",
 )
 DRAFTS = "none,ngram,hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
+EIGHT_BILLION = {  # with 32 layers, as Llama 3.1 8B
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
 
 
 class ColdTarget:
@@ -83,6 +91,20 @@ def copy_of(model: str, folder: Path) -> Path:
     return folder
 
 
+def large(model: str, folder: Path, layers: int) -> Path:
+    """Random weights in bf16 in the shape of an 8B model, for bytes and seconds a step; the
+    tokenizer is another model's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **EIGHT_BILLION)
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="1GB")
+    torch.set_default_dtype(torch.float32)
+    load_tokenizer(model).save_pretrained(folder)
+    os.sync()
+    return folder
+
+
 @dataclass(frozen=True)
 class Figures:
     """One contestant over all chats."""
@@ -107,14 +129,16 @@ class Figures:
         }
 
 
-def decode(plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int) -> Figures:
-    """All chats, one after another; the first tokens of a chat read its prompt."""
+def decode(
+    plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int, chats: int
+) -> Figures:
+    """Chats, one after another; the first tokens of a chat read its prompt."""
     llm = plain.beside(None if draft == "none" else draft, draft_length=length, max_batch_size=1)
     cold = ColdTarget(llm.engine.target, files)
     llm.engine.target = cold  # type: ignore[assignment]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
-    done = [llm.chat([{"role": "user", "content": chat}], params)[0] for chat in CHATS]
+    done = [llm.chat([{"role": "user", "content": chat}], params)[0] for chat in CHATS[:chats]]
     return Figures(
         draft,
         sum(len(completion.token_ids) for completion in done),
@@ -131,18 +155,26 @@ def main() -> None:
     parser.add_argument("--model", default="paceline/smollm2")
     parser.add_argument("--drafts", default=DRAFTS, help="Specs, parted by commas.")
     parser.add_argument("--length", type=int, default=6, help="Tokens drafted a step.")
-    parser.add_argument("--tokens", type=int, default=48, help="Of each of three answers.")
+    parser.add_argument("--tokens", type=int, default=48, help="Of each answer.")
+    parser.add_argument("--chats", type=int, default=len(CHATS), help="How many.")
+    parser.add_argument("--layers", type=int, help="Random weights: so many layers of an 8B model.")
     parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
     parser.add_argument("--folder", help="Where the copy goes; by default beside temporary files.")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        model = copy_of(given.model, Path(folder) / "model")
-        kept = parse_bytes(given.memory)
-        plain = LLM(str(model), draft="none", dtype="float32", offload="disk", weights_memory=kept)
+        model, kept = Path(folder) / "model", parse_bytes(given.memory)
+        if given.layers:
+            large(given.model, model, given.layers)
+        else:
+            copy_of(given.model, model)
+        dtype = "bfloat16" if given.layers else "float32"
+        plain = LLM(str(model), draft="none", dtype=dtype, offload="disk", weights_memory=kept)
         files = weight_files(model)
         drafts = ["none", *(draft for draft in given.drafts.split(",") if draft != "none")]
-        found = [decode(plain, d, files, given.tokens, given.length) for d in drafts]
+        how = given.tokens, given.length, given.chats
+        found = [decode(plain, draft, files, *how) for draft in drafts]
+    # Of random weights in bf16 near ties are common, and "same_text" says little.
     rows = [figures.record(found[0]) for figures in found]
     print(*plain.notes, sep="\n")
     print(" | ".join(rows[0]))

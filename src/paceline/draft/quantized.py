@@ -49,8 +49,8 @@ class QuantizedDraft(TreeSpec):
         target = loading.target
         if target.ranks is not None:
             raise ConfigError(
-                f"draft '{self}' is made of all the target's weights, and these are shared by "
-                "several processes; use another drafter"
+                f"draft '{self}' is made of all the target's weights, and these are not all here "
+                f"({target.refused}); use another drafter"
             )
         held = usual_bits(target.hf)
         if 0 < held <= BITS[self.precision]:
