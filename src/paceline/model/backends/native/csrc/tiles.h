@@ -66,7 +66,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long lda, long rows,
     _tile_loadd(3, c + TILE * ldc + TILE, 4 * ldc);
   }
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL, a += STRIPE) {
-    if (far) fetch_ahead(panel);
+    if (far) fetch_ahead<3>(panel);
     _tile_loadd(6, panel, 4 * PANEL);
     _tile_loadd(7, panel + PANEL, 4 * PANEL);
     _tile_loadd(4, a, 2 * lda);
