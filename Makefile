@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,8 +42,17 @@ install: $(VENV)/.installed  ## create .venv and install the pinned versions
 demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real model (fetched once, 93 MB)
 	@$(BIN)/paceline demo --pull $(ARGS)
 
-test: $(VENV)/.installed-test  ## run the whole test suite (WORKERS=2 processes, a thread each)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+# WORKERS processes, a thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+test: $(VENV)/.installed-test  ## run the tests but the slow ones (minutes; ARGS=tests/cli is a part)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: $(VENV)/.installed-test  ## those of the loop: laws, core, verify, engine, draft (a minute)
+	$(PYTEST) -m "not slow" $(addprefix tests/,laws core verify engine draft) $(ARGS)
+
+test-slow: $(VENV)/.installed-test  ## the slow ones: real model, soak, claimed devices, packages
+	$(PYTEST) -m slow $(ARGS)
 
 test-tables: $(VENV)/.installed-test  ## tests that depend on a model's numbers, on every instruction set and on torch
 	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m tables --workers $(WORKERS) $(ARGS)

@@ -91,8 +91,16 @@ def pytest_configure() -> None:
 _FIRST = ("soak", "real", "train")
 
 
+_SLOW = ("soak", "real")  # folders of which all tests are slow
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folders above come first; all else stays in its order."""
+    slow = [Path(__file__).parent / name for name in _SLOW]
+    for item in items:
+        if any(folder in item.path.parents for folder in slow):
+            item.add_marker(pytest.mark.slow)
     first = [Path(__file__).parent / name for name in _FIRST]
 
     def place(item: pytest.Item) -> int:

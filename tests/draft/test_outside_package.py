@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 LINES = "a dog\n" * 4
 USE = f"""

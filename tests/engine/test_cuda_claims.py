@@ -22,6 +22,7 @@ from paceline.parallel.worker import Follower
 from support.claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
 from support.every_drafter import SPECS
 
+pytestmark = pytest.mark.slow  # a Python call for each operator of torch
 PROMPTS = ["Once upon a time there was a", "one two one two one two", "def add(a, b):\n    return"]
 LENGTH: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True}
 GREEDY = [SamplingParams(**LENGTH)] * 3
@@ -67,9 +68,6 @@ KEPT |= {"layout.<genexpr>"}
 # next, and what was drafted before the target's rows are forbidden.
 LEVELS = {"constraint.forbid": 2}
 ROOM = 9  # blocks of 16 tokens for three requests that fill six each
-# A grammar's automaton is the host's: it must know each level that the device drafted before the
-# next, and fetches what was drafted, with its parents, before it forbids.
-LEVELS = {"constraint.forbid": 2}
 
 
 @pytest.fixture
