@@ -14,6 +14,7 @@ import torch
 from paceline import LLM, SamplingParams
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.tree import TokenTree, is_chain
+from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.native.growth import GrownTree, NativeGrowth, WantedTree
 from paceline.model.backends.native.model import NativeModel
@@ -119,7 +120,8 @@ def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **para
     found = []
     for at_once in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.draft.selfspec.STOP_BELOW", 0.0)
+            never = property(lambda self: 0.0, lambda self, value: None)
+            patch.setattr(SelfDrafter, "stop_below", never, raising=False)
             watched = Watched(patch, at_once)
             texts = generate(folders, spec, length, **params)
             assert bool(watched.calls) is at_once
