@@ -132,6 +132,11 @@ class OwnAcceptance:
         self._failed = self.DECAY * self._failed + failed
         self._foreseen = self.DECAY * self._foreseen + len(rates) - sum(rates)
 
+    @property
+    def better(self) -> bool:
+        """Whether it fails less often than all sequences do."""
+        return self._failed < self._foreseen
+
     def rates(self, everyone: Sequence[float]) -> list[float]:
         """What is expected of this sequence where all have ``everyone``'s rates."""
         if not self._foreseen and not self._failed:
@@ -162,6 +167,11 @@ class AcceptanceTracker:
         everyone = self.everyone(name, kind).rates()
         own = self._each.get(seq_id, {}).get(name)
         return own.rates(everyone) if own and everyone else everyone
+
+    def better(self, seq_id: int, name: Hashable) -> bool:
+        """Whether a sequence's drafts fail less often than all sequences' do."""
+        own = self._each.get(seq_id, {}).get(name)
+        return own is not None and own.better
 
     def record(
         self,

@@ -13,7 +13,7 @@ HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import inf
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
@@ -27,10 +27,11 @@ from paceline.control.controller import (
     Decision,
 )
 from paceline.control.cost import CostModel, DraftOption
+from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, Offer
 
 _Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
 
@@ -39,33 +40,12 @@ _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins
 _PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
+_IN_VAIN = 8  # steps without anything found that might pay, from which look-ups are asked
+_RARELY = 4  # only in one of so many steps
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a look-up found may be cut
-
-
-class ExplorationBudget:
-    """Seconds that drafts may lose which are made to learn. It bounds nothing else."""
-
-    SHARE = 0.0075  # of the time of all steps
-    START = 1.0  # plain steps to begin with
-    MOST = 8.0  # plain steps that are kept
-    _SLOWEST = 1.0  # seconds after which it is never below zero any more
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._started = False
-
-    def earn(self, seconds: float, plain: float) -> None:
-        """A step, of any kind, took so long; a plain one takes ``plain``."""
-        start = 0.0 if self._started else self.START * plain
-        self._started = True
-        self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
-
-    def spend(self, seconds: float) -> None:
-        """What was learnt has cost so much more than plain steps."""
-        self.seconds = max(self.seconds - max(seconds, 0.0), -self.SHARE * self._SLOWEST)
 
 
 class AdaptiveController(Controller):
@@ -93,6 +73,7 @@ class AdaptiveController(Controller):
         self._step = 0
         self._until = 0  # the step from which the decision is made anew
         self._hold = 1
+        self._in_vain = 0  # steps since a look-up found anything that might pay
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
@@ -105,13 +86,35 @@ class AdaptiveController(Controller):
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
-        offers = self._lookups.look(seqs, self._may) if self._lookups.drafters else {}
         ids = [seq.seq_id for seq in seqs]
+        offers = self._offers(seqs, ids == self._ids)
         if offers or self._step >= self._until or ids != self._ids:
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
         return self._choices
+
+    def _offers(
+        self, seqs: Sequence[SequenceState], same: bool
+    ) -> dict[int, dict[Hashable, Offer]]:
+        """What look-ups found that might pay. Where nothing did for some steps, they are asked less
+        often; many sequences, where nothing of it was drafted: asking takes time for each."""
+        batch = len(seqs)
+        self._in_vain = self._in_vain + 1 if same or batch > 1 else 0
+        rarely = self._in_vain > _IN_VAIN and self._step % max(_RARELY, batch // 2)
+        if rarely or not self._lookups.drafters:
+            return {}
+        worth: dict[int, dict[Hashable, Offer]] = {}
+        for seq_id, own in self._lookups.look(seqs, self._may).items():
+            for name, offer in own.items():
+                if self._may_pay(seq_id, name, batch, kind_of(offer.confidence)):
+                    worth.setdefault(seq_id, {})[name] = offer
+        if worth and batch == 1:
+            self._in_vain = 0
+        return worth
+
+    def _may_pay(self, seq_id: int, name: Hashable, batch: int, kind: Hashable = None) -> bool:
+        return self.cost.may_pay(name, batch, kind) or self.cost.acceptance.better(seq_id, name)
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Who may draft for it."""
@@ -129,17 +132,19 @@ class AdaptiveController(Controller):
         none = cost.none(batch)
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
         self._given = any(seq.params.draft_length is not None for seq in seqs)
+        hopeless = self._hopeless(seqs)
         open_: list[int] = []  # places that are to be decided
         options: list[_Options] = []
         for place, seq in enumerate(seqs):
             if not seq.params.may_draft:
                 continue
-            own = self._options(seq, batch, none, offers.get(seq.seq_id, {}))
-            if seq.params.draft_length is None:
+            given, found = seq.params.draft_length, offers.get(seq.seq_id, {})
+            own = self._options(seq, batch, none, found, hopeless if given is None else ())
+            if given is None:
                 open_.append(place)
                 options.append((seq, own))
             else:
-                self._choices[place] = _given(seq.params.draft_length, own)
+                self._choices[place] = _given(given, own)
         measures = cost.wants_plain(batch)
         chosen = self._select(batch, options) if options and not measures else []
         self._made = {}
@@ -148,6 +153,8 @@ class AdaptiveController(Controller):
             if draft.length:
                 self._made[ids[place]] = draft
         drafted = [draft for draft in chosen if draft.length]
+        if any(draft.name in self._lookups.drafters for draft in drafted):
+            self._in_vain = 0
         self._hold = self._holds(drafted, same and bool(self._made))
         self._until, self._ids = self._step + self._hold, ids
 
@@ -178,13 +185,28 @@ class AdaptiveController(Controller):
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
+    def _hopeless(self, seqs: Sequence[SequenceState]) -> set[Hashable]:
+        """Drafters that run a model and can pay for none of these sequences."""
+        names = {
+            name for seq in seqs for name in self._members(seq)
+        } - self._lookups.drafters.keys()
+        batch = len(seqs)
+        return {n for n in names if not any(self._may_pay(s.seq_id, n, batch) for s in seqs)}
+
     def _options(
-        self, seq: SequenceState, batch: int, none: DraftOption, offers: Offers
+        self,
+        seq: SequenceState,
+        batch: int,
+        none: DraftOption,
+        offers: Offers,
+        hopeless: Collection[Hashable],
     ) -> list[DraftOption]:
         """No draft, and every member's drafts of every length."""
         options = [none]
         for place, name in enumerate(self._members(seq)):
             drafts: Sequence[DraftOption] = ()
+            if name in hopeless:
+                continue
             if name not in self._lookups.drafters:
                 drafts = self.drafts(seq, name, batch)
             elif name in offers:
@@ -238,12 +260,14 @@ class AdaptiveController(Controller):
 
     def _select(self, batch: int, options: Sequence[_Options]) -> list[DraftOption]:
         """The options with the most goodput; where that is no draft, perhaps one to learn from."""
-        best = choose(self.cost, batch, [own for _, own in options], self._fair)
+        best = [own[0] for _, own in options]
+        if any(len(own) > 1 for _, own in options):
+            best = choose(self.cost, batch, [own for _, own in options], self._fair)
         self._explores = False
         if any(draft.length for draft in best):
             return best
-        for name in dict.fromkeys(draft.name for _, own in options for draft in own[1:]):
-            if name not in self._lookups.drafters:
+        for name in dict.fromkeys(name for seq, _ in options for name in self._members(seq)):
+            if name not in self._lookups.drafters and self.budget.seconds > 0:
                 drafts = self._exploration(name, batch, options)
                 if drafts is not None:
                     self._explores = True
@@ -266,7 +290,15 @@ class AdaptiveController(Controller):
         def stake(drafts: Sequence[DraftOption]) -> float:
             return self.cost.step(batch, drafts) - plain + sum(draft.first for draft in drafts)
 
-        own = [[o for o in mine if o.name == name and seq.remaining > 1] for seq, mine in options]
+        nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
+        if stake([DraftOption(name, 1, nodes, 1.0, table[1])]) > self.budget.seconds:
+            return None  # not even one level for one of them
+        own = [
+            self.drafts(seq, name, batch)
+            if name in self._members(seq) and seq.remaining > 1
+            else []
+            for seq, _ in options
+        ]
         none = [mine[0] for _, mine in options]
         drafts = [(drafts or [no])[0] for drafts, no in zip(own, none, strict=True)]
         if stake(drafts) > self.budget.seconds:

@@ -142,6 +142,8 @@ class CostModel:
         self._handling: dict[Hashable, float] = {}  # seconds a sequence, where no pass is taken
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         self._tables: dict[tuple[Hashable, int], list[float]] = {}
+        # Whether drafts might pay, and the drafts that were known then.
+        self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
         self._whole = False  # whether only the whole of steps is known
@@ -302,6 +304,20 @@ class CostModel:
         """Expected in a step with drafts of so many levels, the target's own token included."""
         return expected_tokens(self.acceptance.everyone(name).rates())[length]
 
+    def may_pay(self, name: Hashable, batch: int, kind: Hashable = None) -> bool:
+        """Whether drafts of a sequence that is like all others might gain anything.
+
+        Where no draft is worth its part of a step in which all draft alike, none gains anything in
+        any batch: the passes are shared there, and rows cost as much.
+        """
+        everyone = self.acceptance.everyone(name, kind)
+        seen, found = self._pays.get((name, batch, kind), (-1.0, False))
+        if seen != everyone.seen:
+            table, gains = self.table(name, batch), expected_tokens(everyone.rates())
+            found = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
+            self._pays[name, batch, kind] = everyone.seen, found
+        return found
+
     def rate(self, name: Hashable, length: int, batch: int = 1) -> float:
         """Tokens a second of ``batch`` sequences that all draft so many levels."""
         if not length:
@@ -363,6 +379,8 @@ class CostModel:
         self._learnt += 1
         if self._learnt % _FRESH == 0:
             self._tables.clear()
+            self._pays.clear()
+            self._pays.clear()
         for name, alone in passes.items() if len(passes) == 1 else ():
             if alone:
                 if (name, group) not in self._passes:
