@@ -9,6 +9,7 @@ from math import inf
 from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
+WORTH = 0.97  # of plain decoding's time, that several sequences' drafts may take as expected
 _DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
 
 
@@ -30,7 +31,7 @@ def choose(
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
     score = partial(_mean_time if fair else _time_per_token, cost, batch)
     best = [own[0] for own in options]
-    least = score(best)
+    least = WORTH * score(best)
     names = sorted({draft.name for own in options for draft in own[1:]}, key=str)
     for place in range(1, max(map(len, options))) if len(names) == 1 else ():
         alike = [own[min(place, len(own) - 1)] for own in options]
