@@ -17,7 +17,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import inf
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose
+from paceline.control.choice import choose, given_length
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -104,16 +104,17 @@ class AdaptiveController(Controller):
         rarely = self._in_vain > _IN_VAIN and self._step % max(_RARELY, batch // 2)
         if rarely or not self._lookups.drafters:
             return {}
-        worth: dict[int, dict[Hashable, Offer]] = {}
+        worth: dict[int, Offers] = {}
         for seq_id, own in self._lookups.look(seqs, self._may).items():
-            for name, offer in own.items():
-                if self._may_pay(seq_id, name, batch, kind_of(offer.confidence)):
-                    worth.setdefault(seq_id, {})[name] = offer
+            pay = {n: o for n, o in own.items() if self._may_pay(seq_id, n, batch, o.confidence)}
+            if pay:
+                worth[seq_id] = pay
         if worth and batch == 1:
             self._in_vain = 0
         return worth
 
-    def _may_pay(self, seq_id: int, name: Hashable, batch: int, kind: Hashable = None) -> bool:
+    def _may_pay(self, seq_id: int, name: Hashable, batch: int, match: int | None = None) -> bool:
+        kind = None if match is None else kind_of(match)
         return self.cost.may_pay(name, batch, kind) or self.cost.acceptance.better(seq_id, name)
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
@@ -144,7 +145,7 @@ class AdaptiveController(Controller):
                 open_.append(place)
                 options.append((seq, own))
             else:
-                self._choices[place] = _given(given, own)
+                self._choices[place] = given_length(given, own)
         measures = cost.wants_plain(batch)
         chosen = self._select(batch, options) if options and not measures else []
         self._made = {}
@@ -205,10 +206,8 @@ class AdaptiveController(Controller):
         options = [none]
         for place, name in enumerate(self._members(seq)):
             drafts: Sequence[DraftOption] = ()
-            if name in hopeless:
-                continue
             if name not in self._lookups.drafters:
-                drafts = self.drafts(seq, name, batch)
+                drafts = () if name in hopeless else self.drafts(seq, name, batch)
             elif name in offers:
                 drafts = self._found(seq, name, batch, offers)
             margin = _MARGIN**place
@@ -293,12 +292,9 @@ class AdaptiveController(Controller):
         nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
         if stake([DraftOption(name, 1, nodes, 1.0, table[1])]) > self.budget.seconds:
             return None  # not even one level for one of them
-        own = [
-            self.drafts(seq, name, batch)
-            if name in self._members(seq) and seq.remaining > 1
-            else []
-            for seq, _ in options
-        ]
+        members = [name in self._members(seq) and seq.remaining > 1 for seq, _ in options]
+        pairs = zip(options, members, strict=True)
+        own = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
         none = [mine[0] for _, mine in options]
         drafts = [(drafts or [no])[0] for drafts, no in zip(own, none, strict=True)]
         if stake(drafts) > self.budget.seconds:
@@ -400,10 +396,3 @@ class AdaptiveController(Controller):
 _Step = tuple[
     Mapping[int, DraftOption], bool, bool, Sequence[Commit], float, float | None
 ]  # what was made, whether to explore, whether lengths were given; commits, seconds, drafting
-
-
-def _given(length: int, options: Sequence[DraftOption]) -> Decision:
-    """A request's own length: the member whose longest draft up to it is worth most."""
-    longest = {draft.name: draft for draft in options if 0 < draft.length <= length}
-    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
-    return Decision(length, best.name if best is not None and len(longest) > 1 else None)

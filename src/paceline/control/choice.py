@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
+from paceline.control.controller import Decision
 from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
@@ -87,3 +88,10 @@ def _apart(
         needed = dearer * sum(1 / draft.gain for draft in chosen)
         chosen = [min(own, key=lambda o: seconds / o.gain + needed * o.seconds) for own in options]
     return chosen
+
+
+def given_length(length: int, options: Sequence[DraftOption]) -> Decision:
+    """A request's own length: the member whose longest draft up to it is worth most."""
+    longest = {draft.name: draft for draft in options if 0 < draft.length <= length}
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
+    return Decision(length, best.name if best is not None and len(longest) > 1 else None)

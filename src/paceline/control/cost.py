@@ -116,11 +116,6 @@ class DraftOption(NamedTuple):
     reading: float = 0.0
     first: float = 0.0
 
-    @property
-    def risk(self) -> float:
-        """Seconds of its part of the step, reading that must come first included."""
-        return self.seconds - self.reading + self.first
-
 
 class CostModel:
     """Predicts seconds and tokens of steps, and learns from each where that is wrong.
