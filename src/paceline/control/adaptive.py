@@ -31,7 +31,7 @@ from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import LookupDrafter, Offer
+from paceline.draft.base import LookupDrafter
 
 _Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
 
@@ -94,9 +94,7 @@ class AdaptiveController(Controller):
             self._decide(ids, seqs, offers)
         return self._choices
 
-    def _offers(
-        self, seqs: Sequence[SequenceState], same: bool
-    ) -> dict[int, dict[Hashable, Offer]]:
+    def _offers(self, seqs: Sequence[SequenceState], same: bool) -> dict[int, Offers]:
         """What look-ups found that might pay. Where nothing did for some steps, they are asked less
         often; many sequences, where nothing of it was drafted: asking takes time for each."""
         batch = len(seqs)
