@@ -36,7 +36,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"n": 2, "temperature": 0.7, "seed": 9, "logprobs": 2},
     {"stop": ("a",), "min_tokens": 4},
 )
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 def asked(number: int) -> tuple[str, SamplingParams]:
