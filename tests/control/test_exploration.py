@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.control.adaptive import AdaptiveController, ExplorationBudget
+from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
