@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.params import SamplingParams
+from paceline.lab.bench.contestants import Paceline, Transformers
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.outcome import Ask
 from paceline.model.loading import load_module
-from paceline.tools.bench.contestants import Paceline, Transformers
-from paceline.tools.bench.methods import Method
-from paceline.tools.bench.outcome import Ask
 
 DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs
 BATCH = 8

@@ -34,7 +34,7 @@ from rich.console import Console
 import contestants as c
 import inflate
 import real
-from paceline.tools.bench.outcome import Ask, Contestant
+from paceline.lab.bench.outcome import Ask, Contestant
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
 from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, progress, show

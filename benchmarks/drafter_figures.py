@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from paceline.tools.report.document import Report, Table, Text
+from paceline.lab.report.document import Report, Table, Text
 
 PLAIN = "plain"
 PASSES = {"first": "First requests", "later": "Later requests", "again": "The same requests again"}

@@ -50,9 +50,9 @@ from entrants import Entry, Weights, entries, weights_of, write_useless
 from neighbours import Neighbours, wait_until_quiet
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
+from paceline.lab.bench.prompts import evenly
+from paceline.lab.report.terminal import print_report
 from paceline.llm import LLM
-from paceline.tools.bench.prompts import evenly
-from paceline.tools.report.terminal import print_report
 from prompts import ALL_SUITES, at_hand, default_folder, encode, read_texts
 from report import machine
 from waves import Contestant, Run, together

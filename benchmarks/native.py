@@ -24,11 +24,11 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.native.witness import NativeWork, witnessed
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.paged.codes import CODED, cache_dtype, encode
 from paceline.model.target import CausalModel
-from paceline.tools.profiling.machine import read_bandwidth
 
 ROWS = (1, 2, 4, 8, 16, 32)
 

@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.lab.perplexity import perplexity, read_windows
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.paged.codes import cache_dtype
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
-from paceline.tools.perplexity import perplexity, read_windows
 
 CODED_CACHE = ", keys and values int8"
 

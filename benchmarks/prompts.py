@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.tools.bench.prompts import evenly, load_prompts
-from paceline.tools.bench.runner import in_turn
+from paceline.lab.bench.prompts import evenly, load_prompts
+from paceline.lab.bench.runner import in_turn
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import inflate
-from paceline.tools.bench.prompts import evenly
+from paceline.lab.bench.prompts import evenly
 from perturbed import perturbed
 from prompts import Prompt, encode, read_texts
 

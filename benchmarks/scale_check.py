@@ -25,8 +25,8 @@ from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, sequence
-from paceline.tools.report.document import Report, Table, Text
-from paceline.tools.report.terminal import print_report
+from paceline.lab.report.document import Report, Table, Text
+from paceline.lab.report.terminal import print_report
 from scale_costs import Measured
 from scale_replica import Arrival, Replica, Settings
 

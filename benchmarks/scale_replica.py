@@ -22,8 +22,8 @@ from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.lab.bench.figures import percentile
 from paceline.model.paged.cache import PagedCache
-from paceline.tools.bench.figures import percentile
 from scale_costs import MOST_DRAFTED, Costs, Rows, as_start_up_measures
 
 BLOCK = 16

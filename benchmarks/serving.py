@@ -46,10 +46,10 @@ from rich.progress import track
 import real
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
-from paceline.tools.bench.figures import percentile
-from paceline.tools.report.document import Report, Table, Text
-from paceline.tools.report.markdown import as_table
-from paceline.tools.report.terminal import print_report
+from paceline.lab.bench.figures import percentile
+from paceline.lab.report.document import Report, Table, Text
+from paceline.lab.report.markdown import as_table
+from paceline.lab.report.terminal import print_report
 from prompts import default_folder
 from serving_work import SERVED, Work, counted, work_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import real
 from paceline import LLM, SamplingParams
-from paceline.tools.bench.prompts import evenly, load_prompts
+from paceline.lab.bench.prompts import evenly, load_prompts
 
 SERVED = "bench"  # the model's name over HTTP
 

@@ -13,10 +13,10 @@ from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.cli.tune import TargetOptions
 from paceline.defaults import EMBEDDED, REAL, default_drafts, default_model
+from paceline.lab.tune import candidates
+from paceline.lab.tune.candidates import at_hand
 from paceline.model import names, store
 from paceline.server.config import ServeConfig
-from paceline.tools.tune import candidates
-from paceline.tools.tune.candidates import at_hand
 from support import real_model
 from support.pulled_model import plant
 from support.tiny_models import TinyPair

@@ -17,10 +17,10 @@ import pytest
 from paceline.draft.heads.checkpoint import read_checkpoint
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.lab.doctor.files import read_files
 from paceline.model import hub
 from paceline.model.hub import fetched
 from paceline.model.loading import load_module, load_tokenizer, read_config
-from paceline.tools.doctor.files import read_files
 
 
 @pytest.fixture(autouse=True)

@@ -35,16 +35,16 @@ LAYERS = (
     {"request"},
     {"async_llm", "llm", "build", "drafters", "difference", "tuned"},
     {"integrations"},
-    {"tools/report"},
-    {"tools"},
+    {"lab/report"},
+    {"lab"},
     {"cli", "server", "distributed"},
 )
 # Alone in their layer: these do not know their neighbours.
 STRANGERS = [{"draft", "verify"}, {"control", "verify"}, {"engine", "train"}]
 FOREIGN = {
     "typer": {"cli"},
-    "rich": {"cli", "stages", "tools/report"},
-    "matplotlib": {"tools/report"},
+    "rich": {"cli", "stages", "lab/report"},
+    "matplotlib": {"lab/report"},
     "fastapi": {"server"},
     "ray": {"distributed"},
 }
@@ -135,12 +135,12 @@ def when_run(node: ast.AST) -> Iterator[ast.ImportFrom]:
         yield from when_run(child)
 
 
-def test_no_modules_below_the_tools_import_each_other_in_a_circle() -> None:
+def test_no_modules_below_the_lab_import_each_other_in_a_circle() -> None:
     """An import inside a function hides a circle; it does not open it."""
     known = {
         ".".join(("paceline", *path.relative_to(SOURCE).with_suffix("").parts)): path
         for path in MODULES
-        if part_of(path) != "__init__" and layer(part_of(path)) < layer("tools/report")
+        if part_of(path) != "__init__" and layer(part_of(path)) < layer("lab/report")
     }
     graph = {
         module: {

@@ -244,7 +244,7 @@ def test_costs_of_a_batch() -> None:
 def test_an_export_takes_what_was_tuned(
     profile: TunedProfile, path: Path, random_pair: tuple[str, str]
 ) -> None:
-    from paceline.tools.export import export
+    from paceline.lab.export import export
 
     made = export("vllm", random_pair[0], profile=path)
     assert made.config["model"] == str(Path(random_pair[1]).resolve())

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
-from paceline.tools.bench.contestants import Starter
-from paceline.tools.bench.methods import Method
-from paceline.tools.bench.outcome import Ask, Contestant, TimedRun
+from paceline.lab.bench.contestants import Starter
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
 from support.command_lines import assert_one_line, refusals
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair

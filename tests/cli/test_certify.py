@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.tools.certify import Certifier, Problem
+from paceline.lab.certify import Certifier, Problem
 from support.command_lines import assert_one_line
 from support.planted_server import PlantedServer, served
 from support.tiny_models import TinyPair

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.tools.certify import Certifier
+from paceline.lab.certify import Certifier
 from support.tiny_models import TinyPair
 
 
@@ -40,7 +40,7 @@ def bench(prompts: str) -> list[str]:
 
 @pytest.fixture
 def tune(prompts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    monkeypatch.setattr("paceline.tools.tune.plan.LARGEST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.LARGEST_BATCH", 2)
     small = ["--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
     return ["tune", *small, "--prompts", prompts, "--out", str(tmp_path / "p.toml"), "--json"]
 

@@ -61,7 +61,7 @@ def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
 
 
 def test_logits_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.doctor.logits._LIMIT", 0.0)
+    monkeypatch.setattr("paceline.lab.doctor.logits._LIMIT", 0.0)
     result = run("--run", "--backend", "reference", "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)
@@ -76,7 +76,7 @@ def test_nothing_is_measured_where_there_is_an_error(broken: str) -> None:
 
 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.doctor.trial.SECONDS", 0.2)
+    monkeypatch.setattr("paceline.lab.doctor.trial.SECONDS", 0.2)
 
 
 def test_measuring(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_commands_of_the_page_parse() -> None:
 
 def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the second way of decoding is profiled: the first is shown."""
-    from paceline.tools.profiling import trace
+    from paceline.lab.profiling import trace
 
     profile, calls = trace.run, []
 

@@ -19,7 +19,7 @@ SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", 
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.tune.plan.LARGEST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.LARGEST_BATCH", 2)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.tools.tune.plan.confirm", interrupted)
+    monkeypatch.setattr("paceline.lab.tune.plan.confirm", interrupted)
     out = tmp_path / "p.toml"
     result = tune("--prompts", prompts, "--out", str(out))
     assert result.exit_code == 130

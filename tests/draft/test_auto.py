@@ -14,11 +14,11 @@ from paceline.core.params import SamplingParams
 from paceline.draft import auto
 from paceline.draft.auto import Circumstances, compose, made_for
 from paceline.drafters import Eagle3, Medusa
+from paceline.lab.doctor import examine
+from paceline.lab.export import export
 from paceline.llm import LLM
 from paceline.server.local import local_service
 from paceline.server.records import Facts
-from paceline.tools.doctor import examine
-from paceline.tools.export import export
 from support.asking import ask
 from support.random_heads import write_eagle
 from support.running_server import serve

@@ -25,8 +25,8 @@ from paceline.drafters import (
     Suffix,
     parse_draft,
 )
-from paceline.tools.doctor import Severity, examine
-from paceline.tools.tune.candidates import variants
+from paceline.lab.doctor import Severity, examine
+from paceline.lab.tune.candidates import variants
 from support.every_drafter import WEIGHTS
 
 TARGET = "paceline/tiny"

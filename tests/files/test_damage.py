@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from paceline import LLM, DataError, ModelLoadError, PacelineError
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.suffix import Suffix, SuffixDrafter
+from paceline.lab.doctor import examine
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
-from paceline.tools.doctor import examine
 from support.damages import damages, flipped
 from support.tiny_models import TinyPair
 

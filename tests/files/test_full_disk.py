@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.errors import WriteError
-from paceline.tools.profiling import trace
+from paceline.lab.profiling import trace
 from paceline.train.card import write_card
 from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer

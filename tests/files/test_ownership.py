@@ -14,11 +14,11 @@ from paceline.cli.continuing import SavedRun
 from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.files import folder_aside
+from paceline.lab.export import export
 from paceline.model.backends.native import compile as kernels
 from paceline.model.store import SMOLLM2, model_folder
 from paceline.ownership import MANIFEST, force, is_signed, signed
 from paceline.pull.run import pull
-from paceline.tools.export import export
 from paceline.train.lm import LMTrainer
 from support.full_disk import content_of
 from support.training_runs import smallest_run, write_words
@@ -162,7 +162,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(*_: Any, **__: Any) -> None:
         raise AssertionError("refused only after the work")
 
-    monkeypatch.setattr("paceline.tools.quantize.load_module", loads)
+    monkeypatch.setattr("paceline.lab.quantize.load_module", loads)
     monkeypatch.setattr("paceline.cli.options.load_llm", loads)
     monkeypatch.setattr(LMTrainer, "prepare", loads)
 

@@ -363,11 +363,11 @@ FREE = {
     ("pull/convert.py", "save_file"),
     ("pull/run.py", "write_text"),
     ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
-    ("tools/quantize.py", "write_text"),
-    ("tools/quantize.py", "save_pretrained"),
-    ("tools/quantize.py", "save_file"),
-    ("tools/profiling/trace.py", "open"),  # whether the place can be written to at all
-    ("tools/profiling/trace.py", "export_chrome_trace"),
+    ("lab/quantize.py", "write_text"),
+    ("lab/quantize.py", "save_pretrained"),
+    ("lab/quantize.py", "save_file"),
+    ("lab/profiling/trace.py", "open"),  # whether the place can be written to at all
+    ("lab/profiling/trace.py", "export_chrome_trace"),
 }
 WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
 

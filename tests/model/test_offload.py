@@ -14,13 +14,13 @@ from paceline.core.tree import TokenTree
 from paceline.draft import auto
 from paceline.draft.selfspec import SelfDrafter
 from paceline.errors import ConfigError
+from paceline.lab.doctor import examine
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import library
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.twin import quantised_twin
-from paceline.tools.doctor import examine
 
 pytest.importorskip("accelerate")
 try:

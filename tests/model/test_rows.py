@@ -14,11 +14,11 @@ import transformers
 
 from paceline.core.params import SamplingParams
 from paceline.errors import UnsupportedModelError
+from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.scoring import Scorer
 from paceline.llm import LLM
 from paceline.model.rows import RowPositions
 from paceline.model.target import CausalModel
-from paceline.tools.certify.decoding import Start
-from paceline.tools.certify.scoring import Scorer
 from support.tiny_models import SENTENCES
 
 SWITCH = 48

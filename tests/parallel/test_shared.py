@@ -18,9 +18,9 @@ import torch.distributed as dist
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
+from paceline.lab.doctor import examine
 from paceline.parallel import group, team
 from paceline.parallel.group import CacheOrder, batch_order
-from paceline.tools.doctor import examine
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
 from support.model_folders import write_gpt2

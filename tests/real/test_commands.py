@@ -104,7 +104,7 @@ def test_bench(model: str, prompts: str) -> None:
 
 
 def test_certify(model: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.certify.sampled._MOST", 8)  # of 64 beginnings
+    monkeypatch.setattr("paceline.lab.certify.sampled._MOST", 8)  # of 64 beginnings
     found = record(
         *("certify", "--model", model, "--draft", "ngram:min=1", "--draft-length", "2"),
         *("--prompts", prompts, "--texts", "2", "--max-tokens", "8"),
@@ -115,7 +115,7 @@ def test_certify(model: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.tune.plan.LARGEST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.LARGEST_BATCH", 2)
     out = str(tmp_path / "p.toml")
     found = record(
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),
@@ -126,8 +126,8 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_doctor_measures(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tools.doctor.trial.SECONDS", 2.0)
-    monkeypatch.setattr("paceline.tools.doctor.trial._PROMPT_TOKENS", 24)
+    monkeypatch.setattr("paceline.lab.doctor.trial.SECONDS", 2.0)
+    monkeypatch.setattr("paceline.lab.doctor.trial._PROMPT_TOKENS", 24)
     found = record("doctor", "--model", model, "--draft", "ngram:min=1", "--run")
     codes = {item["code"] for item in found["findings"] if item["about"] == "target"}
     assert {"architecture-supported", "weights-complete"} <= codes

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
+from paceline.lab.perplexity import perplexity
 from paceline.model.loading import load_module
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.tools.perplexity import perplexity
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import re, sys
 from pathlib import Path
 
 from paceline import LLM, SamplingParams
-from paceline.tools.doctor import examine
+from paceline.lab.doctor import examine
 
 model, draft, quantize, cache = sys.argv[1:]
 how = {"dtype": "bfloat16", "device": "cpu", "quantize": quantize or None}

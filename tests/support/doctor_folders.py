@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.lab.doctor import Finding, machine
 from paceline.model.names import resolve
-from paceline.tools.doctor import Finding, machine
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.params import SamplingParams
-from paceline.tools.bench.outcome import Ask, TimedAnswer, TimedRun
-from paceline.tools.bench.runner import BenchJob, Heat
+from paceline.lab.bench.outcome import Ask, TimedAnswer, TimedRun
+from paceline.lab.bench.runner import BenchJob, Heat
 
 
 def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:

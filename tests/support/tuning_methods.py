@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.tools.tune.search import MeasuredMethod
+from paceline.lab.tune.search import MeasuredMethod
 
 NOTHING = CostCurve((1,), (0.0,))
 

@@ -20,9 +20,9 @@ from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_format import save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.suffix import SuffixDrafter
+from paceline.lab.profiling import trace
+from paceline.lab.report.document import Figure, Report, Text
 from paceline.model.identity import ModelIdentity
-from paceline.tools.profiling import trace
-from paceline.tools.report.document import Figure, Report, Text
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
 from paceline.train.data import Source, Stream, TokenStreams

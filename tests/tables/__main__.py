@@ -27,7 +27,7 @@ TORCH = "torch"
 TESTS = Path(__file__).resolve().parents[1]
 # Whose outcome depends on texts, prices or bits: those that decode, train or measure a model.
 DEPENDENT = (
-    *("parity", "train", "engine", "control", "draft/heads", "tools/bench", "tools/certify"),
+    *("parity", "train", "engine", "control", "draft/heads", "lab/bench", "lab/certify"),
     *("model/backends", "model/test_rows.py", "test_embedded_pair.py", "test_llm.py"),
 )
 # What holds torch's own libraries to no more than a table's instructions.

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.budget import Budget
     from paceline.cli.measuring import Interruption
-    from paceline.tools.bench.figures import Row
-    from paceline.tools.bench.methods import Method
-    from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.bench.result import BenchResult, BenchSpending
-    from paceline.tools.bench.runner import HeatRecord, Sweep
+    from paceline.lab.bench.figures import Row
+    from paceline.lab.bench.methods import Method
+    from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.bench.result import BenchResult, BenchSpending
+    from paceline.lab.bench.runner import HeatRecord, Sweep
 
 _measuring = under("Measuring")
 _PER_CATEGORY = 3
@@ -165,7 +165,7 @@ def bench(
             file=sys.stderr,
         )
         raise typer.Exit(NOT_ENOUGH)
-    from paceline.tools.bench.pages import report_of
+    from paceline.lab.bench.pages import report_of
 
     report = report_of(result)
     if result.bought is not None:
@@ -184,10 +184,10 @@ def _measured(
     text: PerplexityOptions,
 ) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.tools.bench.figures import rows
-    from paceline.tools.bench.predict import predictions
-    from paceline.tools.bench.result import BenchResult
-    from paceline.tools.bench.runner import HeatRecord
+    from paceline.lab.bench.figures import rows
+    from paceline.lab.bench.predict import predictions
+    from paceline.lab.bench.result import BenchResult
+    from paceline.lab.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -240,7 +240,7 @@ def _fitting(
     prompts: Sequence[BenchPrompt], llm: LLM, tokens: int
 ) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
     """As of ``fit``. Raises PromptError if none does."""
-    from paceline.tools.bench.prompts import fit
+    from paceline.lab.bench.prompts import fit
 
     fitting, left_out = fit(prompts, llm, tokens)
     if not fitting:
@@ -254,7 +254,7 @@ def _fitting(
 def _bought(
     record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
 ) -> BenchSpending:
-    from paceline.tools.bench.result import BenchSpending, sureness_of
+    from paceline.lab.bench.result import BenchSpending, sureness_of
 
     measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
     cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
@@ -276,7 +276,7 @@ def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method],
     options.check()
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
-    from paceline.tools.bench.methods import parse_lengths, parse_methods
+    from paceline.lab.bench.methods import parse_lengths, parse_methods
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
@@ -286,7 +286,7 @@ def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method],
 
 def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
-    from paceline.tools.bench.runner import Settings, Sweep
+    from paceline.lab.bench.runner import Settings, Sweep
 
     methods, rule = _methods(engine, options)
     sweep = Sweep(

@@ -31,9 +31,9 @@ from paceline.stages import stage
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
     from paceline.budget import Budget
-    from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.certify import Certificate, Certifier, Effort
-    from paceline.tools.perplexity import TextPerplexity
+    from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.certify import Certificate, Certifier, Effort
+    from paceline.lab.perplexity import TextPerplexity
 
 _server = under("A server by its answers")
 _TEXTS = 8
@@ -79,8 +79,8 @@ def by_url(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _certify_server(values: dict[str, Any]) -> None:
-    from paceline.tools.bench.prompts import evenly
-    from paceline.tools.certify.servers import AnsweringServer, ServerCertifier, ServerEffort
+    from paceline.lab.bench.prompts import evenly
+    from paceline.lab.certify.servers import AnsweringServer, ServerCertifier, ServerEffort
 
     server, output = _group(ServerOptions, values), _group(ReportOptions, values)
     prompts = _group(PromptOptions, values)
@@ -158,14 +158,14 @@ class EffortOptions:
 
     def effort(self) -> Effort:
         """Raises ConfigError on a value out of range."""
-        from paceline.tools.certify import Effort
+        from paceline.lab.certify import Effort
 
         return Effort(**vars(self))
 
 
 def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
     """``count`` of them, evenly spread; behind them those that runs which go on may take."""
-    from paceline.tools.bench.prompts import evenly
+    from paceline.lab.bench.prompts import evenly
 
     chosen = evenly(options.load(1 if options.prompts is None else count), count)
     more = options.load(options.per_category)
@@ -254,7 +254,7 @@ def _certifier(
     saved: SavedRun,
 ) -> Certifier:
     """With the model loaded, and what an earlier run has seen."""
-    from paceline.tools.certify import Certifier, Evidence
+    from paceline.lab.certify import Certifier, Evidence
 
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
@@ -281,8 +281,8 @@ def _emit(
     output: ReportOptions,
     read: TextPerplexity | None,
 ) -> None:
-    from paceline.tools.certify.tables import report_of
-    from paceline.tools.report.document import Text
+    from paceline.lab.certify.tables import report_of
+    from paceline.lab.report.document import Text
 
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))

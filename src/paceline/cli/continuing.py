@@ -18,8 +18,8 @@ from paceline.ownership import check_file
 from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
+    from paceline.lab.bench.prompts import BenchPrompt
     from paceline.model.target import CausalModel
-    from paceline.tools.bench.prompts import BenchPrompt
 
 _LAYOUT = 2
 MeasuredData = TypeVar("MeasuredData")

@@ -24,8 +24,8 @@ from paceline.cli.race import race, who
 from paceline.cli.scenes import Scene, scenes_for
 from paceline.defaults import EMBEDDED, REAL, VARIABLE
 from paceline.errors import PacelineError
+from paceline.lab.report.columns import NONE_TRIED, UNTRIED, Column, record_of
 from paceline.stages import stage
-from paceline.tools.report.columns import NONE_TRIED, UNTRIED, Column, record_of
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams

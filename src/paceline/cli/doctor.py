@@ -12,13 +12,13 @@ from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
 
 if TYPE_CHECKING:
-    from paceline.tools.doctor.findings import Finding
-    from paceline.tools.doctor.trial import SpeedupTrial
+    from paceline.lab.doctor.findings import Finding
+    from paceline.lab.doctor.trial import SpeedupTrial
 
 
 def _trial(engine: ModelOptions) -> SpeedupTrial:
     """Load the pair and measure it."""
-    from paceline.tools.doctor.trial import SECONDS, run_trial
+    from paceline.lab.doctor.trial import SECONDS, run_trial
 
     with progress_bar("loading", total=int(SECONDS)) as advance:
         plain = engine.open(None)
@@ -68,16 +68,16 @@ def doctor(
         raise typer.BadParameter("--run measures a draft; leave out --draft none")
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
-        from paceline.tools.doctor import Severity, check_logits, examine, summary
-        from paceline.tools.doctor.examination import SETTINGS
-        from paceline.tools.doctor.findings import by_severity
-        from paceline.tools.doctor.trial import judge
+        from paceline.lab.doctor import Severity, check_logits, examine, summary
+        from paceline.lab.doctor.examination import SETTINGS
+        from paceline.lab.doctor.findings import by_severity
+        from paceline.lab.doctor.trial import judge
 
         asked = {name: value for name, value in vars(engine).items() if name in SETTINGS}
         asked["max_batch_size"] = engine.max_batch_size or 8
         findings: list[Finding] = examine(engine.model, draft, **asked)
         if for_engine is not None:
-            from paceline.tools.doctor.ahead import look_ahead
+            from paceline.lab.doctor.ahead import look_ahead
 
             ahead = look_ahead(
                 for_engine, engine.model, draft, engine.foreign, **engine.speculation()

@@ -12,7 +12,7 @@ from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 
 if TYPE_CHECKING:
-    from paceline.tools.export.speculation import Exported
+    from paceline.lab.export.speculation import Exported
 
 
 @expand
@@ -37,7 +37,7 @@ def export(
     replace_anything(force)
     quiet_libraries()
     with showing():
-        from paceline.tools.export import export as run
+        from paceline.lab.export import export as run
 
         made = run(
             to,

@@ -17,11 +17,11 @@ from paceline.errors import DataError
 from paceline.settings import under
 
 if TYPE_CHECKING:
+    from paceline.lab.bench.peers.kinds import PeerTools
+    from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.perplexity import TextPerplexity
+    from paceline.lab.report.document import Report
     from paceline.llm import LLM
-    from paceline.tools.bench.peers.kinds import PeerTools
-    from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.perplexity import TextPerplexity
-    from paceline.tools.report.document import Report
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
 _prompts, _output, _engines = under("Prompts"), under("Output"), under("Other engines")
@@ -41,7 +41,7 @@ class PromptOptions:
 
     def load(self, per_category: int | None = None) -> list[BenchPrompt]:
         """``per_category`` is the command's own default. Raises DataError."""
-        from paceline.tools.bench.prompts import load_prompts
+        from paceline.lab.bench.prompts import load_prompts
 
         return load_prompts(self.prompts, self.category, self.per_category or per_category)
 
@@ -61,13 +61,13 @@ class ReportOptions:
         """Refuse a bad report name before the work begins. Raises ConfigError."""
         replace_anything(self.force)
         if self.report is not None:
-            from paceline.tools.report.document import check_path
+            from paceline.lab.report.document import check_path
 
             check_path(self.report)
 
     def emit(self, record: dict[str, Any], report: Report) -> None:
         """Tables or JSON to stdout, and the report's file if one was asked for."""
-        from paceline.tools.report.terminal import print_report
+        from paceline.lab.report.terminal import print_report
 
         if self.as_json:
             print_json(record)
@@ -94,7 +94,7 @@ class PeerOptions:
     )
 
     def tools(self) -> PeerTools:
-        from paceline.tools.bench.peers.kinds import PeerTools
+        from paceline.lab.bench.peers.kinds import PeerTools
 
         return PeerTools(self.llama_server, self.openvino_python)
 
@@ -121,7 +121,7 @@ class PerplexityOptions:
 
     def compared(self, llm: LLM, model: str, quantize: str | None, tokens: int) -> TextPerplexity:
         """Of a loaded target; on the shipped prompts if no file is named."""
-        from paceline.tools.perplexity import beside_original
+        from paceline.lab.perplexity import beside_original
 
         file = None if self.perplexity is None else Path(self.perplexity)
         plain = quantize is None and llm.target.cache_dtype == llm.target.dtype

@@ -15,7 +15,7 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.tools.profiling.runs import ProfileResult
+    from paceline.lab.profiling.runs import ProfileResult
 
 _BATCH = 8  # sequences together where nobody says how many
 
@@ -42,9 +42,9 @@ def profile(
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with showing(), stage("starting"):
-        from paceline.tools.profiling import runs, steady
-    from paceline.tools.profiling.presentation import report_of
-    from paceline.tools.profiling.trace import check_path
+        from paceline.lab.profiling import runs, steady
+    from paceline.lab.profiling.presentation import report_of
+    from paceline.lab.profiling.trace import check_path
 
     if trace is not None:
         check_path(trace)

@@ -10,9 +10,9 @@ from rich.console import Console
 from paceline.cli.options import quiet_libraries
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
+from paceline.lab.report.columns import Column, record_of, table_of
+from paceline.lab.report.terminal import rich_table
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
-from paceline.tools.report.columns import Column, record_of, table_of
-from paceline.tools.report.terminal import rich_table
 
 
 def pull(

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
-from paceline.tools.report.document import Table
-from paceline.tools.report.terminal import rich_table
+from paceline.lab.report.document import Table
+from paceline.lab.report.terminal import rich_table
 
 if TYPE_CHECKING:
-    from paceline.tools.quantize import QuantizeReport
+    from paceline.lab.quantize import QuantizeReport
 
 
 def quantize(
@@ -63,9 +63,9 @@ def quantize(
 
     The layout is that of compressed-tensors, which transformers loads, too, and vLLM but for int4.
     """
+    from paceline.lab.quantize import QuantizeOptions
+    from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
-    from paceline.tools.quantize import QuantizeOptions
-    from paceline.tools.quantize import quantize as run
 
     replace_anything(force)
     options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from paceline.cli.bench import BenchOptions
     from paceline.cli.measuring import Interruption
+    from paceline.lab.bench.contestants import Starter
+    from paceline.lab.bench.methods import Method
+    from paceline.lab.bench.result import BenchResult
+    from paceline.lab.bench.runner import Sweep
     from paceline.llm import LLM
-    from paceline.tools.bench.contestants import Starter
-    from paceline.tools.bench.methods import Method
-    from paceline.tools.bench.result import BenchResult
-    from paceline.tools.bench.runner import Sweep
 
 _prompts = under("Prompts")
 _MAX_TOKENS = 1024  # Spec-Bench's own
@@ -87,10 +87,10 @@ def run_suite(
 ) -> None:
     """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
     from paceline.budget import Budget
-    from paceline.tools.bench import conversations as talks
-    from paceline.tools.bench.result import BenchResult
-    from paceline.tools.bench.runner import HeatRecord
-    from paceline.tools.bench.suite_tables import SuiteResult, suite_report, task_figures
+    from paceline.lab.bench import conversations as talks
+    from paceline.lab.bench.result import BenchResult
+    from paceline.lab.bench.runner import HeatRecord
+    from paceline.lab.bench.suite_tables import SuiteResult, suite_report, task_figures
 
     assert chosen.suite is not None, "the caller looked"
     suite, source = talks.suite_of(chosen.suite), chosen.source(wanted.prompts)
@@ -147,7 +147,7 @@ def finish(result: BenchResult, allow_idle: bool, interrupted: Interruption) -> 
 
 def _manner(context: typer.Context, options: BenchOptions, rule: str) -> Sweep:
     """As published where the command line leaves it open: 1024 tokens, one round."""
-    from paceline.tools.bench.runner import Settings, Sweep
+    from paceline.lab.bench.runner import Settings, Sweep
 
     tokens = options.max_tokens if _given(context, "max_tokens") else _MAX_TOKENS
     rounds = options.rounds if _given(context, "rounds") else 1
@@ -168,7 +168,7 @@ def _seconds(context: typer.Context) -> float | None:
 
 def starter_of(llm: LLM, engine: ModelOptions, rule: str, engines: PeerOptions) -> Starter:
     """What opens the methods over a loaded model."""
-    from paceline.tools.bench.contestants import Starter
+    from paceline.lab.bench.contestants import Starter
 
     memory = engine.kv_cache_memory
     return Starter(

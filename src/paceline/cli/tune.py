@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.budget import Budget
     from paceline.cli.measuring import Interruption
-    from paceline.tools.bench.prompts import BenchPrompt
-    from paceline.tools.tune.plan import TuneOptions, TuningOutcome
+    from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.tune.plan import TuneOptions, TuningOutcome
 
 _model = under("Model")
 _PER_CATEGORY = 8
@@ -88,8 +88,8 @@ def tune(
     output.check()
     file.check(output.force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.tools.tune.plan import TuneOptions
-    from paceline.tools.tune.present import profile_of, record_of, report_of
+    from paceline.lab.tune.plan import TuneOptions
+    from paceline.lab.tune.present import profile_of, record_of, report_of
 
     source = prompts.prompts or "shipped prompts"
     options = TuneOptions(**vars(expected), source=source)
@@ -117,9 +117,9 @@ def _tuned(
     saved: SavedRun,
 ) -> tuple[Interruption, TuningOutcome, LLM]:
     """Whether Ctrl-C came, and what was measured until then."""
-    from paceline.tools.tune.candidates import at_hand
-    from paceline.tools.tune.plan import TuningOutcome, turns
-    from paceline.tools.tune.plan import tune as run
+    from paceline.lab.tune.candidates import at_hand
+    from paceline.lab.tune.plan import TuningOutcome, turns
+    from paceline.lab.tune.plan import tune as run
 
     candidates = at_hand(target.model, target.draft, target.only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)

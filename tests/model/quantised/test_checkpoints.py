@@ -18,6 +18,7 @@ from paceline.errors import (
     PacelineError,
     UnsupportedModelError,
 )
+from paceline.lab.quantize import QuantizeOptions, quantize
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import quantise_loaded
 from paceline.model.quantised.checkpoint import pack, unpack
@@ -25,7 +26,6 @@ from paceline.model.quantised.convert import Scheme, scheme_named
 from paceline.model.quantised.rounding import nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.tools.quantize import QuantizeOptions, quantize
 
 LAYER = "model.layers.0.self_attn.q_proj"
 TEXT = [

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import UnsupportedModelError
+from paceline.lab.quantize import QuantizeOptions, quantize
 from paceline.model.loading import load_module
 from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.formats import is_kept
 from paceline.model.quantised.weights import QuantisedLinear
-from paceline.tools.quantize import QuantizeOptions, quantize
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paceline.errors import ModelLoadError
+from paceline.lab.perplexity import perplexity
 from paceline.model.loading import load_module
 from paceline.model.quantised.blocks import weight_of_blocks
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.tools.perplexity import perplexity
 from support.made_gguf import write_gguf
 
 gguf = pytest.importorskip("gguf")

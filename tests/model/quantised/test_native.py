@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+from paceline.lab.perplexity import perplexity
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.packing import Form, Packed
@@ -20,7 +21,6 @@ from paceline.model.quantised.weights import (
     quantised_product,
 )
 from paceline.model.target import CausalModel
-from paceline.tools.perplexity import perplexity
 
 try:
     BEST = instructions()

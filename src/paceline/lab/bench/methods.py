@@ -1,0 +1,156 @@
+"""Method specs: ``plain``, drafters with a length (``ngram@5``), those of transformers, and other
+engines (``llamacpp:FILE.gguf``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from paceline.draft.model import DraftModel
+from paceline.drafters import DRAFTERS, parse_draft
+from paceline.errors import ConfigError
+from paceline.lab.bench.peers.kinds import NEEDS
+from paceline.model.names import PREFIX
+
+PLAIN = "plain"
+DRAFT = "draft"
+THEIRS = "transformers"
+_VARIANTS = ("assisted", "lookup")
+_LONGEST = 64
+
+Length = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """``draft`` is a draft spec; None decodes plainly. ``length`` None: the library's own.
+
+    ``variant`` is what transformers does: "plain", "assisted" or "lookup"; None if it is ours. Of
+    another engine it is its kind, and ``peer`` its folder, file or URL.
+    """
+
+    name: str
+    draft: str | None = None
+    length: Length | None = "auto"
+    variant: str | None = None
+    peer: str | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it answers one request at a time, as transformers does."""
+        return self.variant is not None and self.peer is None
+
+    @property
+    def speculates(self) -> bool:
+        return self.draft is not None or self.variant in _VARIANTS
+
+    @property
+    def remembers(self) -> bool:
+        """Whether earlier requests help it with later ones."""
+        if self.draft is None or self.variant is not None:
+            return False
+        return any(member.remembers for member in parse_draft(self.draft).members())
+
+
+def offered() -> str:
+    """All methods, for the one line that says that there is no such method."""
+    kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
+    theirs = ", ".join([THEIRS, *(f"{THEIRS}:{name}" for name in _VARIANTS)])
+    others = ", ".join(f"{kind}:{needs}" for kind, needs in NEEDS.items())
+    return (
+        f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, {others}, {kinds}, or a draft model's "
+        "folder"
+    )
+
+
+def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
+    """One spec, perhaps with ``@LENGTH``. ``draft``: what ``draft`` stands for. Raises ConfigError.
+
+    Without ``@`` ours take ``length``, those of transformers the library's own default.
+    """
+    body, own = _split(text.strip())
+    head, _, variant = body.partition(":")
+    if head in NEEDS:
+        where = text.strip().partition(":")[2]
+        if not where:
+            raise ConfigError(f"method {text.strip()!r} needs what it runs: {head}:{NEEDS[head]}")
+        return Method(text.strip(), None, None, head, where)
+    if head == THEIRS:
+        return _theirs(text, variant, draft, own)
+    if body in (PLAIN, "none"):
+        if own is not None:
+            raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
+        return Method(PLAIN, length=0)
+    if body == DRAFT:
+        if draft is None:
+            raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
+        body = draft
+    elif not _known(body):
+        raise ConfigError(f"there is no method {text!r}; there are {offered()}")
+    return Method(text.strip(), body, length if own is None else own)
+
+
+def parse_methods(
+    texts: Sequence[str],
+    draft: str | None,
+    length: Length = "auto",
+    lengths: Sequence[int] = (),
+) -> list[Method]:
+    """All methods, plain decoding first: nothing can be judged without it.
+
+    ``lengths`` runs every drafter that names no length at each of them. Raises ConfigError.
+    """
+    found: dict[str, Method] = {PLAIN: Method(PLAIN, length=0)}
+    for text in texts:
+        method = parse_method(text, draft, length)
+        variants = [method]
+        if lengths and method.draft is not None and _split(text)[1] is None:
+            variants = [replace(method, name=f"{method.name}@{n}", length=n) for n in lengths]
+        found.update((item.name, item) for item in variants)
+    return list(found.values())
+
+
+def parse_lengths(text: str | None) -> list[int]:
+    """``1,2,4,8``. Raises ConfigError."""
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= _LONGEST for part in parts):
+        raise ConfigError(f"--lengths {text!r}: write numbers from 1 to {_LONGEST}, as in 1,2,4,8")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _theirs(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
+    if variant == "" and length is None:
+        return Method(THEIRS, None, None, "plain")
+    if variant not in _VARIANTS:
+        raise ConfigError(f"there is no method {text!r}; there are {offered()}")
+    if length == "auto":
+        raise ConfigError(f"method {text!r}: transformers has no automatic length; give a number")
+    if variant == "lookup":
+        return Method(text.strip(), None, length, variant)
+    spec = parse_draft(draft)
+    if not isinstance(spec, DraftModel):
+        raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
+    return Method(text.strip(), spec.path, length, variant)
+
+
+def _split(text: str) -> tuple[str, Length | None]:
+    """A path may contain @, but does not end in @NUMBER."""
+    body, at, tail = text.rpartition("@")
+    if not at or not (tail == "auto" or tail.lstrip("-").isdecimal()):
+        return text, None
+    if tail == "auto":
+        return body, "auto"
+    if not 1 <= int(tail) <= _LONGEST:
+        raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_LONGEST}, or auto")
+    return body, int(tail)
+
+
+def _known(body: str) -> bool:
+    """A drafter's kind, or something that can be a model's folder or name."""
+    if body.partition(":")[0] in DRAFTERS:
+        return True
+    return body.startswith(PREFIX) or "/" in body or Path(body).expanduser().is_dir()

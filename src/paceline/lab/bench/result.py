@@ -1,0 +1,252 @@
+"""All that a benchmark found, and the JSON object of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.lab.bench.figures import OVERALL, Row, idle
+from paceline.lab.bench.methods import PLAIN, Method
+from paceline.lab.bench.predict import Predicted
+from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.texts import Comparison, compare, judge_of
+from paceline.lab.perplexity import TextPerplexity
+from paceline.lab.report.document import Table, Text
+from paceline.model.target import CausalModel
+from paceline.tuned import MachineIdentity
+
+_FEWEST = 4  # prompts from which their differences tell something
+_RESAMPLES = 2000
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Sureness:
+    """Between which speedups the truth lies with 95 %, judged by how prompts differ.
+
+    ``low`` and ``high`` are None where there are too few prompts or several requests at once.
+    """
+
+    method: str
+    concurrency: int
+    temperature: float
+    speedup: float
+    low: float | None
+    high: float | None
+    prompts: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class BenchSpending:
+    """``seconds``: the budget of this run, None without; ``spent`` in all runs that went into the
+    figures. Heats are those measured of those wanted: one prompt, or one crowd, by everybody."""
+
+    seconds: float | None
+    spent: float
+    heats: int
+    heats_wanted: int
+    not_measured: tuple[str, ...]
+    sureness: tuple[Sureness, ...]
+
+    def blocks(self) -> list[Table | Text]:
+        """For the report."""
+        rows = [
+            (
+                item.method,
+                item.concurrency,
+                f"{item.temperature:g}",
+                f"{item.speedup:.2f}x",
+                None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x",
+                item.prompts,
+                item.rounds,
+            )
+            for item in self.sureness
+        ]
+        columns = ("method", "at once", "temperature", "speedup", "95 %", "prompts", "rounds")
+        note = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
+        line = f"{self.spent:.0f} s bought {self.heats} of {self.heats_wanted} turns of everybody."
+        if self.not_measured:
+            line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
+        return [Table(columns, rows, note=note), Text(line)]
+
+
+def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
+    """Of every method's overall speedup; ``rows`` are the figures of the record."""
+    found = []
+    categories = {(row.concurrency, row.temperature, row.category) for row in rows}
+    for row in rows:
+        cell = row.concurrency, row.temperature
+        alone = sum(key[:2] == cell for key in categories) == 1
+        if row.method == row.best_plain or not (alone or row.category == OVERALL):
+            continue
+        heats = [h for h in record.heats if (h.job.concurrency, h.job.temperature) == cell]
+        prompts = {heat.job.index for heat in heats}
+        low, high = _interval(heats, row) if row.concurrency == 1 else (None, None)
+        count = len(prompts) if row.concurrency == 1 else row.requests // row.rounds
+        found.append(Sureness(row.method, *cell, row.speedup.median, low, high, count, row.rounds))
+    return tuple(found)
+
+
+def _interval(heats: Sequence[Heat], row: Row) -> tuple[float | None, float | None]:
+    """Of the ratio of all tokens by all seconds, prompts drawn anew with replacement."""
+    sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for heat in heats:
+        own, plain = heat.outcomes[row.method], heat.outcomes[row.best_plain]
+        figures = np.array([own.tokens, own.seconds, plain.tokens, plain.seconds])
+        sums[heat.job.index] = sums.get(heat.job.index, np.zeros(4)) + figures
+    if len(sums) < _FEWEST:
+        return None, None
+    table = np.stack(list(sums.values()))
+    drawn = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
+    tokens, seconds, plain_tokens, plain_seconds = table[drawn].sum(1).T
+    ratios = tokens / seconds * plain_seconds / plain_tokens
+    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """``idle`` says of speculative methods that did nothing what they lacked."""
+
+    model: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    methods: Sequence[Method]
+    rows: Sequence[Row]
+    texts: Comparison
+    idle: dict[str, str]
+    predictions: Sequence[Predicted] = ()
+    left_out: Sequence[str] = ()  # names of prompts too long for the model
+    price: float | None = None
+    interrupted: bool = False
+    bought: BenchSpending | None = None
+    unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of other engines
+    perplexities: Sequence[TextPerplexity] = ()
+
+    @classmethod
+    def of(
+        cls,
+        methods: Sequence[Method],
+        settings: dict[str, Any],
+        target: CausalModel,
+        record: HeatRecord,
+        compared: HeatRecord,
+        **more: Any,
+    ) -> BenchResult:
+        """From what was measured. ``compared`` has the requests whose texts are held against plain
+        decoding's; ``more`` are other fields."""
+        ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
+        return cls(
+            model=settings["model"],
+            machine=machine_of(target),
+            settings=settings,
+            methods=methods,
+            texts=compare(compared, judge_of(target), ours),
+            idle=idle(record, {method.name for method in methods if method.speculates}),
+            **more,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Everything, for machines: medians and spreads, unrounded, in seconds."""
+        return {
+            "model": self.model,
+            "interrupted": self.interrupted,
+            "machine": self.machine,
+            "settings": self.settings,
+            "methods": [asdict(method) for method in self.methods],
+            "figures": [row.record(self.price) for row in self.rows],
+            "predicted": [
+                {
+                    "method": found.method,
+                    "concurrency": found.concurrency,
+                    **found.prediction.record(),
+                }
+                for found in self.predictions
+            ],
+            "texts": {
+                "counts": self.texts.counts,
+                "partings": [parting.record() for parting in self.texts.partings],
+            },
+            "idle": self.idle,
+            "unequal": {name: dict(words) for name, words in self.unequal.items()},
+            "perplexity": [found.record() for found in self.perplexities],
+            "bugs": self.bugs(),
+            "prompts_left_out": list(self.left_out),
+            "budget": self.bought and asdict(self.bought),
+        }
+
+    def specs(self) -> dict[str, str]:
+        """What drafts, of methods whose names do not tell."""
+        own = {method.name.partition("@")[0]: method.draft for method in self.methods}
+        return {name: spec for name, spec in own.items() if spec is not None and spec != name}
+
+    def amount(self) -> str:
+        """How many prompts the figures are of, and of how many that were asked for."""
+        wanted = measured = int(self.settings["prompts"])
+        if self.bought is not None:
+            measured = max((item.prompts for item in self.bought.sureness), default=0)
+        return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
+
+    def bugs(self) -> list[str]:
+        """Methods of ours whose text is not plain decoding's, beyond what rounding explains."""
+        return [
+            method.name
+            for method in self.methods
+            if method.variant is None and self.texts.different(method.name)
+        ]
+
+    def complaints(self, allow_idle: bool = False) -> list[str]:
+        """One line for each thing that makes the run a failure."""
+        lines = [self._bug(name) for name in self.bugs()]
+        if not allow_idle:
+            lines += [idle_line(name, lack, self._method(name)) for name, lack in self.idle.items()]
+        return lines
+
+    def _bug(self, name: str) -> str:
+        first = self.texts.different(name)[0]
+        found = first.difference
+        return (
+            f"{name} wrote another text than {PLAIN} decoding ({first.category}, request "
+            f"{first.prompt}, token {found.at}: {found.left} became {found.right}, their scores "
+            f"{found.gap:.3g} apart, a rounding step is {found.step:.3g}); this is a bug, please "
+            "report it"
+        )
+
+    def _method(self, name: str) -> Method:
+        return next(method for method in self.methods if method.name == name)
+
+
+def idle_line(name: str, lack: str, method: Method) -> str:
+    """Why a method's figures are not speculation's, and what to do."""
+    advice = "try other prompts or another draft"
+    if lack == "drafted nothing" and method.length == "auto":
+        advice = (
+            "either the automatic length found drafting too dear here or the drafter had nothing "
+            f"to propose; {name}@4 tells which"
+        )
+    return (
+        f"{name} {lack} in the whole run, so its figures are those of plain decoding; {advice}, "
+        "or accept this with --allow-idle"
+    )
+
+
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """Names for tables: folders lose their parents unless two would then be called the same."""
+    short = {name: re.sub(r"[^:+,@=]*/(?=[^/])", "", name) for name in names}
+    used = list(short.values())
+    return {name: text if used.count(text) == 1 else name for name, text in short.items()}
+
+
+def machine_of(target: CausalModel) -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was before."""
+    about = asdict(MachineIdentity.of(target))
+    about["cores"] = os.cpu_count()
+    if hasattr(os, "getloadavg"):
+        about["load_before"] = os.getloadavg()[0]
+    return about

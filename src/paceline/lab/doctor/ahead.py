@@ -1,0 +1,129 @@
+"""What another engine will do with a draft: with its own configuration, or with an export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.foreign import ForeignDraft, head_config, vllm_method
+from paceline.lab.doctor.findings import Finding, finding, parted
+from paceline.lab.export import export
+
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_VLLM_KEYS = {
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "rejection_sample_method",
+    "draft_sample_method",
+    "enforce_eager",
+    "max_model_len",
+    "quantization",
+    "draft_tensor_parallel_size",
+    "revision",
+    "disable_padded_drafter_batch",
+    "parallel_drafting",
+    "num_speculative_tokens_per_batch_size",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+}
+
+
+def look_ahead(
+    engine: str,
+    model: str,
+    draft: str | None,
+    foreign: ForeignDraft | None,
+    **settings: Any,
+) -> list[Finding]:
+    """Findings about ``engine``; ``foreign`` is a configuration of its own, None an export.
+
+    ``settings`` are keywords of ``export``. Raises ConfigError for an engine that is not known.
+    """
+    if foreign is not None and foreign.engine == engine:
+        reader = _vllm if engine == "vllm" else _sglang
+        return [_told(code, text) for code, text in reader(foreign.values)]
+    try:
+        made = export(engine, model, draft, **settings)
+    except PacelineError as error:
+        found, cure = parted(error)
+        return [finding("engine-refuses", "pair", found, cure=cure)]
+    does = f"{made.version}: {made.command_line}"
+    return [
+        *(_told("engine-approximates", each.line()) for each in made.approximations),
+        _told("engine-does", does),
+    ]
+
+
+def _told(code: str, text: str) -> Finding:
+    return finding(code, "pair", text)
+
+
+def _vllm(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What vLLM 0.32 does with its speculative config."""
+    method = vllm_method(values)
+    tokens = values["num_speculative_tokens"]
+    yield "engine-does", f"method {method}: a chain of {tokens} tokens at every step"
+    for key in sorted(set(values) - _VLLM_KEYS):
+        yield "engine-option-unknown", f"{key}={values[key]!r} is not an option known of vLLM 0.32"
+    if method == "ngram" and not {"prompt_lookup_min", "prompt_lookup_max"} & set(values):
+        yield "engine-approximates", "no prompt_lookup_min and _max: matches of exactly 5 tokens"
+    if method == "suffix":
+        yield "engine-does", "suffix needs the package arctic-inference beside vLLM"
+    if method == "custom_class":
+        yield "engine-does", f"imports {values.get('model')}, so paceline must be installed there"
+    drafts = method in ("draft_model", "eagle", "eagle3")
+    if drafts and values.get("draft_sample_method", "greedy") == "greedy":
+        text = "drafts are greedy also where requests sample; draft_sample_method=probabilistic"
+        yield "engine-approximates", f"{text} is accepted more often"
+    if method == "eagle3":
+        yield from _layers(str(values.get("model", "")), outputs=False)
+
+
+def _sglang(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What SGLang 0.5.23 does with its speculative arguments."""
+    algorithm = str(values["speculative_algorithm"]).upper()
+    topk = int(values.get("speculative_eagle_topk", 1))
+    nodes = int(values.get("speculative_num_draft_tokens", 1)) - 1
+    steps = values.get("speculative_num_steps")
+    tree = f"chains of {steps}" if topk == 1 else f"the {nodes} likeliest of trees {steps} deep"
+    yield (
+        "engine-does",
+        f"{algorithm}: {tree}" if algorithm != "NGRAM" else f"a trie, {nodes} nodes",
+    )
+    chain = topk == 1 and algorithm != "NGRAM"
+    keys = ("speculative_use_rejection_sampling", "speculative_use_block_verification")
+    if chain and not any(values.get(key) for key in keys):
+        text = "sampled drafts count only where the target draws the same token; "
+        yield "engine-approximates", f"{text}--speculative-use-rejection-sampling accepts more"
+    if algorithm == "EAGLE3":
+        model = str(values.get("speculative_draft_model_path", ""))
+        yield from _layers(model, outputs=True)
+
+
+def _layers(model: str, outputs: bool) -> Iterator[tuple[str, str]]:
+    """Which layers of the target the engine feeds to a head, as it reads the head's config."""
+    config = head_config(model)
+    if not config:
+        return
+    nested = config.get("eagle_config")
+    own = nested.get(_LAYERS) if isinstance(nested, dict) else None
+    top = config.get(_LAYERS)
+    found = own if outputs else top or own
+    if not found:
+        said = " (it looks under eagle_config only)" if outputs and top else ""
+        yield (
+            "engine-layers-shifted" if top else "engine-does",
+            f"the head names no layers that it reads{said}: inputs of 2, n/2 and n-3 are taken",
+        )
+        return
+    inputs = [number + 1 for number in found] if outputs else list(found)
+    yield "engine-does", f"the head reads the inputs of layers {inputs} of the target"
+    if not outputs and not top:
+        text = f"{list(found)} stand under eagle_config, where SGLang counts outputs"
+        yield "engine-layers-shifted", f"{text}: vLLM takes them for inputs, one layer too early"

@@ -1,0 +1,138 @@
+"""Whether chats are written as the model knows them, and end where it ends them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from paceline.lab.doctor.findings import NOTE, Finding, finding
+from paceline.lab.doctor.models import Model
+from paceline.lab.doctor.weights import untrained
+
+_QUESTION, _ANSWER = "What is seven?", "It is a number."
+# What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
+_MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
+
+
+def check_chat(model: Model) -> Iterator[Finding]:
+    """The template of a target, tried on a question and an answer."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return
+    if tokenizer.chat_template is None:
+        yield finding("chat-template-absent", model.about, "there is no chat template")
+        return
+    user = {"role": "user", "content": _QUESTION}
+    try:
+        asked = _rendered(tokenizer, [user], True)
+        bare = _rendered(tokenizer, [user], False)
+        whole = _rendered(tokenizer, [user, {"role": "assistant", "content": _ANSWER}], False)
+    except Exception as error:  # of any kind: the template's own, or jinja's
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        text = f"the chat template refuses a question and an answer: {reason}"
+        yield finding("chat-template-refuses", model.about, text)
+        return
+    yield from _marks(model, tokenizer, whole)
+    before, found, after = whole.partition(_ANSWER)
+    opening = before[len(bare) :].strip() if before.startswith(bare) else ""
+    if found and asked == bare and opening:
+        text = f"the template ignores add_generation_prompt; answers are opened by {opening!r}"
+        yield finding("chat-template-no-prompt", model.about, text)
+    if found:
+        yield from _turn_end(model, tokenizer, after)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]], prompted: bool
+) -> str:
+    text: Any = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=prompted, tokenize=False
+    )
+    return str(text)
+
+
+def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
+    """Marks that are no tokens, or tokens that the model never learnt."""
+    vocabulary = tokenizer.get_vocab()
+    marks = list(dict.fromkeys(_MARK.findall(text)))
+    foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
+    if foreign:
+        pieces = len(tokenizer.encode(foreign[0], add_special_tokens=False))
+        what = "is no special token of the tokenizer"
+        cut = f", which cuts it into {pieces} tokens" if pieces > 1 else ""
+        others = f" (and {', '.join(foreign[1:])})" if foreign[1:] else ""
+        text = f"the chat template writes {foreign[0]}{others}, which {what}{cut}"
+        yield finding("chat-template-foreign", model.about, text)
+    for mark in marks:
+        reason = untrained(model, [vocabulary[mark]]) if mark in vocabulary else None
+        if reason is not None:
+            text = f"the chat template writes {mark}, whose embedding is {reason}"
+            yield finding("chat-template-untrained", model.about, text)
+            return
+
+
+def _turn_end(model: Model, tokenizer: PreTrainedTokenizerFast, after: str) -> Iterator[Finding]:
+    """What the template writes behind an answer must end generation."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
+    ends = _ends(model)
+    # Some write a closing tag first: any end token will do.
+    if not written or set(written) & set().union(*ends.values()):
+        return
+    name = tokenizer.convert_ids_to_tokens(written[0])
+    listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
+    text = f"the template ends answers with {name!r} (id {written[0]}); end tokens are {listed}"
+    yield finding("turn-end-ignored", model.about, text)
+
+
+def check_ends(model: Model) -> Iterator[Finding]:
+    """End tokens by generation_config.json, config.json and the tokenizer."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return
+    said = {source: ids for source, ids in _ends(model).items() if ids}
+    widest = said.get("generation_config.json") or said.get("config.json") or set()
+    outside = [source for source, ids in said.items() if not ids <= widest]
+    if outside:
+        shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in said.items())
+        severity = NOTE if outside == ["config.json"] else None
+        yield finding("end-tokens-differ", model.about, shown, severity)
+    special = set(tokenizer.added_tokens_decoder)
+    for source, ids in said.items():
+        ordinary = sorted(ids - special)
+        if ordinary:
+            text = f"{source} ends texts at {_named(tokenizer, set(ordinary))}: no special token"
+            yield finding("end-token-ordinary", model.about, text)
+            break
+
+
+def _ends(model: Model) -> dict[str, set[int]]:
+    """By their source; those without any are left empty."""
+    try:
+        file = model.files.folder / "generation_config.json"
+        generation = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        generation = {}
+    own = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    return {
+        "generation_config.json": _ids(own),
+        "config.json": _ids(getattr(model.config, "eos_token_id", None)),
+        "the tokenizer": _ids(getattr(model.tokenizer, "eos_token_id", None)),
+    }
+
+
+def _ids(said: Any) -> set[int]:
+    listed = said if isinstance(said, (list, tuple)) else [said]
+    return {item for item in listed if isinstance(item, int) and not isinstance(item, bool)}
+
+
+def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
+    def name(index: int) -> str:
+        known = index < len(tokenizer)
+        return f"{tokenizer.convert_ids_to_tokens(index)!r} ({index})" if known else f"id {index}"
+
+    return ", ".join(name(index) for index in sorted(ids))

@@ -1,0 +1,101 @@
+"""From what was chosen here to another engine's command, configuration and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.draft.auto import made_for
+from paceline.drafters import Auto, NGram, NoDraft, parse_draft
+from paceline.errors import ConfigError
+from paceline.files import replace_in
+from paceline.lab.export.dialects.llama_cpp import to_llama_cpp
+from paceline.lab.export.dialects.openvino import to_openvino
+from paceline.lab.export.dialects.sglang import to_sglang
+from paceline.lab.export.dialects.tensorrt_llm import to_tensorrt_llm
+from paceline.lab.export.dialects.vllm import to_vllm
+from paceline.lab.export.speculation import Exported, ExportedDraft
+from paceline.tuned import TunedProfile
+
+DIALECTS: dict[str, Callable[[ExportedDraft], Exported]] = {
+    "vllm": to_vllm,
+    "sglang": to_sglang,
+    "tensorrt-llm": to_tensorrt_llm,
+    "llama.cpp": to_llama_cpp,
+    "openvino": to_openvino,
+}
+_ARCHIVED = {
+    "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
+    "vllm or sglang, which can be exported to"
+}
+RECORD = "export.json"
+SCRIPT = "run.sh"
+
+
+def export(
+    to: str,
+    model: str,
+    draft: str | None = None,
+    *,
+    draft_length: int | str | None = None,
+    rule: str | None = None,
+    max_batch_size: int | None = None,
+    lossy: bool = False,
+    profile: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Exported:
+    """What engine ``to`` is told for the same speculation.
+
+    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` are as of ``LLM``; what is None
+    comes from ``profile``, a file of ``paceline tune``, else from our defaults. ``out`` is a folder
+    for the files, among them converted heads; without it nothing is written, and heads are named
+    where they lie.
+
+    Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
+    """
+    if to not in DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(_ARCHIVED.get(to.lower(), f"cannot export to {to!r}; use one of {known}"))
+    tuned = None if profile is None else TunedProfile.read(profile)
+    follows = tuned is not None and draft in (None, tuned.draft.spec)
+    spec = parse_draft(tuned.draft.spec if tuned is not None and draft is None else draft)
+    if isinstance(spec, Auto):  # of what it is composed of, the one that other engines have
+        trained = made_for(model)
+        spec = NGram() if trained is None else trained[0]
+    if isinstance(spec, NoDraft):
+        raise ConfigError("there is no draft to export; give one with --draft or --profile")
+    length = draft_length
+    if length is None:
+        length = tuned.draft.length if tuned is not None and follows else "auto"
+    rule = rule or (tuned.engine.rule if tuned else "auto")
+    if lossy or rule == "typical":
+        raise ConfigError(
+            "typical acceptance is not lossless and is not exported; leave --lossy out"
+        )
+    batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
+    adaptive = length == "auto"
+    levels = spec.natural_length if isinstance(length, str) else length
+    if adaptive and tuned is not None and follows:
+        levels = min(levels, tuned.draft.max_length)
+    if levels < 1:
+        raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
+    folder = None if out is None else Path(out)
+    it = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
+    made = DIALECTS[to](it)
+    if folder is not None:
+        _write(made, folder)
+    return made
+
+
+def _write(made: Exported, folder: Path) -> None:
+    """The configuration, how to start it, and what was approximated."""
+    lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
+    lines += [f"# Approximated: {each.line()}" for each in made.approximations]
+    lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
+    texts = {
+        **made.files,
+        SCRIPT: "\n".join(lines),
+        RECORD: json.dumps(made.record(), indent=2) + "\n",
+    }
+    replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")

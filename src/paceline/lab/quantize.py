@@ -1,0 +1,183 @@
+"""``paceline quantize``: a checkpoint of eight or four bits, and what it costs in perplexity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.files import folder_aside
+from paceline.lab.perplexity import (
+    EVALUATED,
+    Perplexity,
+    perplexity,
+    read_windows,
+    shipped_windows,
+)
+from paceline.model.backends.native.rounding import round_to_nearest
+from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.precision import is_quantised, quantization_of
+from paceline.model.probe import ATTENTION
+from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
+from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
+from paceline.model.target import CausalModel
+from paceline.ownership import check_folder
+from paceline.stages import say, stage
+
+_OWN_TEXT = "shipped"  # prompts, where no file is named
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """``calibrate``: text that GPTQ rounds by, or None for nearest rounding; ``tokens`` of it are
+    read. ``evaluate``: text for the perplexity, else the calibration file's other documents."""
+
+    scheme: Scheme
+    calibrate: Path | None = None
+    tokens: int = 32_768
+    evaluate: Path | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What was written where. ``kind`` names the rounding, ``text`` what was evaluated on."""
+
+    model: str
+    out: str
+    scheme: Scheme
+    kind: str
+    text: str
+    before: Perplexity
+    after: Perplexity
+    found: Quantised
+
+    @property
+    def loss(self) -> float:
+        """Share by which the perplexity rose."""
+        return self.after.value / self.before.value - 1
+
+    @property
+    def what(self) -> str:
+        """The scheme, as it is asked for."""
+        whole = self.scheme.precision == "int4" and self.scheme.zero == "whole"
+        return "w4a16" if whole else self.scheme.precision
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "out": self.out,
+            **asdict(self.scheme),
+            "rounding": self.kind,
+            "layers": self.found.layers,
+            "left_as_they_are": self.found.left,
+            "bytes_before": self.found.before,
+            "bytes_after": self.found.after,
+            "text": self.text,
+            "before": self.before.record(),
+            "after": self.after.record(),
+            "perplexity_rise": self.loss,
+        }
+
+
+def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
+    """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
+
+    Raises PacelineError: an unknown model, one that is quantised already, text without use, a
+    folder that cannot be written or holds files that Paceline did not write.
+    """
+    check_folder(out, "the quantised model")  # before the minutes of work
+    with stage(f"loading {name}"):
+        hf = load_module(name, torch.float32, "cpu", attention="sdpa")
+        tokenizer = load_tokenizer(name)
+    if is_quantised(hf) or quantization_of(hf.config) is not None:
+        raise ConfigError(f"{name} is quantised already; give the model it was made from")
+    texts, read = _texts(tokenizer, options)
+    before = _perplexity(hf, name, texts)
+    found = quantise_module(hf, options.scheme, read, round_to_nearest)
+    if not found.layers:
+        raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
+    after = _perplexity(hf, name, texts)
+    kind = "nearest" if read is None else "GPTQ"
+    text = (options.evaluate or options.calibrate or Path(_OWN_TEXT)).name
+    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, found)
+    with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
+        _write(hf, tokenizer, folder, options.scheme)
+        (folder / "README.md").write_text(card(report), encoding="utf-8")
+    if found.left:
+        say(f"{len(found.left)} layers do not divide into groups and stay as they are")
+    return report
+
+
+def _texts(
+    tokenizer: Any, options: QuantizeOptions
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Windows to evaluate on and, to round by, others."""
+    if options.calibrate is None:
+        if options.evaluate is not None:
+            return read_windows(options.evaluate, tokenizer, EVALUATED), None
+        return shipped_windows(tokenizer, EVALUATED), None
+    if options.evaluate is not None:
+        read = read_windows(options.calibrate, tokenizer, options.tokens, seed=options.seed)
+        return read_windows(options.evaluate, tokenizer, EVALUATED), read
+    wanted = options.tokens + EVALUATED
+    found = read_windows(options.calibrate, tokenizer, wanted, seed=options.seed)
+    kept = max(1, round(len(found) * EVALUATED / wanted))
+    if len(found) < 2:
+        raise ConfigError(
+            f"{options.calibrate} has one text only, which cannot both be rounded by and evaluated "
+            "on; give more text, or --evaluate"
+        )
+    return found[:kept], found[kept:]
+
+
+def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplexity:
+    """As the engine computes it; the module is left as it was."""
+    own = hf.config._attn_implementation
+    hf.set_attn_implementation(ATTENTION)
+    try:
+        return perplexity(CausalModel(hf, name), windows)
+    finally:
+        hf.set_attn_implementation(own)
+
+
+def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
+    from safetensors.torch import save_file
+
+    tensors = tensors_of(hf, torch.bfloat16)
+    config = hf.config.to_dict()
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(hf, scheme)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    hf.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def card(report: QuantizeReport) -> str:
+    """The README of the checkpoint."""
+    scheme, found = report.scheme, report.found
+    what = "8 bits per output channel"
+    readers = "vLLM and transformers load"
+    if scheme.precision == "int4":
+        points = {"free": "any zero point", "whole": "whole zero points", "none": "no zero points"}
+        what = f"4 bits in groups of {scheme.group} with {points[scheme.zero]}"
+        if scheme.zero == "free":
+            readers = "transformers loads (vLLM reads whole zero points: `--to w4a16`)"
+    return (
+        f"# {Path(report.model).name}, {report.what}\n\n"
+        f"Made of `{report.model}` by `paceline quantize --to {report.what}`: {found.layers} "
+        f"linear layers in {what}, rounding {report.kind}, in the layout of {METHOD}, which "
+        f"{readers}.\n\n"
+        "| | before | after |\n|---|---|---|\n"
+        f"| bytes of these layers | {found.before // 2:,} (bf16) | {found.after:,} |\n"
+        f"| perplexity ({report.text}, {report.before.tokens:,} tokens) "
+        f"| {report.before.value:.3f} | {report.after.value:.3f} ({report.loss:+.2%}) |\n\n"
+        "The perplexity is that of Paceline's arithmetic, which rounds activations to 8 bits in "
+        "groups of 32. Speculative decoding of this model is lossless with respect to it, not to "
+        "the model it was made of.\n"
+    )

@@ -1,0 +1,232 @@
+"""Measuring, once, all that the search needs: cost curves, acceptance, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from paceline.budget import Budget
+from paceline.control.cost import DrafterCosts
+from paceline.core.costs import TargetCosts
+from paceline.core.params import SamplingParams
+from paceline.draft.base import Drafter
+from paceline.engine.driver import StepSums
+from paceline.errors import DataError
+from paceline.lab.tune.candidates import DrafterCandidate
+from paceline.lab.tune.decode import MeasuredStep, Run, decode
+from paceline.lab.tune.search import MeasuredMethod
+from paceline.llm import LLM
+from paceline.model.identity import count_parameters
+from paceline.model.measure import measure, measure_target
+from paceline.model.target import CausalModel
+
+LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
+_SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows
+_BRIEF = 24  # tokens of answers that only time is taken of
+_TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
+_FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
+_HURRIED = 2  # rounds then
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What drafters are measured on. ``batches``: one sequence, and many."""
+
+    alone: list[list[int]]
+    together: list[list[int]]
+    batches: tuple[int, int]
+    max_tokens: int
+    temperature: float
+
+    def params(self, length: int | None = None) -> SamplingParams:
+        """Greedy, or sampled as users mostly do: without a seed."""
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=self.max_tokens, draft_length=length
+        )
+
+    def brief(self) -> Sample:
+        """Fewer and shorter answers."""
+        return replace(
+            self,
+            together=self.together[: self.batches[1]],
+            max_tokens=min(self.max_tokens, _BRIEF),
+        )
+
+
+def target_costs(
+    llm: LLM,
+    batches: Sequence[int],
+    budget: Budget | None = None,
+    advance: Callable[[str], None] = lambda what: None,
+) -> TargetCosts:
+    """Target forwards over chains of each length after a short context, for each batch size.
+
+    ``llm`` is one of plain decoding, idle, with room for the largest batch; batches for which its
+    cache has no room are left out, and large ones that do not fit into the budget.
+    """
+    budget = budget or Budget()
+    hurried = budget.seconds is not None
+
+    def begin(size: int) -> AbstractContextManager[Any] | None:
+        if not budget.fits("rows", size):
+            return None
+        advance(f"measuring the target: {size} at once")
+        return budget.piece("rows", size)
+
+    counts = dict.fromkeys(batches, _FEW_TOKENS if hurried else _TOKENS)
+    rounds = _HURRIED if hurried else 5
+    return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
+
+
+def measure_plain(
+    llm: LLM, target: TargetCosts, sample: Sample
+) -> tuple[MeasuredMethod, list[Run]]:
+    """Plain decoding as a method without drafts, and its runs. Raises DataError."""
+    runs = _runs(llm, sample, 0)
+    steps = tuple((0, step) for step in _typical_pair(runs, target))
+    return MeasuredMethod("plain", "none", "none", "", steps=steps), runs
+
+
+def measure_method(
+    llm: LLM,
+    candidate: DrafterCandidate,
+    target: TargetCosts,
+    plain: MeasuredMethod,
+    sample: Sample,
+    budget: Budget | None = None,
+) -> MeasuredMethod:
+    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle.
+
+    Raises DataError, and ShareSpentError if the ``budget`` does not last for it.
+    """
+    drafter = llm.engine.drafter
+    rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
+    profile = DrafterCosts.of(drafter, LONGEST, rehearsed)
+    # A draft must have room in the answers, or nothing is learnt of it.
+    longest = max(1, min(profile.longest, sample.max_tokens // 3))
+    runs = _runs(llm, sample, longest, budget)
+    levels = sum((run.levels for run in runs), StepSums())
+    fill = levels.drafted / max(1, levels.sequences * profile.nodes[longest])
+    steps = [(longest, step) for step in _typical_pair(runs, target)]
+    few = min(_SHORT, longest)
+    if profile.passes[longest] > profile.passes[few]:
+        short = _typical_pair(_runs(llm, sample.brief(), few, budget), target)
+        steps += [(few, step) for step in short]
+    drift = _drift(llm, sample, target, plain)
+    return MeasuredMethod(
+        label=candidate.label,
+        spec=candidate.spec,
+        family=candidate.family,
+        shape=candidate.shape,
+        survival=tuple(won / levels.sequences for won in levels.accepted_at),
+        acceptance=levels.rates,
+        reached=levels.reached,
+        nodes=tuple(fill * most for most in profile.nodes[: longest + 1]),
+        passes=profile.passes[: longest + 1],
+        pass_seconds=rehearsed,
+        steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
+        parameters=_parameters(drafter),
+    )
+
+
+def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod) -> float:
+    """How much slower plain steps are than when plain decoding was measured.
+
+    A machine's clock drifts, and other programs come and go: what is measured at another time is
+    compared by plain steps beside it.
+    """
+    run = decode(llm, sample.alone[:2], 1, sample.brief().params(0))
+    now = _typical(run.steps, 1, target)
+    if now is None:
+        return 1.0
+    then = next(step for _, step in plain.steps if step.batch == 1)
+    return min(max(now.target / then.target, 0.5), 3.0)
+
+
+def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
+    return replace(
+        step, draft=step.draft * factor, target=step.target * factor, other=step.other * factor
+    )
+
+
+def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
+    """One sequence at a time, and many together."""
+    params = sample.params(length)
+    return [
+        decode(llm, prompts, batch, params, length, budget)
+        for prompts, batch in zip((sample.alone, sample.together), sample.batches, strict=True)
+    ]
+
+
+def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep]:
+    """Typical steps of both runs; one stands for the other if that never had a full batch."""
+    steps = [_typical(run.steps, run.concurrency, target) for run in runs]
+    found = next((step for step in steps if step is not None), None)
+    if found is None:
+        raise DataError(
+            "the answers are too short to measure decoding on; give other prompts or a larger "
+            "--max-tokens"
+        )
+    return [step or found for step in steps]
+
+
+def _typical(steps: Sequence[MeasuredStep], batch: int, target: TargetCosts) -> MeasuredStep | None:
+    """The mean of the faster three quarters of the steps of a full batch: noise only adds.
+
+    Fast is judged by the target forward against what it should take, so that steps which verify
+    little are not preferred.
+    """
+    chosen = [step for step in steps if step.batch == batch]
+    chosen = [step for step in chosen if step.full] or chosen
+    chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
+    kept = chosen[: -(-3 * len(chosen) // 4)]
+    if not kept:
+        return None
+    return MeasuredStep(
+        batch=batch,
+        nodes=round(fmean(step.nodes for step in kept)),
+        tokens=0,
+        draft=fmean(step.draft for step in kept),
+        target=fmean(step.target for step in kept),
+        other=fmean(step.other for step in kept),
+        full=True,
+    )
+
+
+def _parameters(drafter: Drafter) -> int:
+    """Of a draft model; heads borrow too much of the target to compare."""
+    model = getattr(drafter, "model", None)
+    return count_parameters(model) if isinstance(model, CausalModel) else 0
+
+
+def unrest_of(run: Run) -> float:
+    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
+    seconds = sorted(step.target for step in run.steps)
+    if len(seconds) < 10:
+        return 1.0
+    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
+
+
+def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
+    """Share of the generated tokens that end a run of four that stood in the text before."""
+    copied = total = 0
+    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
+        for prompt, output in zip(prompts, run.outputs, strict=True):
+            hits = copied_tokens(prompt, output)
+            copied, total = copied + hits, total + len(output)
+    return copied / total if total else 0.0
+
+
+def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
+    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
+    text = [*prompt, *output]
+    seen: set[tuple[int, ...]] = set()
+    copied = 0
+    for end in range(width, len(text) + 1):
+        run = tuple(text[end - width : end])
+        copied += end > len(prompt) and run in seen
+        seen.add(run)
+    return copied

@@ -1,0 +1,169 @@
+"""The search through all settings, with the engine's own cost model. Pure numbers.
+
+All that goes in is measured, see measure.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from paceline.control.cost import CostModel, DrafterCosts
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.lab.tune.decode import MeasuredStep
+
+MARGIN = 1.02  # what must be gained before anything but the simplest is taken
+_NOTHING = CostCurve((1,), (0.0,))
+_REPEATED = 80  # times that the cost model is shown a typical step
+
+
+@dataclass(frozen=True)
+class MeasuredMethod:
+    """One drafter as it was measured; entries of lists by draft length begin with length 0.
+
+    ``survival[i]``: share of steps in which level i + 1 was accepted. ``acceptance[i]`` is
+    conditional, of the ``reached[i]`` drafts that were tried at that position. ``nodes``: verified
+    per sequence. ``passes``: forwards of the drafter, ``pass_seconds`` of one by batch size, alone.
+    ``steps``: typical real ones, with the length of their drafts.
+    """
+
+    label: str
+    spec: str
+    family: str
+    shape: str  # "chain", a kind of tree or, for plain decoding, ""
+    survival: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
+    reached: tuple[int, ...] = ()
+    nodes: tuple[float, ...] = (0.0,)
+    passes: tuple[int, ...] = (0,)
+    pass_seconds: CostCurve = _NOTHING
+    steps: tuple[tuple[int, MeasuredStep], ...] = ()
+    parameters: int = 0  # of a draft model
+
+    @property
+    def longest(self) -> int:
+        return len(self.nodes) - 1
+
+    @property
+    def lookup(self) -> bool:
+        """Whether drafting takes no forward."""
+        return not any(self.passes)
+
+    @property
+    def mean_acceptance(self) -> float:
+        """Of all positions that were tried, the share that was accepted."""
+        tried = sum(self.reached)
+        won = sum(rate * count for rate, count in zip(self.acceptance, self.reached, strict=True))
+        return won / tried if tried else 0.0
+
+
+@lru_cache(maxsize=256)
+def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
+    """What steps with a method take and gain; it is known by its spec."""
+    profile = DrafterCosts(method.nodes, method.passes, method.pass_seconds)
+    cost = CostModel(target, {method.spec: profile})
+    chances = (1.0, *method.survival)
+    rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
+    cost.acceptance.everyone(method.spec).know(rates)
+    for length, step in method.steps * _REPEATED:
+        passes: dict[Hashable, float] = {}
+        if length:
+            passes[method.spec] = cost.passes(method.spec, [length] * step.batch)
+        cost.learn(step.batch, step.nodes, step.seconds, step.draft, passes=passes)
+    return cost
+
+
+def pass_ratio(method: MeasuredMethod, target: TargetCosts) -> float:
+    """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
+    cost = cost_of(method, target)
+    alone = cost.passes(method.spec, [1]) / max(1, method.passes[1])
+    return cost.drafting(method.spec, 1, 1.0, alone) / cost.rest(1)
+
+
+@dataclass(frozen=True)
+class PredictedSetting:
+    """A method at a draft length and batch size, with what the model predicts for it.
+
+    ``tokens_per_step`` of a sequence; ``seconds`` of a step of the whole batch, ``drafting`` of
+    them to draft. ``rate``: tokens per second of the whole batch.
+    """
+
+    method: MeasuredMethod
+    length: int
+    batch: int
+    tokens_per_step: float
+    seconds: float
+    drafting: float
+
+    @property
+    def rate(self) -> float:
+        return self.batch * self.tokens_per_step / self.seconds
+
+
+def predict(
+    method: MeasuredMethod, target: TargetCosts, length: int, batch: int
+) -> PredictedSetting:
+    cost = cost_of(method, target)
+    tokens = cost.tokens(method.spec, length) if length else 1.0
+    seconds = batch * tokens / cost.rate(method.spec, length, batch)
+    drafting = seconds - cost.rest(batch, method.nodes[length])
+    return PredictedSetting(method, length, batch, tokens, seconds, drafting)
+
+
+def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
+    """The draft length, 1 at least where there is one, with the most tokens per second."""
+    lengths = range(min(1, method.longest), method.longest + 1)
+    return max((predict(method, target, g, batch) for g in lengths), key=lambda s: s.rate)
+
+
+def search(
+    methods: Iterable[MeasuredMethod], target: TargetCosts, batch: int
+) -> list[PredictedSetting]:
+    """The best setting of every method at one batch size, the fastest first.
+
+    There are some hundred settings, so all are tried.
+    """
+    found = [best_length(method, target, batch) for method in methods]
+    return sorted(found, key=lambda setting: setting.rate, reverse=True)
+
+
+def batch_sizes(concurrency: int, largest: int = 32) -> list[int]:
+    """1, 2, 4 ... up to ``largest`` and to the concurrency, which is one of them."""
+    powers = [1 << n for n in range(16) if 1 << n <= max(concurrency, largest)]
+    return sorted({*powers, concurrency})
+
+
+def best_batch(method: MeasuredMethod, target: TargetCosts, concurrency: int) -> PredictedSetting:
+    """How many of ``concurrency`` requests to decode at once.
+
+    The smallest batch within the margin of the most tokens per second: requests that wait must
+    gain more from it than that.
+    """
+    sizes = batch_sizes(concurrency, largest=concurrency)
+    options = [best_length(method, target, batch) for batch in sizes]
+    most = max(setting.rate for setting in options)
+    if options[-1].rate * MARGIN >= most:
+        return options[-1]
+    return next(setting for setting in options if setting.rate * MARGIN >= most)
+
+
+def speedups(
+    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, batches: Sequence[int]
+) -> list[float]:
+    """Predicted tokens per second by plain decoding's at each batch size, each at its best."""
+    return [
+        best_length(method, target, batch).rate / predict(plain, target, 0, batch).rate
+        for batch in batches
+    ]
+
+
+def break_even(
+    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, largest: int
+) -> int:
+    """The largest batch up to which the method beats plain decoding without a gap; 0 if none."""
+    for batch in range(1, largest + 1):
+        if speedups(method, plain, target, [batch])[0] <= 1:
+            return batch - 1
+    return largest

@@ -1,6 +1,0 @@
-"""Certifies servers by their answers alone: any that speaks OpenAI's protocol."""
-
-from paceline.tools.certify.servers.answers import AnsweringServer as AnsweringServer
-from paceline.tools.certify.servers.run import ServerCertificate as ServerCertificate
-from paceline.tools.certify.servers.run import ServerCertifier as ServerCertifier
-from paceline.tools.certify.servers.run import ServerEffort as ServerEffort

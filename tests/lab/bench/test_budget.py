@@ -1,0 +1,139 @@
+"""A benchmark that ends early: whole heats only, spread over the prompts, and gone on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from paceline.budget import Budget
+from paceline.lab.bench.figures import rows
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
+from paceline.lab.bench.result import BenchSpending, sureness_of
+from paceline.lab.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
+from support.made_outcomes import Fake, heat, job
+from support.simulated_clock import Clock
+
+PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]
+
+
+@dataclass
+class Timed(Fake):
+    """Takes ten seconds a request of a clock that it moves itself; warm-ups take none."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
+        if asks[0].params.max_tokens > 16:
+            self.clock.now += 10 * len(asks)
+        return super().run(asks)
+
+
+def contestants(clock: Clock) -> list[Contestant]:
+    return [Timed(name, clock=clock) for name in ("plain", "ngram")]
+
+
+def work() -> list:
+    return jobs(PROMPTS, Settings(64), 1, 0.0)
+
+
+def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
+    clock, record = Clock(), HeatRecord()
+    take_turns(work(), contestants(clock), 3, record, budget=Budget(60, clock))
+    assert clock.now == 40  # a third heat of 20 seconds, and 15 % for bad weather, has no room
+    assert [(h.turn, h.job.index) for h in record.heats] == [(0, 0), (0, 1)]
+    assert all(list(h.outcomes) == ["plain", "ngram"] for h in record.heats)
+
+
+def test_a_second_round_is_begun_only_whole() -> None:
+    clock, record = Clock(), HeatRecord()
+    take_turns(work(), contestants(clock), 3, record, budget=Budget(150, clock))
+    assert [h.turn for h in record.heats] == [0, 0, 0, 0]
+    clock, record = Clock(), HeatRecord()
+    take_turns(work(), contestants(clock), 3, record, budget=Budget(180, clock))
+    assert [h.turn for h in record.heats] == [0] * 4 + [1] * 4
+
+
+def through_a_file(record: HeatRecord) -> HeatRecord:
+    text = json.dumps(msgspec.to_builtins(record, str_keys=True))
+    return msgspec.convert(json.loads(text), HeatRecord, strict=False)
+
+
+def test_a_later_run_goes_on_behind_the_last_heat() -> None:
+    clock, record = Clock(), HeatRecord()
+    take_turns(work(), contestants(clock), 1, record, budget=Budget(60, clock))
+    kept = through_a_file(record)
+    assert kept.heats[0].job == record.heats[0].job
+    diary: list[str] = []
+    take_turns(work(), [Fake("plain", diary), Fake("ngram", diary)], 1, kept)
+    assert [(h.turn, h.job.index) for h in kept.heats] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert len([entry for entry in diary if entry.endswith("x64")]) == 4
+
+
+def test_categories_and_temperatures_take_turns() -> None:
+    assert in_turn("aabbbc", lambda letter: letter) == list("abcabb")
+    found = Sweep([1], [0.0, 1.0], 1, Settings(8)).jobs(PROMPTS, 1)
+    assert [(j.temperature, j.category, j.index) for j in found[:4]] == [
+        (0.0, "chat", 0),
+        (0.0, "code", 2),
+        (1.0, "chat", 0),
+        (1.0, "code", 2),
+    ]
+    assert len(found) == 8
+
+
+def test_crowds_shrink_to_what_fits_but_not_below_two_requests_a_client() -> None:
+    many = [("chat", [n]) for n in range(1, 41)]
+    (whole,) = jobs(many, Settings(8), 4, 0.0)
+    (fewer,) = jobs(many, Settings(8), 4, 0.0, most_waves=3.7)
+    (least,) = jobs(many, Settings(8), 4, 0.0, most_waves=0.1)
+    assert [len(found.asks) for found in (whole, fewer, least)] == [40, 12, 8]
+
+
+def test_every_concurrency_has_its_share() -> None:
+    clock, record = Clock(), HeatRecord()
+    methods = [Method("plain"), Method("ngram", "ngram")]
+    sweep = Sweep([1, 2], [0.0], 9, Settings(64))
+    assert sweep.wanted(PROMPTS) == 5
+    sweep.run(
+        PROMPTS,
+        methods,
+        lambda method, clients: Timed(method.name, clock=clock),
+        record,
+        budget=Budget(400, clock),
+    )
+    assert clock.now <= 400
+    assert {h.job.concurrency for h in record.heats} == {1, 2}
+    assert record.rounds == 9
+
+
+def test_sureness_is_judged_by_how_prompts_differ() -> None:
+    alike = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
+    (sure,) = sureness_of(alike, rows(alike, {"plain"}))
+    assert (sure.method, sure.speedup, sure.prompts) == ("fast", 2.0, 6)
+    assert sure.low == pytest.approx(2.0) and sure.high == pytest.approx(2.0)
+    mixed = HeatRecord(
+        [heat(0, job(index=n), plain=2.0, fast=1.0 if n % 2 else 2.0) for n in range(6)]
+    )
+    (unsure,) = sureness_of(mixed, rows(mixed, {"plain"}))
+    assert unsure.low is not None and unsure.high is not None
+    assert 1.0 <= unsure.low < unsure.speedup < unsure.high <= 2.0
+    few = HeatRecord(mixed.heats[:3])
+    (unknown,) = sureness_of(few, rows(few, {"plain"}))
+    assert (unknown.low, unknown.high, unknown.prompts) == (None, None, 3)
+
+
+def test_what_was_bought_is_said() -> None:
+    record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
+    bought = BenchSpending(
+        120, 100.4, 6, 24, ("18 of 24 turns",), sureness_of(record, rows(record, {"plain"}))
+    )
+    table, text = bought.blocks()
+    assert text.text == (  # type: ignore[union-attr]
+        "100 s bought 6 of 24 turns of everybody. Not measured: 18 of 24 turns. --continue goes on."
+    )
+    assert table.rows == [("fast", 1, "0", "2.00x", "2.00 to 2.00x", 6, 1)]  # type: ignore[union-attr]

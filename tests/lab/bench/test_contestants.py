@@ -1,0 +1,157 @@
+"""Contestants on tiny random models: the right text, and what is counted beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError
+from paceline.lab.bench.contestants import Paceline, Starter
+from paceline.lab.bench.methods import Method, parse_method
+from paceline.lab.bench.outcome import Ask, TimedRun
+from paceline.llm import LLM
+from support.tiny_models import TinyPair
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [12, 13, 14, 15, 16], [20, 21]]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
+    yield LLM(tiny_pair.target, draft="none", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def starter(llm: LLM, tiny_pair: TinyPair) -> Starter:
+    return Starter(llm, tiny_pair.target)
+
+
+def asks(tokens: int = 12, **options: Any) -> list[Ask]:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
+    return [Ask(tuple(prompt), params) for prompt in PROMPTS]
+
+
+def texts(outcome: TimedRun) -> list[list[int]]:
+    return [list(answer.tokens) for answer in outcome.answers]
+
+
+def check(outcome: TimedRun, tokens: int = 12) -> None:
+    """What holds of every run to the end of all answers."""
+    assert outcome.tokens == tokens * len(outcome.answers)
+    for answer in outcome.answers:
+        times = [time for time, _ in answer.arrivals]
+        assert times[0] > 0 and times == sorted(times) and times[-1] <= outcome.seconds
+        assert sum(count for _, count in answer.arrivals) == len(answer.tokens)
+    assert outcome.steps == sum(len(answer.arrivals) for answer in outcome.answers)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_the_texts_are_those_of_generate(llm: LLM, starter: Starter, clients: int) -> None:
+    wanted = llm.generate(PROMPTS, asks()[0].params)
+    for text in ("plain", "ngram@3"):
+        outcome = starter.open(parse_method(text, None), clients).run(asks())
+        check(outcome)
+        assert texts(outcome) == [completion.token_ids for completion in wanted]
+
+
+def test_plain_decoding_drafts_nothing(starter: Starter) -> None:
+    outcome = starter.open(parse_method("plain", None), 1).run(asks())
+    assert (outcome.drafted, outcome.accepted) == (0, 0)
+    assert outcome.steps == outcome.tokens
+    # The step that reads a prompt yields its first token and is not one that only decodes.
+    assert outcome.decoding_steps == 11 * len(PROMPTS)
+    assert set(outcome.phases) == {"draft", "target", "verify", "other"}
+    assert 0 < sum(outcome.phases.values()) < outcome.seconds
+
+
+def test_clients_wait_for_their_answer(starter: Starter) -> None:
+    contestant = starter.open(parse_method("plain", None), 2)
+    assert isinstance(contestant, Paceline)
+    engine, sizes = contestant.llm.engine, list[int]()
+    step = engine.step
+
+    def counted() -> Any:
+        commits = step()
+        sizes.append(len(commits))
+        return commits
+
+    engine.step = counted  # type: ignore[method-assign]
+    outcome = contestant.run(asks())
+    check(outcome)
+    assert max(sizes) == 2
+    # The third request is sent when one of the first two is answered: its clock starts then.
+    assert outcome.answers[2].arrivals[-1][0] < 0.9 * outcome.seconds
+
+
+def test_positions_are_counted(starter: Starter) -> None:
+    outcome = starter.open(parse_method("ngram@3", None), 1).run(asks(40))
+    assert outcome.drafted and outcome.reached[0] > 0
+    assert sum(outcome.accepted_at) == outcome.accepted
+    assert outcome.tokens == outcome.steps + outcome.accepted
+
+
+def test_ctrl_c_leaves_an_engine_that_can_go_on(starter: Starter) -> None:
+    contestant = starter.open(parse_method("ngram@3", None), 1)
+    assert isinstance(contestant, Paceline)
+    engine, calls = contestant.llm.engine, [0]
+    step = engine.step
+
+    def interrupted() -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    engine.step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        contestant.run(asks())
+    assert not engine.has_work
+    check(contestant.run(asks()))
+
+
+def test_a_round_starts_without_memory_of_the_last(starter: Starter) -> None:
+    contestant = starter.open(Method("suffix", "suffix", 4), 1)
+    first = contestant.run(asks(24))
+    second = contestant.run(asks(24))
+    contestant.refresh()
+    third = contestant.run(asks(24))
+    assert second.accepted > first.accepted, "it remembers what it wrote"
+    assert (third.drafted, third.accepted) == (first.drafted, first.accepted)
+    assert texts(first) == texts(second) == texts(third)
+
+
+@pytest.mark.parametrize("text", ["transformers", "transformers:assisted@3", "transformers:lookup"])
+def test_transformers(llm: LLM, starter: Starter, tiny_pair: TinyPair, text: str) -> None:
+    outcome = starter.open(parse_method(text, tiny_pair.draft), 1).run(asks())
+    check(outcome)
+    wanted = llm.generate(PROMPTS, asks()[0].params)
+    assert texts(outcome) == [completion.token_ids for completion in wanted]
+    assert outcome.drafted is None and outcome.accepted == outcome.tokens - outcome.steps
+
+
+def test_transformers_samples_with_a_seed(starter: Starter, tiny_pair: TinyPair) -> None:
+    contestant = starter.open(parse_method("transformers", None), 1)
+    first, second, other = (
+        texts(contestant.run(asks(temperature=1.0, seed=seed))) for seed in (1, 1, 2)
+    )
+    assert first == second != other
+
+
+def test_the_end_token_ends_texts_if_that_is_asked_for(llm: LLM, starter: Starter) -> None:
+    """The end token is forced by a bias: what ends there has one token."""
+    end = llm.tokenizer.eos_token_id
+    assert isinstance(end, int)
+    for ignore, length in ((False, 1), (True, 6)):
+        params = SamplingParams(max_tokens=6, ignore_eos=ignore, logit_bias={end: 100.0})
+        outcome = starter.open(parse_method("plain", None), 1).run([Ask((5, 6), params)])
+        assert len(outcome.answers[0].tokens) == length
+
+
+def test_another_vocabulary_is_refused(
+    llm: LLM, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    starter = Starter(llm, tiny_pair.target)
+    with pytest.raises(ConfigError, match="another vocabulary than"):
+        starter.open(Method("transformers:assisted", tiny_pair.foreign, None, "assisted"), 1)

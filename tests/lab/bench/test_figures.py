@@ -1,0 +1,147 @@
+"""Figures, exact, from outcomes made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
+from paceline.lab.bench.outcome import TimedAnswer, TimedRun
+from paceline.lab.bench.runner import Heat, HeatRecord, take_turns
+from support.made_outcomes import Fake, heat, job, outcome
+
+PLAINS = {"plain", "theirs"}
+
+
+def test_rates_speedups_and_the_best_plain() -> None:
+    heats = [  # every outcome has 4 tokens
+        heat(0, job(), plain=4.0, theirs=2.0, fast=1.0),
+        heat(1, job(), plain=4.0, theirs=1.0, fast=1.0),
+        heat(2, job(), plain=4.0, theirs=4.0, fast=1.0),
+    ]
+    plain, theirs, fast = rows(HeatRecord(heats), PLAINS)
+    assert plain.tokens_per_second == Spread(1.0, 1.0, 1.0)
+    assert theirs.tokens_per_second == Spread(2.0, 1.0, 4.0)
+    assert {row.best_plain for row in (plain, theirs, fast)} == {"theirs"}
+    assert theirs.speedup == Spread(1.0, 1.0, 1.0)
+    assert fast.speedup == Spread(2.0, 1.0, 4.0)  # of the rounds' ratios
+    assert plain.speedup == Spread(0.5, 0.25, 1.0)
+    assert (fast.rounds, fast.requests, fast.tokens) == (3, 3, 12)
+
+
+def test_categories_and_all_of_them() -> None:
+    heats = [
+        heat(0, job("chat", 0), plain=4.0, fast=2.0),
+        heat(0, job("code", 1), plain=4.0, fast=1.0),
+        heat(0, job("code", 2), plain=4.0, fast=1.0),
+    ]
+    found = {(r.category, r.method): r for r in rows(HeatRecord(heats), PLAINS)}
+    assert list(found) == [
+        (category, method) for category in ("chat", "code", OVERALL) for method in ("plain", "fast")
+    ]
+    assert found["chat", "fast"].speedup.median == 2
+    assert found["code", "fast"].speedup.median == 4
+    assert found[OVERALL, "fast"].speedup.median == 3
+    assert found[OVERALL, "fast"].tokens_per_second.median == 12 / 4
+
+
+def test_a_round_cut_short_counts_only_where_there_is_no_other() -> None:
+    whole = [heat(0, job(index=n), plain=4.0) for n in range(2)]
+    cut = heat(1, job(index=0), plain=1.0)
+    (row,) = rows(HeatRecord([*whole, cut]), PLAINS)
+    assert (row.rounds, row.tokens_per_second.median) == (1, 1.0)
+    (row,) = rows(HeatRecord([cut]), PLAINS)
+    assert (row.rounds, row.tokens_per_second.median) == (1, 4.0)
+
+
+def test_sweeps_do_not_mix() -> None:
+    heats = [
+        heat(0, job(), plain=4.0),
+        heat(0, job(clients=2), plain=2.0),
+        heat(0, job(temperature=1.0), plain=1.0),
+    ]
+    found = rows(HeatRecord(heats), PLAINS)
+    speeds = [(r.concurrency, r.temperature, r.tokens_per_second.median) for r in found]
+    assert speeds == [(1, 0.0, 1.0), (2, 0.0, 2.0), (1, 1.0, 4.0)]
+
+
+def test_latencies() -> None:
+    run = outcome(10.0, [(1.0, 1), (2.0, 4), (5.0, 1), (5.5, 1)])
+    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": run})]), PLAINS)
+    assert gaps_of(run.answers[0]) == [(1.0, 4), (3.0, 1), (0.5, 1)]
+    assert row.time_to_first_token == 1.0
+    assert row.inter_token_p50 == 0.25  # of 0.25 four times, 0.5, 3
+    assert row.inter_token_p99 == 3.0
+    assert row.stall_p99 == 3.0
+
+
+def test_an_answer_of_one_delivery_has_no_gaps() -> None:
+    run = outcome(1.0, [(0.5, 3)])
+    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": run})]), PLAINS)
+    assert row.inter_token_p50 is None and row.stall_p99 is None
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.5, 50), (0.99, 99), (0.001, 1), (1.0, 100), (0.991, 100)]
+)
+def test_nearest_rank(share: float, expected: int) -> None:
+    assert percentile(list(range(100, 0, -1)), share) == expected
+
+
+def test_drafts_and_phases_add_up() -> None:
+    runs = [
+        outcome(
+            1.0,
+            drafted=drafted,
+            accepted=accepted,
+            reached=reached,
+            accepted_at=accepted_at,
+            phases={"draft": 1.0, "target": 2.0},
+            decoding_steps=2,
+        )
+        for drafted, accepted, reached, accepted_at in (
+            (6, 3, (2, 1), (2, 1)),
+            (4, 1, (2,), (1,)),
+        )
+    ]
+    heats = [Heat(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
+    (row,) = rows(HeatRecord(heats), PLAINS)
+    assert row.drafts.drafted == 10 and row.drafts.acceptance_rate == 0.4
+    assert row.drafts.reached == (4, 1) and row.drafts.acceptance == (0.75, 1.0)
+    assert row.drafts.mean_accepted_length == 8 / 4
+    assert row.drafts.length == 10 / 4
+    assert row.phases == {"draft": 0.5, "target": 1.0}
+
+
+def test_what_is_not_said_is_not_counted() -> None:
+    both = merged([outcome(1.0, drafted=3), outcome(1.0)])
+    assert both.drafted is None
+    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": both})]), PLAINS)
+    assert row.drafts.acceptance_rate is None and row.drafts.length is None
+
+
+def test_cost() -> None:
+    (row,) = rows(HeatRecord([heat(0, job(), plain=0.04)]), PLAINS)  # 100 tokens a second
+    assert row.cost_per_million(3.6) == pytest.approx(10)
+    assert row.record(3.6)["cost_per_million_tokens"] == pytest.approx(10)
+    assert "cost_per_million_tokens" not in row.record()
+
+
+def test_idle_methods_are_found() -> None:
+    record = HeatRecord()
+    contestants = [
+        Fake("plain"),
+        Fake("silent"),
+        Fake("wrong", drafted=9),
+        Fake("good", drafted=9, accepted=1),
+    ]
+    take_turns([job()], contestants, 2, record)
+    assert idle(record, {"silent", "wrong", "good"}) == {
+        "silent": "drafted nothing",
+        "wrong": "had none of its drafts accepted",
+    }
+
+
+def test_idle_without_counts() -> None:
+    answers = [TimedAnswer((1, 2, 3), ((1.0, 1), (2.0, 1), (3.0, 1)))]
+    record = HeatRecord([Heat(job(), 0, {"transformers:lookup": TimedRun(answers, 3.0, 3)})])
+    assert list(idle(record, {"transformers:lookup"})) == ["transformers:lookup"]

@@ -1,0 +1,85 @@
+"""Method specs."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.lab.bench.methods import Method, parse_lengths, parse_method, parse_methods
+
+DRAFT = "some/draft"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", Method("plain", None, 0)),
+        ("none", Method("plain", None, 0)),
+        ("draft", Method("draft", DRAFT, 3)),
+        ("draft@auto", Method("draft@auto", DRAFT, "auto")),
+        ("ngram", Method("ngram", "ngram", 3)),
+        ("ngram:min=2,max=4@5", Method("ngram:min=2,max=4@5", "ngram:min=2,max=4", 5)),
+        ("eagle3:a/b@7", Method("eagle3:a/b@7", "eagle3:a/b", 7)),
+        ("model:me@home/x", Method("model:me@home/x", "model:me@home/x", 3)),
+        ("hybrid:ngram+model:a/b", Method("hybrid:ngram+model:a/b", "hybrid:ngram+model:a/b", 3)),
+        ("paceline/tiny-draft", Method("paceline/tiny-draft", "paceline/tiny-draft", 3)),
+        ("transformers", Method("transformers", None, None, "plain")),
+        ("transformers:assisted@4", Method("transformers:assisted@4", DRAFT, 4, "assisted")),
+        ("transformers:lookup", Method("transformers:lookup", None, None, "lookup")),
+    ],
+)
+def test_parse(text: str, expected: Method) -> None:
+    found = parse_method(text, DRAFT, 3)
+    assert found == expected
+    assert found.speculates == (text not in ("plain", "none", "transformers"))
+
+
+@pytest.mark.parametrize(
+    ("text", "draft", "words"),
+    [
+        ("ngrm", DRAFT, "no method 'ngrm'; there are plain, draft"),
+        ("ngrm", DRAFT, "eagle3"),
+        ("transformers:fast", DRAFT, "transformers:assisted, transformers:lookup"),
+        ("transformers:lookup@auto", DRAFT, "no automatic length"),
+        ("transformers:assisted", None, "needs a draft model"),
+        ("transformers:assisted", "ngram", "needs a draft model"),
+        ("plain@4", DRAFT, "leave out the @"),
+        ("draft", None, "no draft is named"),
+        ("ngram@0", DRAFT, "from 1 to 64"),
+        ("ngram@-3", DRAFT, "from 1 to 64"),
+        ("ngram@65", DRAFT, "from 1 to 64"),
+    ],
+)
+def test_refused(text: str, draft: str | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        parse_method(text, draft)
+    assert words in str(caught.value)
+
+
+def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
+    found = parse_methods(["ngram", "plain", "ngram"], None)
+    assert [method.name for method in found] == ["plain", "ngram"]
+
+
+def test_lengths_go_to_those_that_name_none() -> None:
+    texts = ["ngram", "draft@auto", "transformers:lookup"]
+    found = parse_methods(texts, DRAFT, "auto", parse_lengths("2, 4"))
+    assert [(method.name, method.length) for method in found] == [
+        ("plain", 0),
+        ("ngram@2", 2),
+        ("ngram@4", 4),
+        ("draft@auto", "auto"),
+        ("transformers:lookup", None),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "1,x", "0", "65", "1,,2"])
+def test_bad_lengths(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths"):
+        parse_lengths(text)
+
+
+def test_who_remembers() -> None:
+    remembering = {"suffix", "recycling", "hybrid:ngram+suffix"}
+    for text in (*remembering, "ngram", "draft", "hybrid:ngram+lookahead", "plain"):
+        assert parse_method(text, DRAFT).remembers == (text in remembering), text

@@ -1,0 +1,152 @@
+"""The report of a result: which sections, which pictures."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from paceline.lab.bench.figures import rows
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.pages import report_of
+from paceline.lab.bench.predict import Item, Predicted, Prediction
+from paceline.lab.bench.result import BenchResult
+from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
+from paceline.lab.bench.texts import Comparison
+from paceline.lab.report.terminal import print_report
+from support.made_outcomes import job, outcome
+
+MACHINE = {
+    "processor": "A",
+    "device": "cpu",
+    "threads": 1,
+    "cores": 2,
+    "dtype": "bfloat16",
+    "torch": "2",
+}
+SETTINGS = {"prompts": 2, "source": "x.jsonl", "max_tokens": 4, "lossy": False}
+METHODS = [Method("plain", length=0), Method("model:a/quick@2", "model:a/quick", 2)]
+
+
+def one_heat(where: BenchJob, turn: int = 0) -> Heat:
+    phases = {"draft": 0.002, "target": 0.004, "verify": 0.001, "other": 0.001}
+    common = {"phases": phases, "decoding_steps": 1}
+    fast = {"drafted": 4, "accepted": 2, "reached": (2, 1), "accepted_at": (1, 1)}
+    outcomes = {
+        "plain": outcome(4.0, **common),
+        "model:a/quick@2": outcome(2.0, **common, **fast),
+    }
+    return Heat(where, turn, outcomes)
+
+
+def result(*jobs: BenchJob, **more: object) -> BenchResult:
+    record = HeatRecord([one_heat(where, turn) for turn in range(2) for where in jobs])
+    found = rows(record, {"plain"})
+    texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
+    options = {"texts": texts, "idle": {}, **more}
+    return BenchResult("m", MACHINE, SETTINGS, METHODS, found, **options)  # type: ignore[arg-type]
+
+
+def sections(found: BenchResult) -> list[str]:
+    return [section.title for section in report_of(found).sections]
+
+
+def shown(found: BenchResult) -> str:
+    out = io.StringIO()
+    print_report(report_of(found), Console(file=out, width=120))
+    return out.getvalue()
+
+
+def test_one_client_two_categories() -> None:
+    found = result(job("chat", 0), job("code", 1), price=3.6)
+    assert sections(found) == [
+        "Run",
+        "Methods",
+        "By category",
+        "Acceptance by position",
+        "Time per step",
+        "Same text",
+    ]
+    text = shown(found)
+    assert "model:quick@2" in text and "a/quick" not in text
+    assert "2.00x" in text
+    assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
+    assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
+    names = [figure.name for figure in report_of(found).figures()]
+    assert names == ["speedup", "acceptance", "steps"]
+    assert all("<svg" in figure.draw() for figure in report_of(found).figures())
+
+
+def test_sweeps_have_their_tables_and_pictures() -> None:
+    many = [job(EVERYTHING, 0, 4, temperature=t) for t in (0.0, 0.7)]
+    found = result(
+        *(job(c, n, temperature=t) for n, c in enumerate(["chat", "code"]) for t in (0.0, 0.7)),
+        *many,
+    )
+    titles = sections(found)
+    assert "Concurrency at temperature 0.7" in titles and "Temperature" in titles
+    figures = report_of(found).figures()
+    names = [figure.name for figure in figures]
+    assert len(names) == len(set(names)) and {"concurrency-t0", "temperature"} <= set(names)
+    assert all("<svg" in figure.draw() for figure in figures)
+
+
+def test_repeated_prompts_flatter_who_remembers() -> None:
+    many = job(EVERYTHING, 0, 4)
+    found = result(job(), many)
+    assert "flatters" not in shown(found)
+    named = [METHODS[0], Method("model:a/quick@2", "suffix", 2)]
+    few = replace(found, methods=named, settings={**SETTINGS, "prompts": 0})
+    assert "which flatters" in shown(few) and "flatters" not in shown(replace(found, methods=named))
+
+
+def test_several_clients_alone() -> None:
+    assert "By category" not in sections(result(job(EVERYTHING, 0, 4)))
+
+
+def test_predictions_are_explained() -> None:
+    items = (Item("bookkeeping of drafts", -0.25), Item("rest", 0.05))
+    seen = Prediction(1.9, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6, items)
+    found = result(job(), predictions=[Predicted("model:a/quick@2", 1, seen)])
+    text = shown(found)
+    assert "Predicted against measured speedup" in sections(found)
+    assert "bookkeeping of drafts" in text and "-0.25" in text and "+0.05" in text
+    assert "1.80x" in text and "1.60x" in text
+    (record,) = found.record()["predicted"]
+    assert record["method"] == "model:a/quick@2" and record["predicted_by_measured"] == 1.8 / 1.6
+
+
+def test_what_must_not_be_missed() -> None:
+    idle = {"model:a/quick@2": "drafted nothing"}
+    found = result(job(), idle=idle, interrupted=True, left_out=["long/1"])
+    text = shown(found)
+    assert "drafted nothing in the whole run" in text
+    assert "Interrupted" in text and "long/1" in text
+
+
+def test_the_record_has_everything() -> None:
+    record = result(job(), price=1.0, left_out=["a"]).record()
+    assert set(record) == {
+        *("model", "interrupted", "machine", "settings", "methods", "figures", "predicted"),
+        *("texts", "idle", "bugs", "prompts_left_out", "budget"),
+        *("unequal", "perplexity"),
+    }
+    row = record["figures"][1]
+    assert row["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert row["drafts"]["reached"] == (4, 2)
+    assert row["cost_per_million_tokens"] > 0
+
+
+def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() -> None:
+    heats = [
+        one_heat(job(c, n, temperature=t))
+        for n, c in enumerate(("chat", "code"))
+        for t in (0.0, 1.0)
+    ]
+    for heat in heats:
+        heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
+    found = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
+    text = shown(found)
+    assert text.count("none tried") == 3  # at both temperatures, and the note
+    assert "no draft was tried, as it would not have paid" in text

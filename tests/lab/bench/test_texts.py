@@ -1,0 +1,94 @@
+"""Texts beside plain decoding's: same, near tie, bug."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.difference import Difference
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.outcome import Ask
+from paceline.lab.bench.result import BenchResult, idle_line, labels
+from paceline.lab.bench.runner import BenchJob, HeatRecord, take_turns
+from paceline.lab.bench.texts import Comparison, compare
+from support.made_outcomes import Fake, ask, job
+
+TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)
+BUG = Difference(1, 6, 0, gap=1.0, step=0.01, on_edge=False)
+
+
+def judge(asked: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
+    assert left == (5, 6, 7, 8), "plain decoding's text comes first"
+    return TIE if right == (5, 6, 9, 8) else BUG
+
+
+def contest(todo: list[BenchJob], rounds: int = 2) -> HeatRecord:
+    record = HeatRecord()
+    contestants = [
+        Fake("plain"),
+        Fake("same"),
+        Fake("tie", tokens=(5, 6, 9, 8)),
+        Fake("liar", tokens=(5, 0, 7, 8)),
+    ]
+    take_turns(todo, contestants, rounds, record)
+    return record
+
+
+def test_every_pair_is_judged_once() -> None:
+    found = compare(contest([job(index=0), job("code", 1)]), judge)
+    assert found.counts == {
+        "same": {"identical": 2},
+        "tie": {"near tie": 2},
+        "liar": {"different": 2},
+    }
+    assert [p.category for p in found.different("liar")] == ["chat", "code"]
+    assert found.different("tie") == [] == found.different("same")
+
+
+def test_unseeded_samples_are_not_compared() -> None:
+    free = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7),))
+    seeded = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7, seed=3),))
+    assert compare(contest([free]), judge, ["same", "liar"]).counts == {}
+    found = compare(contest([seeded]), judge, ["same", "liar"])
+    assert found.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
+
+
+def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = None) -> BenchResult:
+    return BenchResult("m", {}, {}, methods, [], texts, idle or {})
+
+
+def test_a_bug_is_ours_alone() -> None:
+    found = compare(contest([job()]), judge)
+    plain = Method("plain", length=0)
+    ours = result(found, plain, Method("liar", "ngram"), Method("tie", "ngram"))
+    assert ours.bugs() == ["liar"]
+    (line,) = ours.complaints()
+    assert "liar wrote another text than plain decoding (chat, request 0, token 1" in line
+    assert "this is a bug" in line and "\n" not in line
+    theirs = result(found, plain, Method("liar", None, None, "lookup"))
+    assert theirs.bugs() == [] == theirs.complaints()
+
+
+def test_idle_methods_are_a_failure_unless_accepted() -> None:
+    lacking = {"ngram": "drafted nothing"}
+    found = result(Comparison({}, []), Method("ngram", "ngram"), idle=lacking)
+    (line,) = found.complaints()
+    assert "ngram drafted nothing in the whole run" in line
+    assert "ngram@4 tells which" in line and "--allow-idle" in line
+    assert found.complaints(allow_idle=True) == []
+
+
+def test_advice_of_a_fixed_length() -> None:
+    line = idle_line("x@4", "had none of its drafts accepted", Method("x@4", "x", 4))
+    assert "tells which" not in line and "another draft" in line
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["plain", "eagle3:paceline/tiny-eagle3@4"], ["plain", "eagle3:tiny-eagle3@4"]),
+        (["hybrid:ngram+model:/a/b"], ["hybrid:ngram+model:b"]),
+        (["a/x", "b/x"], ["a/x", "b/x"]),
+    ],
+)
+def test_labels(names: list[str], expected: list[str]) -> None:
+    assert list(labels(names).values()) == expected

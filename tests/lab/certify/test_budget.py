@@ -1,0 +1,273 @@
+"""A certification that ends early: in a fair order, with an honest verdict, and gone on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+import torch
+
+from paceline.core.batch import Batch
+from paceline.core.params import SamplingParams
+from paceline.lab.certify import Certifier, Effort, Evidence
+from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.schedule import Draws, Texts, groups, schedule
+from paceline.lab.certify.scoring import Scorer
+from paceline.lab.certify.tables import report_of
+from paceline.llm import LLM
+from paceline.model.paged.cache import PagedCache
+from support.engine_models import reference_logits
+from support.simulated_clock import SecondEach
+
+InterruptAt = Callable[[int], Callable[[str], None]]
+Named = Sequence[tuple[str, Sequence[int]]]
+SMALL = Effort(texts=2, max_tokens=16, prefixes=2, samples=600)
+
+
+# -- the order ------------------------------------------------------------------------------------
+
+
+def test_any_beginning_of_the_schedule_has_a_little_of_everything() -> None:
+    assert groups(8) == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
+    assert groups(3) == [(0,), (1,), (2,)]
+    found = list(schedule(8, 3, 2000))
+    assert found[:4] == [Texts((0,)), Draws(0, 600), Texts((1,)), Draws(0, 1000)]
+    assert found[4:] == [
+        Texts((2, 3)),
+        Draws(0, 2000),
+        Texts((4, 5, 6, 7)),
+        Draws(1, 2000, whole=True),
+        Draws(2, 2000, whole=True),
+    ]
+    assert list(schedule(2, 0, 2000)) == [Texts((0,)), Texts((1,))]
+
+
+# -- what a part of it is worth -------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.budget._CAUTION", 1.0)
+
+
+def ended_after(
+    llm: LLM,
+    prompts: Named,
+    seconds: float,
+    evidence: Evidence | None = None,
+    effort: Effort = SMALL,
+) -> tuple[Certifier, list[str]]:
+    """A run in which every piece of work takes a second; and what it said."""
+    budget = SecondEach(seconds)
+    certifier = Certifier(llm, prompts, None, effort, budget=budget, evidence=evidence)
+    certifier.evidence.tokens = effort.max_tokens
+    said: list[str] = []
+    certifier.run(said.append)
+    return certifier, said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lack"),
+    [(0.5, "no greedy text"), (6.5, "no seeded text"), (8.5, "no place has enough samples")],
+)
+def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, lack: str) -> None:
+    certifier, said = ended_after(llm, prompts, seconds)
+    assert said
+    certificate = certifier.certificate()
+    assert not certificate.lossless and not certificate.problems and not certificate.enough
+    assert certificate.verdict.startswith("NOT ENOUGH: "), certificate.verdict
+    assert lack in certificate.verdict
+    assert "bought" in certificate.verdict
+    assert report_of(certificate, str)
+
+
+def test_few_samples_are_not_enough_however_well_they_fit(
+    llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "paceline.lab.certify.run.MOST_BIAS", 0.2
+    )  # these distributions have few cells
+    effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
+    certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
+    certificate = certifier.certificate()
+    (place,) = certifier.evidence.places
+    assert len(place.drawn) == len(place.plain) == 102
+    assert certificate.record()["budget"]["places"] == 0, "it has not all its samples"
+    assert certificate.smallest_bias > 0.2
+    assert f"only a bias of {certificate.smallest_bias:.0%} or more" in certificate.verdict
+    assert not certificate.lossless
+
+
+def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named) -> None:
+    """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
+    certifier, _ = ended_after(llm, prompts, 50)
+    assert certifier.certificate().lossless
+    for number in range(certifier.texts):
+        first = next(p for p in certifier._comparer.pieces([number]) if p.kind == "text")
+        certifier.evidence.done.remove(first.name)
+    certificate = certifier.certificate()
+    assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, and it takes 2")
+
+
+def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
+    """It said CERTIFIED beside "0 of 4 places" and "0 of 8000 samples"."""
+    certifier = Certifier(llm, prompts, None, SMALL)
+    certifier.run()
+    assert certifier.certificate().lossless
+    exact, places = [*certifier.evidence.exact], [*certifier.evidence.places]
+    certifier.evidence.exact.clear()
+    assert "the rule was not enumerated" in certifier.certificate().verdict
+    certifier.evidence.exact += exact
+    for place in places:
+        del place.drawn[-1]
+    assert "0 places have all their samples, and it takes 1" in certifier.certificate().verdict
+    certifier.evidence.places.clear()
+    certificate = certifier.certificate()
+    assert certificate.bought.samples == 0
+    assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
+
+
+def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts: Named) -> None:
+    certifier, said = ended_after(llm, prompts, 50)
+    assert said[0].startswith("greedy") and any("speculative sampling" in what for what in said)
+    certificate = certifier.certificate()
+    assert certifier.budget.spent <= 50
+    assert certificate.lossless and not certificate.complete, certificate.verdict
+    record = certificate.record()
+    # The second place would have had a few samples only: it was not begun.
+    assert record["enough"] and record["budget"]["places"] == 1
+    assert record["budget"]["missing"] and record["budget"]["lacks"] == ()
+    assert 0 < record["smallest_bias"] <= 0.25
+    last = report_of(certificate, str).sections[-1]
+    lines = [block.text for block in last.blocks]  # type: ignore[union-attr]
+    assert any("1 of 2 places" in text and "smallest bias" in text for text in lines)
+    assert any("--continue goes on" in text for text in lines)
+
+
+def test_a_place_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
+    certifier, _ = ended_after(llm, prompts, 70)
+    assert [len(place.drawn) for place in certifier.evidence.places] == [600, 600]
+    assert certifier.certificate().complete
+
+
+def test_without_an_end_everything_is_looked_at(llm: LLM, prompts: Named) -> None:
+    certifier = Certifier(llm, prompts, None, SMALL)
+    said: list[str] = []
+    certifier.run(said.append)
+    assert len(said) == certifier.pieces
+    certificate = certifier.certificate()
+    assert certificate.complete and certificate.lossless
+    assert certificate.bought.texts == certificate.bought.texts_wanted == 2
+    assert certificate.bought.samples == 2 * 600
+
+
+# -- going on -------------------------------------------------------------------------------------
+
+
+def through_a_file(evidence: Evidence) -> Evidence:
+    text = json.dumps(msgspec.to_builtins(evidence, str_keys=True))
+    return msgspec.convert(json.loads(text), Evidence, strict=False)
+
+
+def test_a_later_run_adds_what_is_missing_and_repeats_nothing(llm: LLM, prompts: Named) -> None:
+    first, said = ended_after(llm, prompts, 12)
+    level = first.certificate().alpha
+    first.evidence.looks += 1
+    kept = through_a_file(first.evidence)
+    assert kept == first.evidence
+    second = Certifier(llm, prompts, None, SMALL, evidence=kept)
+    more: list[str] = []
+    second.run(more.append)
+    certificate = second.certificate()
+    assert certificate.lossless and certificate.complete
+    assert certificate.alpha == level / 2  # whoever looks again has less to spend
+    assert certificate.bought.looks == 2
+    every = said + more
+    for kind in ("plain decoding", "draft length 1", "draft length 2, alone", "mixed batch"):
+        assert sum(kind in what for what in every) == 4, kind  # two texts, greedy and seeded
+    assert sum("enumerated" in what for what in every) == 2
+
+
+def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -> None:
+    effort = Effort(texts=1, max_tokens=16, prefixes=1, samples=200)
+    first = Certifier(llm, prompts, None, effort)
+    first.run()
+    before = first.certificate()
+    second = Certifier(llm, prompts, None, effort, evidence=through_a_file(first.evidence))
+    second.run()
+    after = second.certificate()
+    assert (before.bought.texts, after.bought.texts) == (1, 2)
+    assert (before.bought.samples, after.bought.samples) == (200, 400)
+    assert after.smallest_bias < before.smallest_bias
+    assert all(b.tokens == 2 * a.tokens for a, b in zip(before.texts, after.texts, strict=True))
+    (place,) = second.evidence.places
+    assert place.drawn[:200] == first.evidence.places[0].drawn
+    assert place.drawn[200:] != place.drawn[:200]  # other random numbers
+
+
+def test_an_interruption_leaves_whole_pieces(
+    llm: LLM, prompts: Named, interrupt_at: InterruptAt
+) -> None:
+    certifier = Certifier(llm, prompts, None, SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        certifier.run(interrupt_at(6))
+    assert len(certifier.evidence.done) == 5
+    assert certifier.certificate().verdict.startswith("NOT CERTIFIED: interrupted")
+    again = Certifier(llm, prompts, None, SMALL, evidence=through_a_file(certifier.evidence))
+    again.run()
+    assert again.certificate().lossless
+
+
+def test_a_bug_of_the_first_run_is_not_forgotten(
+    llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(seq_id, base + node - 1, base + rank) for rank, node in enumerate(path)]
+
+    monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
+    first, _ = ended_after(llm, prompts, 8.5)
+    assert first.certificate().problems
+    monkeypatch.undo()
+    again = Certifier(llm, prompts, None, SMALL, evidence=through_a_file(first.evidence))
+    again.run()
+    assert again.certificate().verdict.startswith("NOT LOSSLESS: ")
+
+
+# -- scoring --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [3, 16, 17, 40])
+def test_laws_are_those_of_the_whole_text(llm: LLM, given: int) -> None:
+    start = Start(tuple(range(1, given + 1)), (5, 6))
+    scorer = Scorer(llm.target, start, SamplingParams(temperature=1.0))
+    strings = [(), (7,), (8, 9), (7, 7, 7)]
+    for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
+        for string, distribution in zip(strings, distributions, strict=True):
+            (*_, last) = reference_logits(llm.target, [*start.tokens, *string])
+            assert torch.allclose(distribution, last.softmax(-1), atol=1e-5), string
+
+
+def test_what_texts_have_in_common_is_read_once(llm: LLM) -> None:
+    """64 texts behind 100 tokens are not 6,400 rows, as they were."""
+    rows: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(llm.target, name)
+
+        def __call__(self, batch: Batch, cache: PagedCache) -> object:
+            rows.append(len(batch.input_ids))
+            return llm.target(batch, cache)
+
+    start = Start(tuple(range(1, 101)))
+    scorer = Scorer(Counting(), start, SamplingParams(temperature=1.0))  # type: ignore[arg-type]
+    strings = [(n,) for n in range(64)]
+    scorer.at_once(strings)
+    begun = sum(rows)
+    rows.clear()
+    scorer.at_once(strings)
+    scorer.stepwise(strings)
+    assert sum(rows) <= 2 * 64 * 6
+    assert begun <= 2048 + 96 + 64 * 6

@@ -1,0 +1,187 @@
+"""Planted bugs of a drafter, the rule and the cache: each must be found, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.batch import Check, Plan, Span, Verdict
+from paceline.core.draws import pick
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import Rows
+from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
+from paceline.lab.certify import Certificate, Certifier, Effort
+from paceline.llm import LLM
+from paceline.verify.rules import RuleProbabilities, aligned
+from paceline.verify.verifier import Decisions, Verifier
+
+Named = Sequence[tuple[str, Sequence[int]]]
+SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
+WARM = SamplingParams(temperature=1.0)
+COOL = SamplingParams(temperature=0.5)  # sharper distributions, which differ more
+
+
+def parts(certificate: Certificate) -> set[str]:
+    assert not certificate.lossless
+    assert certificate.verdict.startswith("NOT LOSSLESS: ")
+    return {problem.part for problem in certificate.problems}
+
+
+def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> Certificate:
+    certifier = Certifier(llm, prompts, params, SMALL)
+    certifier.run()
+    return certifier.certificate()
+
+
+# -- the drafter ----------------------------------------------------------------------------------
+
+
+class Altered:
+    """A drafter whose sampled chains are changed on their way out."""
+
+    def __init__(self, drafter, change: Callable[[TokenTree], TokenTree]) -> None:
+        self._drafter, self._change = drafter, change
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        trees = self._drafter.propose(plan)
+        return [self._change(t) if t.draw is Draw.IID and len(t) else t for t in trees]
+
+    def __getattr__(self, name: str):
+        return getattr(self._drafter, name)
+
+
+def temperature_forgotten(tree: TokenTree) -> TokenTree:
+    """Declares the distribution at temperature 1, drawn from at 0.5."""
+    warm = tree.q.sqrt()
+    return replace(tree, q=warm / warm.sum(-1, keepdim=True))
+
+
+def argmax_with_softmax(tree: TokenTree) -> TokenTree:
+    """A chosen token, declared as drawn."""
+    return TokenTree(tree.q[:1].argmax(-1), (-1,), Draw.IID, tree.q[:1])
+
+
+def pruned_by_own_chance(tree: TokenTree) -> TokenTree:
+    """Drops a node because of its own probability."""
+    own = tree.q.gather(1, tree.tokens[:, None])[:, 0] >= 0.1
+    keep = int(own.cumprod(0).sum())
+    if not keep:
+        return TokenTree.empty()
+    return TokenTree(tree.tokens[:keep], chain_parents(keep), Draw.IID, tree.q[:keep])
+
+
+@pytest.mark.parametrize(
+    ("change", "params"),
+    [
+        (temperature_forgotten, COOL),
+        (argmax_with_softmax, WARM),
+        (pruned_by_own_chance, COOL),
+    ],
+)
+def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingParams) -> None:
+    llm.engine.drafter = Altered(llm.engine.drafter, change)
+    found = parts(outcome(llm, prompts, params))
+    assert {"drafter", "sampling"} <= found
+    assert not found & {"greedy", "seeded", "rule", "plain sampling"}
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+
+class NoResidual(Verifier):
+    """Refused drafts are replaced by a draw from p itself."""
+
+    def _outcome(
+        self, distributions: torch.Tensor, checks: Sequence[Check]
+    ) -> RuleProbabilities | None:
+        found = super()._outcome(distributions, checks)
+        return (
+            None
+            if found is None
+            else RuleProbabilities(found.accept, aligned(distributions, found.stop)[0])
+        )
+
+
+class Lenient(Verifier):
+    """Accepts whatever it likes every other time."""
+
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
+        found = super()._decide(scores, rows, checks)
+        if found.accepted is None:
+            return found
+        liked = torch.rand(len(found.accepted), generator=self.generator) < 0.5
+        return Decisions(found.choices, found.accepted | liked)
+
+
+class NoBonus(Verifier):
+    """Nothing after a fully accepted draft."""
+
+    def __call__(self, logits: torch.Tensor, checks: Sequence[Check], *rest: Any) -> list[Verdict]:
+        verdicts = super().__call__(logits, checks, *rest)
+        return [
+            replace(verdict, tokens=verdict.tokens[:-1])
+            if check.rows > 1 and len(verdict.path) == check.rows - 1
+            else verdict
+            for check, verdict in zip(checks, verdicts, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(NoResidual, {"rule"}), (Lenient, {"rule", "sampling"})]
+)
+def test_a_wrong_rule(llm: LLM, prompts: Named, kind: type[Verifier], expected: set[str]) -> None:
+    """A missing residual is too small a bias for so few samples; the enumeration sees any."""
+    llm.engine.verifier = kind("auto", torch.Generator())
+    found = parts(outcome(llm, prompts, COOL))
+    assert expected <= found <= {"rule", "sampling"}
+
+
+def test_a_missing_bonus_token(llm: LLM, prompts: Named) -> None:
+    llm.engine.verifier = NoBonus("auto", torch.Generator())
+    found = outcome(llm, prompts)
+    assert parts(found)
+    assert any(check.distance == 1.0 for check in found.exact) or any(
+        "failed with" in problem.what for problem in found.problems
+    )
+
+
+def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def unseeded(distributions: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return pick(distributions, torch.rand(len(distributions), generator=generator))
+
+    monkeypatch.setattr("paceline.verify.verifier.coupled_choice", unseeded)
+    assert parts(outcome(llm, prompts)) == {"seeded"}
+
+
+# -- cache and positions --------------------------------------------------------------------------
+
+
+def test_a_cache_row_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens keep the keys and values of the row before theirs."""
+
+    def shifted(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(seq_id, base + node - 1, base + rank) for rank, node in enumerate(path)]
+
+    monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
+    found = outcome(llm, prompts)
+    assert {"greedy", "seeded"} <= parts(found)
+    bugs = [item for check in found.texts for item in check.bugs]
+    assert all(item.difference.gap > 1e-3 for item in bugs)
+
+
+def test_positions_off_by_one(
+    on_reference: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(span: Span) -> list[int]:
+        base = span.context + span.pending
+        depths = depths_of(span.parents)[span.first_new :]
+        return [*range(span.context, base), *(base + depth for depth in depths)]
+
+    monkeypatch.setattr(Span, "positions", property(shifted))
+    assert {"greedy", "seeded", "sampling"} <= parts(outcome(on_reference, prompts))

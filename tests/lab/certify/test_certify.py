@@ -1,0 +1,170 @@
+"""A right engine is certified, also under truncation and penalties; what is not one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError, PromptError
+from paceline.lab.certify import Certifier, Effort, certify
+from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.evidence import Evidence, Place
+from paceline.lab.certify.tables import report_of
+from paceline.llm import LLM
+
+Named = Sequence[tuple[str, Sequence[int]]]
+SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+PENALISED = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={7: 2.0}, **PENALTIES)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), PENALISED])
+def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingParams) -> None:
+    certificate = certify(llm, prompts, params, effort=SMALL)
+    assert certificate.lossless, certificate.verdict
+    assert certificate.verdict.startswith("CERTIFIED: ")
+    assert {check.kind for check in certificate.texts} == {"greedy", "seeded"}
+    assert all(check.drafted > check.accepted > 0 for check in certificate.texts)
+    assert max(check.distance for check in certificate.exact) < 1e-6
+    whats = {result.test.what for result in certificate.distributions}
+    assert {
+        "first token / distribution",
+        "each token / distribution",
+        "draws / declared distribution",
+    } <= whats
+    assert 0 < certificate.smallest_bias < 0.25
+    (figure,) = report_of(certificate, str).figures()
+    assert "range of chance" in figure.draw()
+
+
+def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
+    tree = llm.beside(f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1)
+    certificate = certify(tree, prompts, effort=SMALL)
+    assert certificate.lossless, certificate.verdict
+    assert {check.draw for check in certificate.exact} == {"without_replacement"}
+
+
+def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None:
+    ngram = llm.beside("ngram", max_batch_size=8, seed=1)
+    again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
+    certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
+    settings = [setting.name for setting in certifier.settings]
+    assert settings[2] == "draft length auto, alone"
+    pieces: list[str] = []
+    certifier.run(pieces.append)
+    assert len(pieces) == certifier.pieces
+    # Its drafts are chosen, so there is no distribution of its own to test.
+    assert not [r for r in certifier.certificate().distributions if r.test.draft_length < 0]
+
+
+def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
+    """It was "not enumerated" where nothing was found at the place itself."""
+    tokens = tuple(range(20, 60))  # no token comes twice
+    ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
+    evidence = Evidence(places=[Place("ends in a new token", 0, Start(tokens), 2)])
+    certifier = Certifier(
+        ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
+    )
+    certifier.run()
+    assert evidence.exact and not [note for note in evidence.notes if "not enumerated" in note]
+    assert all(check.passed and check.draw == "point" for check in evidence.exact)
+
+
+def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: Named) -> None:
+    """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
+    small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
+    certifier = Certifier(small, prompts, None, SMALL)
+    assert certifier._asked.plain.cache.num_blocks == small.engine.cache.num_blocks
+
+
+def test_greedy_only(llm: LLM, prompts: Named) -> None:
+    certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
+    assert certificate.lossless
+    assert not certificate.distributions and "temperature is 0" in certificate.notes[0]
+    assert "greedy decoding only, no samples were drawn" in certificate.verdict
+
+
+@pytest.mark.parametrize(
+    ("effort", "lack"),
+    [
+        (Effort(1, 16, 1, 600), "1 whole texts were compared, and it takes 2"),
+        (Effort(2, 16, 1, 100), "or more would have been seen"),
+    ],
+)
+def test_little_is_no_certificate_also_where_no_more_was_asked_for(
+    llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These distributions have few cells, so that few samples see much.
+    monkeypatch.setattr("paceline.lab.certify.run.MOST_BIAS", 0.15)
+    certificate = certify(llm, prompts, effort=effort)
+    assert certificate.complete and not certificate.problems
+    assert not certificate.lossless
+    assert certificate.verdict.startswith("NOT ENOUGH: ") and lack in certificate.verdict
+
+
+class Silent:
+    """Proposes nothing, whatever is asked of it."""
+
+    def __init__(self, drafter, empty) -> None:
+        self._drafter, self._empty = drafter, empty
+
+    def propose(self, plan):
+        return [self._empty] * len(plan.slices)
+
+    def __getattr__(self, name: str):
+        return getattr(self._drafter, name)
+
+
+def test_nothing_drafted_is_nothing_certified(llm: LLM, prompts: Named) -> None:
+    llm.engine.drafter = Silent(llm.engine.drafter, llm.engine.drafter._empty)
+    certificate = certify(llm, prompts, effort=SMALL)
+    assert not certificate.lossless
+    assert "the drafter proposed nothing for greedy requests" in certificate.verdict
+
+
+def test_what_was_cut_short_is_never_certified(
+    llm: LLM, prompts: Named, interrupt_at: Callable[[int], Callable[[str], None]]
+) -> None:
+    certifier = Certifier(llm, prompts, None, SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        certifier.run(interrupt_at(8))
+    certificate = certifier.certificate()
+    assert certificate.texts and not certificate.lossless
+    assert certificate.verdict.startswith("NOT CERTIFIED: interrupted")
+    assert not llm.engine.has_work
+
+
+def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm: LLM) -> None:
+    one = [("one", list(range(20, 40)))]
+    found = [
+        certify(
+            llm.beside(folders[1], draft_length=2, max_batch_size=64, seed=seed),
+            one,
+            effort=Effort(1, 8, 1, 100),
+        ).record()
+        for seed in (1, 2)
+    ]
+    assert all(record["budget"].pop("spent") > 0 for record in found)
+    assert found[0] == found[1]
+
+
+def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
+    lossy = llm.beside(folders[1], draft_length=2, lossy=True)
+    with pytest.raises(ConfigError, match=r"typical acceptance .lossy., which is not lossless"):
+        certify(lossy, prompts)
+    with pytest.raises(ConfigError, match="no drafter to certify; give one with draft"):
+        certify(llm.beside(), prompts)
+    with pytest.raises(ConfigError, match="draft length 0 drafts nothing"):
+        certify(llm.beside(folders[1], draft_length=0), prompts)
+    with pytest.raises(PromptError, match="no prompt was given"):
+        certify(llm, [])
+    with pytest.raises(PromptError, match="prompt a is empty"):
+        certify(llm, [("a", [])])
+    with pytest.raises(PromptError, match=r"prompt b has 150 tokens, but .* lower max_tokens"):
+        certify(llm, [("b", [1] * 150)])
+    for wrong in ({"texts": 0}, {"samples": 5}, {"alpha": 0.0}, {"seed": -1}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is "):
+            Effort(**wrong)

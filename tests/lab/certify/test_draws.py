@@ -1,0 +1,66 @@
+"""Honest draws pass the recorder's test in every kind of tree; others do not."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.batch import Plan
+from paceline.core.tree import Draw, TokenTree
+from paceline.lab.certify.draws import Recorder
+
+DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
+
+
+class Sampler:
+    """Two siblings without replacement, or one token, from a fixed distribution; declares another
+    one."""
+
+    name = "sampler"
+    features: tuple[int, ...] = ()
+
+    def __init__(self, drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> None:
+        self._drawn, self._declared, self._siblings = drawn, declared, siblings
+        self._generator = torch.Generator().manual_seed(0)
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        n = self._siblings
+        tokens = torch.multinomial(self._drawn, n, generator=self._generator)
+        draw = Draw.IID if n == 1 else Draw.WITHOUT_REPLACEMENT
+        return [TokenTree(tokens, (-1,) * n, draw, self._declared.repeat(n, 1))]
+
+
+class OneSlice:
+    slices = (None,)
+
+
+def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
+    recorder = Recorder(Sampler(drawn, declared, siblings))
+    for _ in range(600):
+        recorder.propose(OneSlice())
+    assert recorder.drawn == 600 * siblings
+    found = recorder.honesty()
+    assert found is not None
+    return found.p_value
+
+
+def test_honest_draws_pass() -> None:
+    for siblings in (1, 2, 3):
+        assert p_value(DISTRIBUTION, DISTRIBUTION, siblings) > 1e-3
+
+
+def test_another_temperature_does_not() -> None:
+    for siblings in (1, 2):
+        assert p_value(DISTRIBUTION.square(), DISTRIBUTION, siblings) < 1e-6
+
+
+def test_impossible_draws_are_counted() -> None:
+    declared = DISTRIBUTION.clone()
+    declared[7] = 0.0
+    recorder = Recorder(Sampler(DISTRIBUTION, declared / declared.sum(), 1))
+    for _ in range(100):
+        recorder.propose(OneSlice())
+    assert recorder.impossible > 10
+
+
+def test_deterministic_drafts_have_nothing_to_test() -> None:
+    assert Recorder(Sampler(DISTRIBUTION, DISTRIBUTION, 1)).honesty() is None

@@ -1,0 +1,92 @@
+"""After a near tie the comparison goes on from the plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.core.params import SamplingParams
+from paceline.difference import Difference, first_difference
+from paceline.engine.driver import StandstillError
+from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.texts import ComparedSetting, Task, check_texts
+from paceline.llm import LLM
+from paceline.model.backends.base import NATIVE
+
+Named = Sequence[tuple[str, Sequence[int]]]
+PARAMS = SamplingParams(max_tokens=12)
+
+
+def difference(at: int, gap: float) -> Difference:
+    return Difference(at, 1, 2, gap, 0.1, False, (1.0, 1.0 + gap))
+
+
+@pytest.fixture
+def task(prompts: Named) -> Task:
+    return Task("one", Start(tuple(prompts[0][1])), PARAMS)
+
+
+@pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
+def test_what_comes_after_a_tie_is_looked_at(
+    on_reference: LLM,
+    task: Task,
+    monkeypatch: pytest.MonkeyPatch,
+    second: float | None,
+    ties: int,
+    bugs: int,
+) -> None:
+    """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
+    llm = on_reference
+    (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
+    given: list[tuple[int, ...]] = []
+
+    def faked(engine, starts, params, length=None, enough=None) -> list[DecodedOutput]:
+        given.extend(start.output for start in starts)
+        tokens = list(plain.tokens)
+        at = {0: 2, 3: 7}.get(len(starts[0].output))
+        if at is not None and (at == 2 or second is not None):
+            tokens[at] += 1
+        return [DecodedOutput(tuple(tokens), 8, 4)]
+
+    def explained(model, prompt, left, right, params) -> Difference | None:
+        at = first_difference(left, right)
+        if at is None:
+            return None
+        return difference(at, 0.0 if at == 2 else second or 0.0)
+
+    monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
+    monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
+    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    assert (len(check.ties), len(check.bugs)) == (ties, bugs)
+    assert given[:2] == [(), plain.tokens[:3]]
+
+
+def test_decoding_goes_on_from_given_output(llm: LLM, task: Task) -> None:
+    """With penalties on the output: what is given counts as output, not as prompt."""
+    params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
+    (whole,) = decode(llm.engine, [task.start], params, 2)
+    (rest,) = decode(llm.engine, [Start(task.start.prompt, whole.tokens[:5])], params, 0)
+    assert rest.tokens == whole.tokens
+    (short,) = decode(llm.engine, [task.start], params, 2, enough=3)
+    assert short.tokens == whole.tokens[:3]
+    assert not llm.engine.has_work
+
+
+def test_a_standstill_is_noticed(llm: LLM, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "step", list)
+    with pytest.raises(StandstillError, match="committed no token"):
+        decode(llm.engine, [task.start], PARAMS, 2)
+
+
+def test_equal_rows_have_no_ties(llm: LLM, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the native backend a row's bits depend on it alone, so that any difference is a bug."""
+    if llm.target.backend != NATIVE:
+        pytest.skip("the kernels are not in use")
+    (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
+    other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
+    at = len(plain.tokens) - 1
+    monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
+    monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
+    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    assert (len(check.ties), len(check.bugs)) == (0, 1)

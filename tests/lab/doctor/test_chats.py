@@ -1,0 +1,213 @@
+"""Chat templates, end tokens, padding rows and tied heads, as real folders get them wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.lab.doctor import Severity, examine
+from support.doctor_folders import Copy, Folder, codes, only
+from support.encoding_tokenizers import CHATML, INST, smollm, write_model
+
+ABOUT_CHATS = {
+    "chat-template-refuses",
+    "chat-template-foreign",
+    "chat-template-untrained",
+    "chat-template-no-prompt",
+    "turn-end-ignored",
+    "end-tokens-differ",
+    "end-token-ordinary",
+    "vocabulary-padded",
+    "tied-head-differs",
+    "tied-head-repeated",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ChatML model with 1,000 tokens and the same number of rows."""
+    root = tmp_path_factory.mktemp("made")
+    write_model(root / "chatml", smollm(1000))
+    return root / "chatml"
+
+
+@pytest.fixture
+def chatml(made: Path, tmp_path: Path) -> Folder:
+    for file in made.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return Folder(tmp_path)
+
+
+def with_template(folder: Folder, template: str) -> str:
+    (folder.path / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+def test_a_model_in_order_has_none_of_them(chatml: Folder) -> None:
+    assert not codes(examine(str(chatml))) & ABOUT_CHATS
+    assert not codes(examine("paceline/tiny")) & ABOUT_CHATS
+
+
+def test_a_template_of_another_model(chatml: Folder) -> None:
+    other = CHATML.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
+    found = only(examine(with_template(chatml, other)), "chat-template-foreign")
+    assert found.severity is Severity.WARNING and found.about == "target"
+    assert "<start_of_turn> (and <end_of_turn>)" in found.found and "tokens" in found.found
+
+
+def test_a_template_without_marks_is_nothing_foreign(chatml: Folder) -> None:
+    """Llama 2 writes [INST] in letters, and opens no answer: its template is in order."""
+    assert not codes(examine(with_template(chatml, INST))) & ABOUT_CHATS
+
+
+def test_a_template_that_opens_no_answer(chatml: Folder) -> None:
+    deaf = CHATML.partition("{% if add_generation_prompt")[0]
+    found = only(examine(with_template(chatml, deaf)), "chat-template-no-prompt")
+    assert "<|im_start|>assistant" in found.found and "add_generation_prompt" in found.cure
+
+
+def test_a_template_that_refuses(chatml: Folder) -> None:
+    found = only(
+        examine(with_template(chatml, "{{ raise_exception('no system message') }}")),
+        "chat-template-refuses",
+    )
+    assert "no system message" in found.found
+
+
+def test_turns_that_no_end_token_ends(chatml: Folder) -> None:
+    """The base model's end token with the tuned one's template: answers run on."""
+    for name in ("generation_config.json", "config.json"):
+        chatml.json(name, eos_token_id=0)
+    chatml.json("tokenizer_config.json", eos_token="<|endoftext|>")
+    found = only(examine(str(chatml)), "turn-end-ignored")
+    assert "'<|im_end|>' (id 2)" in found.found and "'<|endoftext|>' (0)" in found.found
+    chatml.json("generation_config.json", eos_token_id=[0, 2])
+    assert not codes(examine(str(chatml))) & {"turn-end-ignored", "end-tokens-differ"}
+
+
+def test_end_tokens_that_disagree(chatml: Folder) -> None:
+    chatml.json("generation_config.json", eos_token_id=0)
+    found = only(examine(str(chatml)), "end-tokens-differ")
+    assert found.severity is Severity.WARNING
+    assert "generation_config.json: '<|endoftext|>' (0)" in found.found
+    assert "the tokenizer: '<|im_end|>' (2)" in found.found
+    # Generation ends at the tokenizer's as well, so no turn runs on.
+    assert "turn-end-ignored" not in codes(examine(str(chatml)))
+    assert LLM(str(chatml), draft="none", dtype="float32", draft_length=0).end_tokens == {0, 2}
+    chatml.json("generation_config.json", eos_token_id=2).config(eos_token_id=0)
+    assert only(examine(str(chatml)), "end-tokens-differ").severity is Severity.NOTE
+    (chatml.path / "generation_config.json").unlink()
+    assert only(examine(str(chatml)), "end-tokens-differ").severity is Severity.WARNING
+
+
+def test_an_end_token_that_is_a_word(chatml: Folder) -> None:
+    chatml.json("generation_config.json", eos_token_id=[2, 300, 5000])
+    found = only(examine(str(chatml)), "end-token-ordinary")
+    assert "(300)" in found.found and "id 5000" in found.found and "'<|im_end|>'" not in found.found
+
+
+def test_marks_that_were_never_trained(chatml: Folder) -> None:
+    def fresh(tensors: dict[str, torch.Tensor]) -> None:
+        rows = tensors["model.embed_tokens.weight"] * 0 + 0.1 * torch.randn(1000, 32)
+        rows[1:3] = 0.0
+        tensors["model.embed_tokens.weight"] = rows
+
+    found = only(examine(str(chatml.tensors(fresh))), "chat-template-untrained")
+    assert "<|im_start|>, whose embedding is all zero" in found.found
+
+
+def padded(folder: Folder, row: torch.Tensor) -> Folder:
+    """64 rows more than tokens, of these values; the others look trained."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name] * 3, row.expand(64, 32)])
+
+    return folder.config(vocab_size=1064, initializer_range=0.02).tensors(change)
+
+
+def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
+    found = only(examine(str(padded(chatml, torch.zeros(32)))), "vocabulary-padded")
+    assert found.severity is Severity.WARNING
+    assert "1,064 rows for 1,000 ids: rows 1000 to 1063 are padding" in found.found
+    assert "their logits are 0 whatever the text" in found.found
+    assert "resize_token_embeddings" in found.cure
+
+
+def test_padding_rows_with_the_spread_of_fresh_ones(chatml: Folder) -> None:
+    torch.manual_seed(0)
+    found = only(
+        examine(str(padded(chatml, 0.02 * torch.randn(64, 32)))),
+        "vocabulary-padded",
+    )
+    assert found.severity is Severity.WARNING and "fresh ones (0.0" in found.found
+
+
+def test_padding_rows_that_training_pushed_away(chatml: Folder) -> None:
+    found = only(examine(str(padded(chatml, torch.full((32,), -0.4)))), "vocabulary-padded")
+    assert found.severity is Severity.NOTE
+
+
+def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder) -> None:
+    """As the finding says: the distribution is the model's own, and transformers would draw them,
+    too."""
+    llm = LLM(str(padded(chatml, torch.zeros(32))), draft="none", dtype="float32", draft_length=0)
+    params = SamplingParams(max_tokens=200, temperature=100.0, seed=1, ignore_eos=True)
+    found = llm.generate("The quick", params)[0]
+    assert any(token >= 1000 for token in found.token_ids)
+    before = llm.tokenizer.encode("The quick")
+    backend = llm.tokenizer.backend_tokenizer
+    assert "The quick" + found.text == backend.decode(before + found.token_ids)
+
+
+def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
+    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    found = only(examine(str(chatml.tensors(repeat))), "tied-head-repeated")
+    assert found.severity is Severity.NOTE and "tied: False" in found.found
+
+
+def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
+    text = "The quick brown fox"
+    own = (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+    )
+    chatml.config(tie_word_embeddings=True)
+    found = only(examine(str(chatml)), "tied-head-differs")
+    assert found.severity is Severity.WARNING and "another head" in found.found
+    # As the finding says: the file's own head is used.
+    assert (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+        == own
+    )
+
+
+def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:
+    def drop(name: str) -> Folder:
+        return chatml.tensors(lambda tensors: tensors.pop(name))
+
+    chatml.config(tie_word_embeddings=True)
+    drop("lm_head.weight")
+    assert not codes(examine(str(chatml))) & {"tensors-missing", *ABOUT_CHATS}
+    chatml.config(tie_word_embeddings=False)
+    found = only(examine(str(chatml)), "tensors-missing")
+    assert "lm_head.weight" in found.found and "tie_word_embeddings" in found.cure
+
+
+def test_ends_and_templates_of_a_draft_do_not_matter(chatml: Folder, copy: Copy) -> None:
+    for name in ("generation_config.json", "config.json"):
+        chatml.json(name, eos_token_id=0)
+    with_template(chatml, CHATML.replace("im_start", "begin"))
+    findings = examine("paceline/tiny", str(chatml))
+    assert not codes(findings, "draft") & (ABOUT_CHATS - {"vocabulary-padded"})
+
+
+def test_unreadable_generation_config_is_no_crash(chatml: Folder) -> None:
+    (chatml.path / "generation_config.json").write_text("[1]")
+    assert json.loads((chatml.path / "generation_config.json").read_text()) == [1]
+    assert "end-tokens-differ" not in codes(examine(str(chatml)))

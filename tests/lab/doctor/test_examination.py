@@ -1,0 +1,303 @@
+"""The whole examination: healthy pairs, kinds of draft, context, sizes, architectures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.lab.doctor import Finding, Severity, examine, findings
+from paceline.lab.doctor.files import read_files
+from paceline.lab.doctor.findings import KINDS, by_severity, finding
+from paceline.lab.doctor.machine import DeviceSettings
+from paceline.lab.doctor.models import describe
+from paceline.lab.doctor.precision import Rounding, weight_bytes
+from paceline.model.backends.base import REFERENCE
+from paceline.model.backends.native.packing import PackedLinear
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+from support.doctor_folders import Copy, codes, only
+
+TARGET = "paceline/tiny"
+HEALTHY = {
+    "paceline/tiny-draft": {"draft-too-large"},  # as a note: six times smaller
+    "tree:paceline/tiny-draft,branching=2x2x1": {"draft-too-large"},
+    "eagle:paceline/tiny-eagle": set(),
+    "eagle2:paceline/tiny-eagle,nodes=8": set(),
+    "eagle3:paceline/tiny-eagle3": {"head-vocabulary-reduced"},
+    "medusa:paceline/tiny-medusa": set(),
+    "ngram:min=2,max=4": set(),
+    "suffix": set(),
+    "lookahead": set(),
+    "recycling:k=4": set(),
+    "early_exit:layers=4": {"draft-own-layers"},
+    "layer_skip": {"draft-own-layers"},
+    "layer_skip:skip=2-5": {"draft-own-layers"},
+    "quantized": {"draft-own-weights"},
+    "none": {"draft-none"},
+}
+
+
+@pytest.mark.parametrize("spec", HEALTHY)
+def test_the_embedded_pair_is_healthy(spec: str) -> None:
+    findings = examine(TARGET, spec)
+    assert codes(findings) == HEALTHY[spec]
+    assert {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
+
+
+def test_no_draft_is_that_of_none() -> None:
+    ours, theirs = examine(TARGET), examine(TARGET, "none")
+    assert [item.code for item in ours] == [item.code for item in theirs]
+
+
+def test_members_are_told_apart() -> None:
+    head = "eagle3:paceline/tiny-eagle3"
+    drafts: list[str | list[str]] = [f"hybrid:ngram+{head}", ["ngram", head]]
+    for draft in drafts:
+        findings = examine(TARGET, draft)
+        assert only(findings, "draft-free").about == "draft 1 (ngram)"
+        assert only(findings, "head-fits").about == "draft 2 (eagle3)"
+    plain = only(examine(TARGET), "memory-fits").found
+    assert only(findings, "memory-fits").found.partition(",")[0] != plain.partition(",")[0]
+
+
+def test_own_layers() -> None:
+    assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").found
+    found = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").found
+    assert "7 of the target's 12" in found
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ngram:minimum=2",
+        "early_exit:layers=12",
+        "early_exit:size=2",
+        "layer_skip:skip=0-30",
+        "layer_skip:depth=3",
+        "recycling:share=perhaps",
+        "quantized:int3",
+        "model",
+        "tree:paceline/tiny-draft,nodes=-1",
+        "model:paceline/tiny-draft,colour=red",
+        "hybrid:ngram+unknown",
+    ],
+)
+def test_specs_that_make_no_sense(spec: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        examine(TARGET, spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        with pytest.raises(ModelLoadError) as caught:
+            examine(*arguments)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    missing = str(tmp_path / "nowhere")
+    assert "does not exist" in refused(missing)
+    assert "does not exist" in refused(TARGET, missing)
+    assert "does not exist" in refused(TARGET, f"eagle3:{missing}")
+    assert "no config.json" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "not valid JSON" in refused(str(tmp_path))
+    assert "not valid JSON" in refused(TARGET, f"medusa:{tmp_path}")
+    (tmp_path / "config.json").write_text("[1]")
+    assert "no JSON object" in refused(str(tmp_path))
+    assert "no built-in model" in refused("paceline/huge")
+    assert "give the path" in refused("someone/far-away")
+
+
+def test_settings_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        examine(TARGET, dtype="int3")
+    with pytest.raises(ConfigError, match="device"):
+        examine(TARGET, device="cuda:77")
+
+
+# -- architecture --------------------------------------------------------------------------------
+
+
+def test_architectures_that_are_refused(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(model_type="bloom")
+    found = only(examine(str(folder)), "architecture-refused")
+    assert (found.severity, found.about) == (Severity.ERROR, "target")
+    assert "bloom" in found.found
+    found = only(examine(TARGET, str(folder.config(model_type="mamba"))), "architecture-refused")
+    assert found.about == "draft"
+    assert "rolled back" in found.found
+    found = only(examine(str(folder.config(model_type="llama9"))), "architecture-refused")
+    assert "config.json" in found.found and "transformers" in found.cure
+
+
+def test_code_out_of_folders(copy: Copy) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    folder = copy("tiny-draft").config(**code)
+    assert only(examine(str(folder)), "remote-code").severity is Severity.NOTE
+    folder.config(model_type="own")
+    assert only(examine(str(folder)), "remote-code").severity is Severity.ERROR
+
+
+def test_quantised_weights(copy: Copy) -> None:
+    kept = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    folder = copy("tiny-draft").config(quantization_config=kept)
+    found = only(examine(TARGET, str(folder)), "quantised-kept")
+    assert found.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in found.found
+    twice = only(examine(TARGET, str(folder), draft_quantize="int8"), "quantised-twice")
+    assert (twice.severity, twice.about) == (Severity.ERROR, "draft")
+    folder.config(quantization_config={"quant_method": "fp8"})
+    found = only(examine(TARGET, str(folder)), "quantised")
+    assert found.severity is Severity.WARNING and "the package kernels" in found.found
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> None:
+    """By the numbers that a loaded model says of itself."""
+    plain = examine(TARGET, dtype="float32", device="cpu")
+    rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)
+    found = only(rounded, "quantised-when-loaded")
+    assert found.severity is Severity.NOTE and precision in found.found
+    model = CausalModel.load(TARGET, "float32", "cpu", quantize=precision, backend=backend)
+    if model.backend != backend:
+        pytest.skip("there are no native kernels here")
+    linear = [m.quantised for m in model.hf.modules() if isinstance(m, QuantisedLinear)]
+    packed = {id(m.packed): m.packed for m in model.hf.modules() if isinstance(m, PackedLinear)}
+    assert bool(linear) == (backend == REFERENCE) != bool(packed)
+    exact = sum(part.data.nbytes for part in packed.values())
+    for weight in linear:
+        parts = (weight.codes, weight.scales, weight.offsets)
+        exact += sum(part.nbytes for part in parts if part is not None)
+    exact += sum(p.numel() * 4 for p in model.hf.parameters())
+    files = read_files(TARGET)
+    described, _ = describe(files, "target")
+    assert described is not None
+    setting = DeviceSettings(torch.device("cpu"), torch.float32)
+    foreseen = weight_bytes(described, setting, Rounding(precision, backend=backend))
+    assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
+    assert only(plain, "memory-fits").found != only(rounded, "memory-fits").found
+
+
+def test_a_draft_in_fewer_bits_takes_memory() -> None:
+    plain = only(examine(TARGET, "ngram"), "memory-fits").found
+    assert only(examine(TARGET, "quantized:int4"), "memory-fits").found != plain
+    same = examine(TARGET, "quantized:int8", quantize="int8")
+    assert only(same, "draft-as-target").severity is Severity.ERROR
+    assert "draft-own-weights" in codes(examine(TARGET, "quantized:int4", quantize="int8"))
+    small, draft = "model:paceline/tiny-draft", "model:paceline/tiny-draft,quantize=int4"
+    assert "int4" in only(examine(TARGET, draft), "quantised-when-loaded").found
+    whole = only(examine(TARGET, small), "memory-fits").found
+    assert only(examine(TARGET, draft), "memory-fits").found != whole
+
+
+def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(examine(TARGET, backend="reference"), "kernels-run").severity is Severity.OK
+    few = examine(TARGET, backend="reference", quantize="int8")
+    assert only(few, "kernels-readable").severity is Severity.WARNING
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in only(examine(TARGET), "kernels-absent").found
+    assert "no-such-compiler" in only(examine(TARGET, quantize="int4"), "kernels-readable").found
+    with pytest.raises(ConfigError, match="int3"):
+        examine(TARGET, quantize="int3")
+
+
+# -- context and size ----------------------------------------------------------------------------
+
+
+def test_a_draft_with_a_short_context(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(max_position_embeddings=512)
+    found = only(examine(TARGET, str(folder)), "draft-context-short")
+    assert found.severity is Severity.WARNING
+    assert "512" in found.found and "1,024" in found.found
+    assert "context-covered" in {f.code for f in examine(str(folder), "paceline/tiny-draft")}
+
+
+def test_a_draft_with_a_window(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(
+        model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=128
+    )
+    found = only(examine(TARGET, str(folder)), "draft-window")
+    assert (found.severity, "128" in found.found) == (Severity.NOTE, True)
+    assert "draft-window" not in codes(examine(TARGET, str(folder.config(sliding_window=None))))
+
+
+def test_other_rotary_scaling(copy: Copy) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    folder = copy("tiny-draft").config(rope_parameters=scaling)
+    found = only(examine(TARGET, str(folder)), "rope-scaling-differs")
+    assert "default against linear x2" in found.found
+
+
+@pytest.mark.parametrize(
+    ("target", "severity", "words"),
+    [
+        ("paceline/tiny", Severity.NOTE, "6.3 times smaller"),
+        ("paceline/tiny-draft", Severity.WARNING, "1.0 times smaller"),
+    ],
+)
+def test_drafts_that_are_too_large(target: str, severity: Severity, words: str) -> None:
+    found = only(examine(target, "paceline/tiny-draft"), "draft-too-large")
+    assert (found.severity, words in found.found) == (severity, True)
+
+
+def test_small_and_deep_drafts(copy: Copy, tmp_path: Path) -> None:
+    assert "larger than" in only(examine("paceline/tiny-draft", TARGET), "draft-too-large").found
+    found = only(examine("paceline/tiny-draft", TARGET), "draft-deep")
+    assert (found.severity, "12 layers" in found.found) == (Severity.WARNING, True)
+    wide = copy("tiny").config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7)
+    for file in wide.path.glob("*.safetensors"):
+        file.unlink()  # sizes are then those of the config
+    findings = examine(str(wide), "paceline/tiny-draft")
+    assert only(findings, "draft-small").severity is Severity.OK
+    assert only(findings, "draft-deep").severity is Severity.NOTE
+
+
+# -- the list ------------------------------------------------------------------------------------
+
+
+def test_the_worst_comes_first(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(max_position_embeddings=512, tie_word_embeddings=False)
+    found = [item.severity for item in examine(TARGET, str(folder))]
+    assert found == sorted(found, key=list(Severity).index)
+    assert {Severity.ERROR, Severity.WARNING, Severity.OK} <= set(found)
+
+
+def test_findings_as_records() -> None:
+    item = finding("tensors-missing", "draft", "a weight is missing")
+    record = json.loads(json.dumps(item.record()))
+    assert record["severity"] == "error"
+    assert record["cure"] == KINDS["tensors-missing"].cure
+    assert finding("tensors-missing", "draft", "it", cure="Do so.").cure == "Do so."
+    with pytest.raises(AssertionError):
+        finding("tensors-missing", "draft", "it", Severity.NOTE)
+    assert by_severity([finding("draft-free", "draft", ""), item])[0] is item
+
+
+def test_the_page_has_every_finding() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert Path(findings.__file__).with_name("kinds.md").read_text(encoding="utf-8") in page
+    assert set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE)) == {
+        code for code, kind in KINDS.items() if kind.severities != (Severity.OK,)
+    }
+
+
+def test_every_kind_is_found_by_a_check() -> None:
+    package = Path(findings.__file__).parents[2]  # what a drafter is checked for stands beside it
+    sources = [file.read_text(encoding="utf-8") for file in package.rglob("*.py")]
+    assert set(KINDS) <= set(re.findall(r'"([a-z0-9-]+)"', "".join(sources)))
+
+
+def test_the_findings_are_plain_text() -> None:
+    items: list[Finding] = examine(TARGET, "paceline/tiny-draft")
+    fields: list[Any] = [getattr(item, name) for item in items for name in ("found", "cure")]
+    assert not [text for text in fields if "\n" in text or "torch." in text]

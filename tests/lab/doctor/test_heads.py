@@ -1,0 +1,162 @@
+"""Heads of another target, of another kind, and with layers counted in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.draft.heads.eagle_format import load_eagle, save_eagle
+from paceline.draft.spec import TargetShape
+from paceline.errors import ConfigError
+from paceline.lab.doctor import Severity, examine
+from support.doctor_folders import Copy, codes, only
+
+TARGET = "paceline/tiny"
+REDUCED = {"head-vocabulary-reduced"}  # 3,072 of 4,096 tokens, as it should be
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize("ids", [[1, 5, 8], [3, 7, 10]])
+def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
+    folder = copy("tiny-eagle3").config(**{AUX: ids})
+    found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
+    assert found.severity is Severity.WARNING
+    assert str(ids) in found.found
+    assert f"eagle3:{folder},layers=2x6x9" in found.cure
+    assert codes(examine(TARGET, f"eagle3:{folder},layers=2x6x9")) == REDUCED
+
+
+def test_layers_under_eagle_config(copy: Copy) -> None:
+    folder = copy("tiny-eagle3").config(**{AUX: None, "eagle_config": {AUX: [1, 5, 8]}})
+    assert "head-layers-shifted" in codes(examine(TARGET, f"eagle3:{folder}"))
+
+
+def test_layers_that_are_not_given(copy: Copy) -> None:
+    folder = copy("tiny-eagle3").config(**{AUX: None})
+    found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")
+    assert (found.severity, "[2, 6, 9]" in found.found) == (Severity.NOTE, True)
+
+
+def test_layers_that_do_not_exist(copy: Copy) -> None:
+    folder = copy("tiny-eagle3").config(**{AUX: [2, 6, 13]})
+    found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
+    assert found.severity is Severity.ERROR
+    assert "13" in found.found
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"target_hidden_size": 512}, "hidden size 512"),
+        ({"vocab_size": 5000}, "vocabulary size 5000"),
+        ({"paceline_target_layers": 24}, "number of layers 24"),
+        ({"draft_vocab_size": 3000}, "d2t"),
+        ({"intermediate_size": 700}, "mlp.down_proj.weight"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
+    ],
+)
+def test_a_head_for_another_target(copy: Copy, options: dict[str, int], word: str) -> None:
+    folder = copy("tiny-eagle3").config(**options)
+    found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
+    assert found.severity is Severity.ERROR
+    assert word in found.found
+    assert found.cure.endswith(".")
+
+
+def test_tables_of_the_draft_vocabulary(copy: Copy) -> None:
+    def shift(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["t2d"][:] = tensors["t2d"].roll(1)
+
+    folder = copy("tiny-eagle3").tensors(shift)
+    assert "t2d and d2t" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").found
+
+
+def test_a_weight_that_is_missing(copy: Copy) -> None:
+    folder = copy("tiny-eagle3").tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight"))
+    assert "mlp.up_proj" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").found
+
+
+def test_short_positions_and_scaling(copy: Copy) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = copy("tiny-eagle3").config(max_position_embeddings=256, rope_scaling=scaling)
+    found = only(examine(TARGET, f"eagle3:{folder}"), "head-context-short")
+    assert "256" in found.found and "1,024" in found.found
+
+
+def test_untrained_heads(copy: Copy) -> None:
+    def fresh(tensors: dict[str, torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        for key, value in tensors.items():
+            if value.ndim == 2:
+                bound = value.shape[1] ** -0.5
+                tensors[key] = value.float().uniform_(-bound, bound).to(value.dtype)
+            elif value.is_floating_point():
+                tensors[key] = torch.ones_like(value)
+
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for value in tensors.values():
+            value.zero_()
+
+    for name, spec, change in (
+        ("tiny-eagle3", "eagle3", fresh),
+        ("tiny-eagle", "eagle", fresh),
+        ("tiny-medusa", "medusa", zero),
+    ):
+        folder = copy(name).tensors(change)
+        assert codes(examine(TARGET, f"{spec}:{folder}")) >= {"weights-untrained"}
+
+
+def test_the_speculators_layout(tmp_path: Path) -> None:
+    head = load_eagle("paceline/tiny-eagle3", TargetShape(256, 4096, 12))
+    save_eagle(head, tmp_path, "speculators", "someone/tiny")
+    assert codes(examine(TARGET, f"eagle3:{tmp_path}")) == REDUCED
+    save_eagle(head, tmp_path, "speculators", "someone/other")
+    found = only(examine(TARGET, f"eagle3:{tmp_path}"), "head-base-differs")
+    assert (found.severity, "someone/other" in found.found) == (Severity.NOTE, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cure"),
+    [
+        ("paceline/tiny-eagle3", "eagle3:paceline/tiny-eagle3"),
+        ("paceline/tiny-eagle", "eagle:paceline/tiny-eagle"),
+        ("paceline/tiny-medusa", "medusa:paceline/tiny-medusa"),
+        ("eagle:paceline/tiny-eagle3", "eagle3:paceline/tiny-eagle3"),
+        ("eagle3:paceline/tiny-medusa", "medusa:paceline/tiny-medusa"),
+        ("medusa:paceline/tiny-eagle", "--draft eagle:paceline/tiny-eagle"),
+        ("eagle3:paceline/tiny-draft", "--draft paceline/tiny-draft"),
+    ],
+)
+def test_a_draft_of_another_kind(spec: str, cure: str) -> None:
+    found = only(examine(TARGET, spec), "draft-of-another-kind")
+    assert found.severity is Severity.ERROR
+    assert cure in found.cure
+
+
+def test_medusa(copy: Copy) -> None:
+    folder = copy("tiny-medusa").config(paceline_accuracy=None)
+    found = only(examine(TARGET, f"medusa:{folder}"), "medusa-accuracy-unknown")
+    assert found.severity is Severity.NOTE
+    for options, word in (
+        ({"medusa_num_heads": 5}, "5 heads"),
+        ({"medusa_num_heads": 4, "vocab_size": 4000, "truncated_vocab_size": 4000}, "4000"),
+    ):
+        refused = only(examine(TARGET, f"medusa:{folder.config(**options)}"), "head-refused")
+        assert word in refused.found
+    assert "head-refused" in codes(examine("paceline/tiny-draft", "medusa:paceline/tiny-medusa"))
+
+
+def test_a_pickled_head_is_not_looked_into(copy: Copy) -> None:
+    folder = copy("tiny-eagle3")
+    folder.weights.rename(folder.path / "pytorch_model.bin")
+    assert codes(examine(TARGET, f"eagle3:{folder}")) == {"weights-pickled"}
+    (folder.path / "pytorch_model.bin").unlink()
+    assert codes(examine(TARGET, f"eagle3:{folder}")) == {"weights-absent"}
+
+
+@pytest.mark.parametrize("spec", ["eagle3", "medusa", "eagle3:x,tree=2", "medusa:x,layers=1"])
+def test_specs_that_make_no_sense(spec: str) -> None:
+    with pytest.raises(ConfigError):
+        examine(TARGET, spec)

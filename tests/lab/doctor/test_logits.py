@@ -1,0 +1,261 @@
+"""Some layers of a checkpoint through the engine, beside transformers: equal, or found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, NemotronConfig
+
+from paceline.lab.doctor import Severity, check_logits, examine
+from paceline.lab.doctor.findings import KINDS
+from paceline.lab.doctor.logits import _some_layers
+from paceline.model import probe
+from paceline.model.backends.native import opened
+from paceline.model.backends.native.compile import are_kernels_here
+from paceline.model.backends.reference.lean import LeanModel
+from paceline.stages import Stage, listening
+from support.doctor_folders import Copy, only
+from support.model_folders import write_gpt2
+from support.tiny_models import SMALL
+
+ORIGINAL = 64
+needs_kernels = pytest.mark.skipif(not are_kernels_here(), reason="there are no native kernels")
+
+
+def write(folder: Path, config: Any) -> str:
+    """A random model whose weights make every part of it matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.3 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def sized(kind: type, **more: Any) -> Any:
+    return kind(**SMALL | {"vocab_size": 61, "head_dim": 8, "max_position_embeddings": 512} | more)
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **options}}
+
+
+def longrope() -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 5.0, 7.0]}
+    return rope("longrope", **factors, original_max_position_embeddings=ORIGINAL)
+
+
+# -- healthy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["paceline/tiny", "paceline/tiny-draft"])
+def test_the_embedded_pair_is_equal(name: str) -> None:
+    found = check_logits(name)
+    assert (found.code, found.severity) == ("logits-equal", Severity.OK)
+    assert "positions 0 to 31, 496 to 527, 992 to 1,023" in found.found
+    assert "2 layers" in found.found
+    assert ("torch and the native kernels" in found.found) == are_kernels_here()
+    assert "native" not in check_logits(name, backend="reference").found
+
+
+def test_stages_are_told() -> None:
+    heard: list[str | None] = []
+
+    class Listener:
+        def begin(self, what: str, total: float | None, unit: str) -> Stage:
+            heard.append(what)
+            return self
+
+        def end(self, stage: Stage) -> None: ...
+
+        def say(self, line: str) -> None: ...
+
+        def advance(self, steps: float = 1, note: str | None = None) -> None:
+            heard.append(note)
+
+        def resize(self, total: float) -> None: ...
+
+    with listening(Listener()):
+        check_logits("paceline/tiny")
+    assert heard[0] == "comparing paceline/tiny with transformers"
+    assert heard[1:] == ["transformers' logits", "on torch", "on the native kernels"]
+
+
+def test_learnt_positions(tmp_path: Path) -> None:
+    found = check_logits(write_gpt2(tmp_path))
+    assert found.code == "logits-equal", found.found
+    assert "32 to 63 (torch;" in found.found
+
+
+def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
+    kinds = [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 4]
+    config = sized(Gemma3TextConfig, num_hidden_layers=8, layer_types=kinds, sliding_window=6)
+    shorter, layers, _ = _some_layers(config)
+    assert (layers, shorter.num_hidden_layers, shorter.layer_types) == (4, 4, kinds[:4])
+    assert (config.num_hidden_layers, config.layer_types) == (8, kinds)
+    found = check_logits(write(tmp_path, config))
+    assert found.code == "logits-equal" and "; 4 layers" in found.found, found.found
+
+
+def test_only_those_layers_are_read(copy: Copy) -> None:
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".layers." in name and int(name.split(".")[2]) > 1:
+                tensor[:] = torch.nan
+
+    assert check_logits(str(copy("tiny").tensors(poison))).code == "logits-equal"
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from support.made_gguf import write_gguf
+
+    path = tmp_path / "model.gguf"
+    write_gguf(path, options={"num_hidden_layers": 3})
+    found = check_logits(str(path))
+    assert found.code == "logits-equal", found.found
+    assert "; 2 layers" in found.found
+
+
+# -- planted faults --------------------------------------------------------------------------------
+
+
+def ministral(folder: Path) -> str:
+    from transformers import Ministral3Config
+
+    yarn = {"factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+    more = {"llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}
+    return write(folder, sized(Ministral3Config, **rope("yarn", **yarn, **more)))
+
+
+def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Ministral's, which begins at the original length, undone on the way to attention."""
+    name = ministral(tmp_path)
+    assert check_logits(name).code == "logits-equal"
+    attend = probe.paged_attention
+
+    def unscaled(query: Any, key: Any, value: Any, layer: int, step: Any, *more: Any) -> Any:
+        scale = 1 + 0.1 * torch.log1p((step.batch.positions // ORIGINAL).float())
+        return attend(query / scale[:, None], key, value, layer, step, *more)
+
+    monkeypatch.setattr(probe, "paged_attention", unscaled)
+    found = check_logits(name)
+    assert (found.code, found.severity) == ("logits-differ", Severity.ERROR)
+    position = int(found.found.partition("position ")[2].partition(" ")[0])
+    assert position >= ORIGINAL
+    assert found.found.startswith("on torch the logits") and "2 layers" in found.found
+    assert found.cure == KINDS["logits-differ"].cure
+
+
+def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lean forward, as if what is tried before it is used had not seen it. Kernels, which
+    would be held to it, are not tried."""
+    make = LeanModel.__init__
+
+    def clamped(self: LeanModel, *arguments: Any) -> None:
+        make(self, *arguments)
+        rotary = self.rotary
+        object.__setattr__(self, "rotary", lambda rows: rotary(rows.clamp(max=ORIGINAL)))
+
+    monkeypatch.setattr(LeanModel, "__init__", clamped)
+    monkeypatch.setattr("paceline.model.backends.reference.prepack.relative_error", lambda *_: 0.0)
+    found = check_logits("paceline/tiny")
+    assert found.code == "logits-differ" and found.found.startswith("on torch the logits")
+    assert found.cure == KINDS["logits-differ"].cure
+
+
+@needs_kernels
+def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of theirs that end early, as if what is tried at adoption had not seen it."""
+    made = opened.Ropes._made
+
+    def clamped(self: Any, length: int) -> list[torch.Tensor]:
+        tables = made(self, length)
+        for table in tables:
+            table[700:] = table[700].clone()
+        return tables
+
+    monkeypatch.setattr(opened.Ropes, "_made", clamped)
+    monkeypatch.setattr("paceline.model.backends.native.adopt._difference", lambda *_: 0.0)
+    found = check_logits("paceline/tiny")
+    assert found.code == "logits-differ", found.found
+    assert found.found.startswith("on the native kernels the logits of position")
+    assert "--backend reference" in found.cure
+    assert check_logits("paceline/tiny", backend="reference").code == "logits-equal"
+
+
+# -- what is not compared --------------------------------------------------------------------------
+
+
+def test_what_is_not_compared_says_why(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy("tiny-draft")
+    folder.config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    found = check_logits(str(folder))
+    assert (found.code, found.severity) == ("logits-unchecked", Severity.NOTE)
+    assert "gptq" in found.found
+    monkeypatch.setattr("paceline.lab.doctor.logits.free_memory", lambda device: 1 << 20)
+    found = check_logits("paceline/tiny")
+    assert found.code == "logits-unchecked" and "1.0 MiB of memory are free" in found.found
+
+
+# -- cases that once gave wrong texts: served, or refused by name ----------------------------------
+
+
+def llama4(folder: Path) -> str:
+    from transformers import Llama4TextConfig
+
+    more = {"attention_chunk_size": 6, "floor_scale": 8, "num_local_experts": 2}
+    more |= {"intermediate_size_mlp": 40, "layer_types": ["chunked_attention", "full_attention"]}
+    return write(folder, sized(Llama4TextConfig, **more, no_rope_layers=[1, 0]))
+
+
+def transformed(folder: Path) -> str:
+    name = write(folder, sized(LlamaConfig))
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    said |= {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": []}}}}
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
+    return name
+
+
+def with_key(folder: Path) -> str:
+    pytest.importorskip("gguf")
+    from support.made_gguf import write_gguf
+
+    path = folder / "model.gguf"
+    write_gguf(path, change=lambda writer: writer.add_float32("llama.attention.clamp_kqv", 8.0))
+    return str(path)
+
+
+CASES: dict[str, tuple[Callable[[Path], str], str, str]] = {
+    "longrope": (
+        lambda folder: write(folder, sized(LlamaConfig, **longrope())),
+        "logits-equal",
+        "480 to 511 (torch;",
+    ),
+    "llama4": (llama4, "logits-equal", "positions 0 to 31 (torch;"),
+    "transform_config": (transformed, "architecture-refused", "transform_config"),
+    "gguf key": (with_key, "architecture-refused", "clamp_kqv"),
+    "found by trying it": (
+        lambda folder: write(folder, sized(NemotronConfig)),
+        "architecture-refused",
+        "does not pass keyword arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_case_is_named_in_one_line(case: str, tmp_path: Path) -> None:
+    make, code, words = CASES[case]
+    name = make(tmp_path)
+    findings = [item for item in examine(name) if item.code == code] or [check_logits(name)]
+    found = only(findings, code)
+    assert words in found.found and "\n" not in found.found
+    assert (found.severity is Severity.ERROR) == (code == "architecture-refused")

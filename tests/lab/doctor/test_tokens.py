@@ -1,0 +1,130 @@
+"""Vocabularies, special tokens and templates that differ, and rows of logits without tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.lab.doctor import Severity, examine
+from support.doctor_folders import Copy, Folder, codes, only
+from support.tiny_models import TinyPair
+
+TARGET = "paceline/tiny"
+
+
+def swap(said: Any, a: str, b: str) -> None:
+    vocab = said["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+
+
+def test_two_tokens_that_changed_places(copy: Copy) -> None:
+    vocab = json.loads((copy("tiny").path / "tokenizer.json").read_text())["model"]["vocab"]
+    one, other = sorted(vocab, key=vocab.__getitem__)[-2:]
+    folder = copy("tiny-draft").tokenizer(lambda said: swap(said, one, other))
+    found = only(examine(TARGET, str(folder)), "vocabulary-differs")
+    assert (found.severity, found.about) == (Severity.WARNING, "pair")
+    assert "2 of 4096" in found.found and "id 4094" in found.found
+    assert "tokens that both have" in found.found
+
+
+def test_another_vocabulary(tiny_pair: TinyPair) -> None:
+    findings = examine(tiny_pair.target, tiny_pair.foreign)
+    assert {"vocabulary-differs", "vocabulary-refused"} & codes(findings, "pair")
+    assert "vocabulary-same" not in {item.code for item in findings}
+
+
+def test_a_wish_for_texts(copy: Copy) -> None:
+    found = only(examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs")
+    assert "nothing, but vocab is set" in found.found and "re-tokenised" in found.found
+    with pytest.raises(ConfigError, match="vocab is 'words'"):
+        examine(TARGET, "model:paceline/tiny-draft,vocab=words")
+
+
+def test_a_draft_with_too_few_rows(copy: Copy) -> None:
+    folder = rows(copy("tiny-draft"), 4000)
+    findings = examine(TARGET, str(folder))
+    assert only(findings, "vocabulary-refused").severity is Severity.ERROR
+    found = only(findings, "vocabulary-overflows")
+    assert (found.severity, found.about) == (Severity.ERROR, "draft")
+    assert "4095" in found.found and "4,000" in found.found
+
+
+def rows(folder: Folder, count: int) -> Folder:
+    """Cut or pad the embedding to so many rows."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        old = tensors["model.embed_tokens.weight"]
+        new = torch.zeros(count, old.shape[1], dtype=old.dtype)
+        new[: min(count, len(old))] = old[:count]
+        tensors["model.embed_tokens.weight"] = new
+
+    return folder.config(vocab_size=count).tensors(change)
+
+
+def test_padded_rows_are_harmless(copy: Copy) -> None:
+    folder = rows(copy("tiny-draft"), 4160)
+    findings = examine(TARGET, str(folder))
+    padded = [item for item in findings if item.code == "vocabulary-padded"]
+    assert {item.about for item in padded} == {"draft", "pair"}
+    assert {item.severity for item in padded} == {Severity.NOTE}
+    assert any("4096 to 4159" in item.found for item in padded)
+    assert only(findings, "vocabulary-same").severity is Severity.OK
+
+
+def test_merges_in_another_order(copy: Copy) -> None:
+    def change(said: Any) -> None:
+        merges = said["model"]["merges"]
+        merges[7], merges[8] = merges[8], merges[7]
+
+    found = only(examine(TARGET, str(copy("tiny-draft").tokenizer(change))), "segmentation-differs")
+    assert found.severity is Severity.WARNING
+    assert "merges" in found.found and "place 7" in found.found
+
+
+def test_another_pre_tokenizer(copy: Copy) -> None:
+    folder = copy("tiny-draft").tokenizer(
+        lambda said: said.update(pre_tokenizer={"type": "Whitespace"})
+    )
+    assert "pre-tokenizer" in only(examine(TARGET, str(folder)), "segmentation-differs").found
+
+
+def test_special_tokens(copy: Copy) -> None:
+    folder = copy("tiny-draft").json("tokenizer_config.json", eos_token="<|im_end|>")
+    found = only(examine(TARGET, str(folder)), "special-tokens-differ")
+    assert found.severity is Severity.WARNING
+    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in found.found
+    assert "bos_token" not in found.found
+
+
+def test_another_padding_token_is_a_note(copy: Copy) -> None:
+    folder = copy("tiny-draft").json("tokenizer_config.json", pad_token="<|im_end|>")
+    assert only(examine(TARGET, str(folder)), "special-tokens-differ").severity is Severity.NOTE
+
+
+def test_chat_templates(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    template = folder.path / "chat_template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    assert (
+        "another one (25 char" in only(examine(TARGET, str(folder)), "chat-template-differs").found
+    )
+    template.unlink()
+    found = only(examine(TARGET, str(folder)), "chat-template-differs")
+    assert (found.severity, found.found[-4:]) == (Severity.WARNING, "none")
+    assert "chat-template-absent" in codes(examine(str(folder)), "target")
+
+
+def test_no_tokenizer(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    for file in folder.path.glob("tok*"):
+        file.unlink()
+    findings = examine(TARGET, str(folder))
+    assert only(findings, "tokenizer-absent").severity is Severity.NOTE
+    assert only(findings, "vocabulary-same").about == "pair"
+    assert only(examine(str(folder)), "tokenizer-absent").severity is Severity.ERROR
+    (folder.path / "tokenizer.json").write_text("{")
+    assert only(examine(TARGET, str(folder)), "tokenizer-absent").severity is Severity.ERROR

@@ -1,0 +1,157 @@
+"""Faults in files and weights, found from headers and samples."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.lab.doctor import Severity, examine
+from support.doctor_folders import Copy, Folder, codes, only
+from support.tiny_models import SMALL
+
+
+def shard(folder: Folder) -> list[str]:
+    """Write the weights as two files with an index."""
+    tensors = load_file(folder.weights)
+    folder.weights.unlink()
+    names, where = sorted(tensors), {}
+    for number in (0, 1):
+        file = f"model-{number}.safetensors"
+        part = {name: tensors[name] for name in names[number::2]}
+        save_file(part, folder.path / file)
+        where.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": where}
+    (folder.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(set(where.values()))
+
+
+def test_shards(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    files = shard(folder)
+    assert codes(examine(str(folder)), "target") == set()
+    (folder.path / files[1]).unlink()
+    found = only(examine(str(folder)), "shards-absent")
+    assert found.severity is Severity.ERROR
+    assert files[1] in found.found
+
+
+def test_an_index_that_is_none(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    shard(folder)
+    (folder.path / "model.safetensors.index.json").write_text("[]")
+    assert "weights-damaged" in codes(examine(str(folder)))
+
+
+def test_no_weights(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    folder.weights.unlink()
+    assert only(examine(str(folder)), "weights-absent").severity is Severity.ERROR
+    torch.save({}, folder.path / "pytorch_model.bin")
+    assert codes(examine(str(folder)), "target") == {"weights-pickled"}
+
+
+@pytest.mark.parametrize("size", [4, 100, -1000])
+def test_a_file_that_was_cut_off(copy: Copy, size: int) -> None:
+    folder = copy("tiny-draft")
+    content = folder.weights.read_bytes()
+    folder.weights.write_bytes(content[:size])
+    found = only(examine(str(folder)), "weights-damaged")
+    assert found.severity is Severity.ERROR
+    assert "model.safetensors" in found.found
+
+
+def test_a_missing_tensor(copy: Copy) -> None:
+    folder = copy("tiny-draft").tensors(lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    found = only(examine("paceline/tiny", str(folder)), "tensors-missing")
+    assert (found.severity, found.about) == (Severity.ERROR, "draft")
+    assert "model.layers.1.mlp.up_proj.weight" in found.found
+
+
+def test_an_untied_head_that_is_missing(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(tie_word_embeddings=False)
+    found = only(examine(str(folder)), "tensors-missing")
+    assert "lm_head.weight" in found.found
+    assert "tie_word_embeddings" in found.cure
+
+
+def test_extra_tensors(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(num_hidden_layers=1)
+    found = only(examine(str(folder)), "tensors-extra")
+    assert found.severity is Severity.NOTE
+    assert "model.layers.1." in found.found and "and 8 more" in found.found
+
+
+def test_other_shapes(copy: Copy) -> None:
+    folder = copy("tiny-draft").config(intermediate_size=500)
+    found = only(examine(str(folder)), "tensors-misshapen")
+    assert found.severity is Severity.ERROR
+    assert "512" in found.found and "500" in found.found
+
+
+def test_names_without_the_prefix_of_the_body(copy: Copy) -> None:
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    assert codes(examine(str(copy("tiny-draft").tensors(strip))), "target") == set()
+
+
+def test_merged_experts_are_known_by_their_old_names(tmp_path: Any) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SMALL, vocab_size=64, num_local_experts=2)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    found = examine(str(tmp_path))
+    assert not {"tensors-missing", "tensors-extra", "tensors-misshapen"} & codes(found)
+    assert only(found, "weights-complete").about == "target"
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def fresh(spread: float) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for key, value in tensors.items():
+            noise = spread * torch.randn(value.shape, generator=generator)
+            tensors[key] = torch.ones_like(value) if value.ndim == 1 else noise.to(value.dtype)
+
+    return change
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02])
+def test_untrained_weights(copy: Copy, spread: float) -> None:
+    folder = copy("tiny-draft").tensors(fresh(spread))
+    found = only(examine("paceline/tiny", str(folder)), "weights-untrained")
+    assert (found.severity, found.about) == (Severity.WARNING, "draft")
+
+
+def test_a_random_model_of_transformers(tiny_pair: Any) -> None:
+    assert "weights-untrained" in codes(examine(tiny_pair.target), "target")
+
+
+def test_another_spread_is_no_initialisation(copy: Copy) -> None:
+    folder = copy("tiny-draft").tensors(fresh(0.031))
+    assert "weights-untrained" not in codes(examine("paceline/tiny", str(folder)))
+
+
+def test_trained_norms_are_no_initialisation(copy: Copy) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        norms = {key: value.clone() for key, value in tensors.items() if value.ndim == 1}
+        fresh(0.02)(tensors)
+        tensors.update({key: value + 0.25 for key, value in norms.items()})
+
+    assert "weights-untrained" not in codes(examine(str(copy("tiny-draft").tensors(change))))
+
+
+def test_weights_that_are_not_finite(copy: Copy) -> None:
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][:] = torch.nan
+
+    found = only(examine(str(copy("tiny-draft").tensors(poison))), "weights-not-finite")
+    assert found.severity is Severity.ERROR
+    assert "model.embed_tokens.weight" in found.found

@@ -1,0 +1,26 @@
+"""A head that comes back from SGLang's layout drafts as before; with layers one off, worse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline import LLM, SamplingParams
+from paceline.lab.export import export
+
+PROMPTS = ["Once upon a time", "The little dog", "Tom and Lily went to"]
+
+
+def tokens_per_step(llm: LLM, draft: str) -> float:
+    own = llm.beside(draft, draft_length=4)
+    found = own.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
+    return sum(len(each.token_ids) for each in found) / sum(e.stats.target_steps for e in found)
+
+
+def test_layers_there_and_back(tmp_path: Path) -> None:
+    llm = LLM("paceline/tiny", draft="none", dtype="float32", draft_length=0)
+    head = "eagle3:paceline/tiny-eagle3,nodes=0"
+    export("sglang", "paceline/tiny", head, draft_length=4, out=tmp_path)
+    ours = tokens_per_step(llm, head)
+    assert tokens_per_step(llm, f"@{tmp_path / 'export.json'}") == ours
+    as_they_stand = f"eagle3:{tmp_path / 'head'},nodes=0"  # outputs taken for inputs
+    assert tokens_per_step(llm, as_they_stand) < ours

@@ -1,0 +1,239 @@
+"""What other engines are told: their names, their layers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.draft.heads.eagle_format import load_eagle
+from paceline.draft.heads.medusa_format import load_medusa, save_medusa
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.spec import TargetShape
+from paceline.errors import ConfigError
+from paceline.foreign import read_foreign
+from paceline.lab.export import DIALECTS, export
+from paceline.lab.export.heads import LAYERS, outputs_of, shape_of
+from paceline.lab.export.speculation import Exported
+from paceline.model.names import resolve
+from paceline.ownership import MANIFEST
+
+TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
+INPUTS = [2, 6, 11]  # of the embedded head
+TINY = TargetShape(256, 4096, 12)
+
+
+def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -> Exported:
+    return export(to, TARGET, draft, **({"draft_length": 4} | more), out=out)
+
+
+def told(made: Exported) -> str:
+    return "; ".join(each.what for each in made.approximations)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "head" / "config.json").read_text())
+    return found
+
+
+def test_sizes_are_read_without_the_weights() -> None:
+    assert shape_of(TARGET) == (TINY, ("LlamaForCausalLM",))
+
+
+# -- heads, and how layers are counted -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [HEAD, f"{HEAD},layers=3x7x10"])
+def test_vllm_counts_inputs(tmp_path: Path, draft: str) -> None:
+    made = exported("vllm", draft, tmp_path)
+    wanted = [3, 7, 10] if "layers" in draft else INPUTS
+    config = config_of(tmp_path)
+    assert config[LAYERS] == wanted
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == resolve(TARGET)
+    assert made.config["model"] == made.head == str(tmp_path / "head")
+    assert load_eagle(str(tmp_path / "head"), TINY).config.feature_layers == tuple(wanted)
+
+
+def test_sglang_counts_outputs_and_looks_in_one_place(tmp_path: Path) -> None:
+    exported("sglang", out=tmp_path)
+    config = config_of(tmp_path)
+    assert LAYERS not in config
+    nested = {LAYERS: [number - 1 for number in INPUTS], "use_aux_hidden_state": True}
+    assert config["eagle_config"] == nested
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_tensorrt_llm_counts_outputs(tmp_path: Path) -> None:
+    made = exported("tensorrt-llm", out=tmp_path)
+    spec = made.config["speculative_config"]
+    assert spec["eagle3_layers_to_capture"] == [number - 1 for number in INPUTS]
+    assert (
+        f"eagle3_layers_to_capture: {spec['eagle3_layers_to_capture']}"
+        in (tmp_path / "tensorrt_llm.yaml").read_text()
+    )
+
+
+def test_llama_cpp_counts_inputs(tmp_path: Path) -> None:
+    made = exported("llama.cpp", out=tmp_path)
+    assert config_of(tmp_path)[LAYERS] == INPUTS
+    assert any("--target-model-dir" in step and "head.gguf" in step for step in made.steps)
+    assert made.command[-7:] == (
+        str(tmp_path / "head.gguf"),
+        "--spec-draft-n-max",
+        "4",
+        "--spec-draft-n-min",
+        "0",
+        "--spec-draft-p-min",
+        "0",
+    )
+
+
+def test_the_embedding_is_no_layer_s_output() -> None:
+    with pytest.raises(ConfigError, match="layer 0"):
+        outputs_of([0, 3, 5])
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])
+def test_the_weights_of_a_head_are_the_same(tmp_path: Path, to: str) -> None:
+    exported(to, out=tmp_path)
+    layers = (2, 6, 11)
+    ours = load_eagle("paceline/tiny-eagle3", TINY).state_dict()
+    theirs = load_eagle(str(tmp_path / "head"), TINY, feature_layers=layers).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_medusa_heads_in_the_file_that_vllm_opens(tmp_path: Path) -> None:
+    heads = MedusaHeads(MedusaConfig(256, 4096, heads=3))
+    save_medusa(heads, tmp_path / "own")
+    made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out")
+    files = {file.name for file in (tmp_path / "out" / "head").iterdir()}
+    assert files == {MANIFEST, "config.json", "model.safetensors"}
+    assert made.config["num_speculative_tokens"] == 3  # of four that were asked for
+    again = load_medusa(str(tmp_path / "out" / "head"), TINY).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())
+
+
+# -- commands and configurations -------------------------------------------------------------------
+
+
+def test_vllm_words() -> None:
+    made = exported("vllm", "paceline/tiny-draft", rule="block", max_batch_size=3)
+    assert made.config == {
+        "method": "draft_model",
+        "model": resolve("paceline/tiny-draft"),
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "block",
+        "draft_sample_method": "probabilistic",
+    }
+    words = list(made.command)
+    assert words[:3] == ["vllm", "serve", resolve(TARGET)]
+    assert words[words.index("--max-num-seqs") + 1] == "3"
+    assert json.loads(words[words.index("--speculative-config") + 1]) == made.config
+    assert made.approximations == ()
+
+
+def test_vllm_look_ups() -> None:
+    look = exported("vllm", "ngram:min=2,max=3,candidates=1").config
+    assert look == {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 3,
+        "num_speculative_tokens": 4,
+    }
+    suffix = exported("vllm", "suffix:max_depth=30,global=off").config
+    assert suffix["suffix_decoding_max_tree_depth"] == 30
+    assert suffix["suffix_decoding_max_cached_requests"] == 0
+    hybrid = exported("vllm", "hybrid:suffix+ngram")
+    assert hybrid.config["model"] == "paceline.integrations.vllm.HybridProposer"
+
+
+def test_sglang_trees() -> None:
+    flags = exported("sglang", f"{HEAD},nodes=16,width=3").config
+    assert flags["speculative_eagle_topk"] == "3"
+    assert flags["speculative_num_steps"] == "4"
+    assert flags["speculative_num_draft_tokens"] == "17"
+    assert "speculative_use_rejection_sampling" not in flags
+    chain = exported("sglang", f"{HEAD},nodes=0", rule="block")
+    assert chain.config["speculative_num_draft_tokens"] == "5"
+    assert "--speculative-use-block-verification" in chain.command
+    assert not any("threshold" in word for word in chain.command)
+
+
+def test_what_is_approximated_is_named_with_its_cost() -> None:
+    made = exported("vllm", f"{HEAD},nodes=16", draft_length="auto", rule="coupled")
+    assert told(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
+    assert all(each.cost and each.instead for each in made.approximations)
+    assert "trees" in told(exported("vllm"))  # what such a head draws where nothing is said
+    assert "trees" not in told(exported("sglang"))
+
+
+@pytest.mark.parametrize(
+    ("to", "draft", "named"),
+    [
+        ("vllm", "recycling", "recycling"),
+        ("vllm", "hybrid:ngram+eagle3:paceline/tiny-eagle3", "hybrid"),
+        ("vllm", "medusa:paceline/tiny-medusa", "vocabulary layer"),
+        ("sglang", "suffix", "suffix"),
+        ("tensorrt-llm", "eagle:paceline/tiny-eagle", "eagle:"),
+        ("llama.cpp", "medusa:paceline/tiny-medusa", "medusa"),
+        ("openvino", HEAD, "eagle3"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        exported(to, draft)
+    assert "\n" not in str(caught.value) and "; " in str(caught.value)
+
+
+def test_tgi_is_archived() -> None:
+    with pytest.raises(ConfigError, match="archived"):
+        exported("tgi")
+    with pytest.raises(ConfigError, match="vllm, sglang"):
+        exported("vlm")
+
+
+def test_what_makes_no_export() -> None:
+    for draft, more, named in (
+        ("none", {}, "no draft"),
+        ("ngram", {"draft_length": 0}, "plain decoding"),
+        ("ngram", {"lossy": True}, "not lossless"),
+        ("ngram", {"rule": "typical"}, "not lossless"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            exported("vllm", draft, **more)
+
+
+@pytest.mark.parametrize("to", DIALECTS)
+def test_the_files_say_how_to_run_it(tmp_path: Path, to: str) -> None:
+    made = exported(to, "paceline/tiny-draft", tmp_path)
+    script = (tmp_path / "run.sh").read_text()
+    assert script.splitlines()[-1] == f"exec {made.command_line}"
+    assert json.loads((tmp_path / "export.json").read_text()) == made.record()
+    assert all((tmp_path / name).read_text() == text for name, text in made.files.items())
+
+
+def test_the_openvino_program_is_python(tmp_path: Path) -> None:
+    made = exported("openvino", "ngram:max=3", tmp_path)
+    (program,) = made.files.values()
+    compile(program, "openvino", "exec")
+    assert "config.num_assistant_tokens = 4\nconfig.max_ngram_size = 3\n" in program
+    assert "prompt_lookup=True" in program
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft"])
+def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
+    """Our own file goes out and comes in, with the layers that it had."""
+    exported(to, draft, tmp_path)
+    taken = read_foreign(tmp_path / "export.json")
+    assert (taken.engine, taken.length) == (to, 4)
+    if "eagle3" in draft:
+        layers = ",layers=2x6x11" if to == "sglang" else ""
+        assert taken.spec == f"eagle3:{tmp_path / 'head'},nodes=0{layers}"
+    else:
+        assert taken.spec.startswith(f"model:{resolve('paceline/tiny-draft')}")

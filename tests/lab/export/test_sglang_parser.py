@@ -1,0 +1,72 @@
+"""Exports through SGLang's own argument parser, where its wheel lies.
+
+``pip install --no-deps --target DIR sglang`` (it takes Linux and Python 3.11), then
+``PACELINE_TEST_SGLANG=DIR``; an installed one is found by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.lab.export import export
+
+SCRIPT = Path(__file__).with_name("sglang_parser.py")
+DRAFTS = (
+    ("eagle3:paceline/tiny-eagle3", "auto"),
+    ("eagle3:paceline/tiny-eagle3,nodes=0", "block"),
+    ("eagle3:paceline/tiny-eagle3,nodes=16,width=3", "auto"),
+    ("eagle:paceline/tiny-eagle", "token"),
+    ("paceline/tiny-draft", "block"),
+    ("tree:paceline/tiny-draft,branching=2x2x1", "auto"),
+    ("ngram:min=2,max=3", "auto"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    named = os.environ.get("PACELINE_TEST_SGLANG")
+    if named is None:
+        found = find_spec("sglang")
+        named = found and found.origin and str(Path(found.origin).parents[1])
+    if not named or not (Path(named) / "sglang").is_dir():
+        pytest.skip("SGLang's wheel is not here (PACELINE_TEST_SGLANG)")
+    return named
+
+
+def parsed(folder: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), folder, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("draft", "rule"), DRAFTS)
+def test_what_is_exported_is_parsed_to_what_was_meant(
+    folder: str, draft: str, rule: str, tmp_path: Path
+) -> None:
+    made = export("sglang", "paceline/tiny", draft, draft_length=4, rule=rule, out=tmp_path)
+    assert made.command[:3] == ("python", "-m", "sglang.launch_server")
+    run = parsed(folder, list(made.command[3:]))
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout)
+    values: dict[str, Any] = said["values"]
+    for name, value in made.config.items():
+        assert str(values[name]) == str(value)
+    known = re.findall(r"[A-Z0-9]{4,}", said["algorithms"])
+    assert values["speculative_algorithm"] in known
+    assert values["speculative_accept_threshold_single"] == 1.0, "or it would not be lossless"
+    assert values["model_path"] == made.command[made.command.index("--model-path") + 1]
+
+
+def test_it_is_a_parser_that_refuses(folder: str) -> None:
+    good = ["--model-path", "there", "--speculative-num-steps", "4"]
+    assert parsed(folder, good).returncode == 0
+    assert "unrecognized" in parsed(folder, [*good, "--speculative-num-stepz", "4"]).stderr
+    assert "invalid int" in parsed(folder, [*good[:3], "four"]).stderr

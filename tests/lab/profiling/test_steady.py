@@ -1,0 +1,133 @@
+"""Steady decoding: only steps in which all decode, the same ones each time, traced by phase."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline import LLM, ConfigError, DataError
+from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
+from paceline.lab.profiling import steady, trace
+from paceline.lab.profiling.machine import last_level_cache
+from support.tiny_models import TinyPair
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_pair: TinyPair) -> LLM:
+    return LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", draft_length=2, max_batch_size=2)
+
+
+def test_phases_are_entered_from_outside(llm: LLM) -> None:
+    entered: Counter[str] = Counter()
+
+    @contextmanager
+    def around(phase: str) -> Iterator[None]:
+        entered[phase] += 1
+        yield
+
+    members = llm.engine.target, llm.engine.drafter, llm.engine.verifier
+    stretch = steady.run(llm, PROMPTS, 6, around).sums
+    assert stretch.steps == 6
+    assert entered == {"step": 6, "target": 6, "verify": 6, "draft": 12}
+    assert members == (llm.engine.target, llm.engine.drafter, llm.engine.verifier)
+    assert stretch.drafted == 6 * 2 * 2
+    assert stretch.tokens == 6 * 2 + stretch.accepted
+    assert set(stretch.seconds) == {"draft", "target", "verify", "other"}
+    assert not llm.engine.has_work
+
+
+def test_the_same_steps_each_time(llm: LLM) -> None:
+    first, second = steady.run(llm, PROMPTS, 6), steady.run(llm, PROMPTS, 6)
+    assert (first.sums.tokens, first.sums.accepted) == (second.sums.tokens, second.sums.accepted)
+    assert first.context == second.context
+    assert first.context > 3 + steady.WARM_UP
+
+
+def test_it_says_who_drafted_and_why_nobody_did(llm: LLM) -> None:
+    drafted = steady.run(llm, PROMPTS, 6)
+    assert sum(drafted.drafters.values()) == drafted.sums.accepted and not drafted.not_drafted
+    plain = llm.beside("ngram:min=3", max_batch_size=2)
+    stretch = steady.run(plain, PROMPTS, 6)
+    assert sum(stretch.not_drafted.values()) + stretch.sums.drafted >= 12
+    assert set(stretch.not_drafted) <= {NOTHING_FOUND, NOT_WORTH_IT, MEASURING}
+    plain.close()
+
+
+def test_no_room_for_a_steady_state(llm: LLM) -> None:
+    long = [[5] * (llm.target.max_positions - remaining) for remaining in (3, 14)]
+    for prompt in long:
+        with pytest.raises(ConfigError, match=r"no steady decoding: after .* shorter prompts"):
+            steady.run(llm, [prompt], 6)
+    assert not llm.engine.has_work
+
+
+def test_fewer_steps_than_asked_where_room_ends(llm: LLM) -> None:
+    plain = llm.beside(None, max_batch_size=1)
+    prompt = [5] * (llm.target.max_positions - 40)
+    stretch = steady.run(plain, [prompt], 100).sums
+    assert stretch.steps == 40 - 1 - steady.WARM_UP  # one token comes of the prompt itself
+    assert stretch.tokens == stretch.steps
+
+
+def test_prompts_go_round_and_must_fit() -> None:
+    encoded = [[1] * 3, [1] * 90, [1] * 5]
+    assert steady.choose(encoded, 3, 100) == [0, 2, 0]
+    with pytest.raises(DataError, match="the model sees 8 tokens, the shortest prompt has 5; give"):
+        steady.choose([[1] * 5, [1] * 6], 1, 8)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"trace{suffix}"
+    profiled = trace.run(llm, PROMPTS, 5, path)
+    text = gzip.decompress(path.read_bytes()) if suffix.endswith("gz") else path.read_bytes()
+    names = Counter(event.get("name") for event in json.loads(text)["traceEvents"])
+    for phase, times in (("step", 5), ("target", 5), ("verify", 5), ("draft", 10)):
+        assert names[f"paceline: {phase}"] == times
+    assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
+    assert names["paceline_native::grow"] == 5  # the second
+    target = profiled.shares["target"]
+    assert 0 < target.kernel_seconds <= target.seconds < target.wall
+    assert 0 < target.kernel_calls <= target.calls <= target.events
+    assert profiled.operators[0].seconds >= profiled.operators[-1].seconds
+    assert profiled.event_seconds >= 0
+
+
+def test_bad_trace_paths(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"end its name in \.json or \.json\.gz"):
+        trace.check_path(tmp_path / "trace.txt")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        trace.check_path(tmp_path / "nowhere" / "trace.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        trace.check_path(tmp_path / "folder.json")
+    trace.check_path(tmp_path / "trace.json.gz")
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that takes no files")
+def test_unwritable_trace() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another place"):
+        trace.check_path("/proc/trace.json")
+
+
+def test_the_last_level_cache_is_read_from_the_system(tmp_path: Path) -> None:
+    import torch
+
+    cpu = torch.device("cpu")
+    assert last_level_cache(cpu, tmp_path) is None
+    for index, (level, size) in enumerate((("1", "32K"), ("3", "32768K"), ("2", "1M"))):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "level").write_text(level)
+        (folder / "size").write_text(f"{size}\n")
+    (tmp_path / "index9").mkdir()  # without files: left out
+    assert last_level_cache(cpu, tmp_path) == 32 * 2**20

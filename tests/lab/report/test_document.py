@@ -1,0 +1,96 @@
+"""One report, three ways to show it."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from paceline.errors import ConfigError
+from paceline.lab.report import plots
+from paceline.lab.report.columns import Column, record_of, table_across, table_of
+from paceline.lab.report.document import Figure, Report, Table, Text
+from paceline.lab.report.markdown import as_table
+from paceline.lab.report.terminal import print_report
+
+
+def sample() -> Report:
+    report = Report("Speed")
+    table = Table(("method", "speedup", "left"), (("a|b", "1.83x", 2), ("<i>", "0.9x", None)))
+    report.add(
+        "Methods",
+        table,
+        Text("Mind the gap & the step.", warning=True),
+        Figure(
+            "by category", lambda: plots.bars(["x", "y"], {"a": [1, 2], "b": [2, None]}, "t/s"), "a"
+        ),
+        Figure(
+            "by batch", lambda: plots.lines([1, 2, 4], {"a": [1, None, 3]}, "n", "t/s", True), "b"
+        ),
+        Figure("parts", lambda: plots.stacks(["x"], {"p": [1], "q": [2]}, "ms"), "c"),
+    )
+    return report
+
+
+def test_terminal() -> None:
+    out = io.StringIO()
+    print_report(sample(), Console(file=out, width=80))
+    text = out.getvalue()
+    assert "Methods" in text and "1.83x" in text and "<i>" in text and "Mind the gap" in text
+
+
+def test_markdown(tmp_path: Path) -> None:
+    written = sample().write(tmp_path / "sub" / "r.md")
+    assert [path.name for path in written] == ["r.md", "r-a.svg", "r-b.svg", "r-c.svg"]
+    text = written[0].read_text(encoding="utf-8")
+    assert "| a\\|b | 1.83x | 2 |" in text
+    assert "|---|---:|---:|" in text
+    assert "![by category](r-a.svg)" in text
+    for path in written[1:]:
+        assert ET.parse(path).getroot().tag.endswith("svg")
+
+
+def test_html_is_one_file_without_outside_requests(tmp_path: Path) -> None:
+    (path,) = sample().write(tmp_path / "r.html")
+    text = path.read_text(encoding="utf-8")
+    assert text.count("<svg") == 3
+    assert "&lt;i&gt;" in text and "gap &amp; the step" in text
+    assert "src=" not in text and "<link" not in text and "<script" not in text
+    body = text[text.index("<body>") : text.index("</html>")]
+    ids = [e.get("id") for e in ET.fromstring(body).iter() if e.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_same_numbers_give_the_same_picture() -> None:
+    first, second = (plots.lines([1, 2], {"a": [1, 2]}, "x", "y") for _ in range(2))
+    assert first == second
+
+
+def test_bad_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"end its name in \.md or \.html"):
+        Report("x").write("r.pdf")
+    with pytest.raises(ConfigError, match="cannot write"):
+        Report("x").write("/proc/none/r.md")
+
+
+def test_table_with_title_and_note() -> None:
+    text = as_table(Table(("a",), ((1.23456,),), title="T", note="N"))
+    assert text == "**T**\n\n| a |\n|---:|\n| 1.23 |\n\n*N*"
+
+
+def test_a_column_is_described_once() -> None:
+    """With a key it is in JSON, with a heading in tables; what is not known is an empty cell."""
+    columns = (
+        Column("speed", "tok/s", "rate.median", "{:.0f}".format),
+        Column("share", "", "share", stored=str),
+        Column("", "at best", "best", "{:.1f}x".format),
+    )
+    item = SimpleNamespace(rate=SimpleNamespace(median=12.34), share=0.5, best=None)
+    assert record_of(item, columns) == {"speed": 12.34, "share": "0.5"}
+    assert table_of([item], columns) == Table(["tok/s", "at best"], [["12", None]])
+    across = table_across("", {"a": item}, columns[::2], "N")
+    assert across == Table(["", "a"], [["tok/s", "12"], ["at best", None]], note="N")

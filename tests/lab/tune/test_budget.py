@@ -1,0 +1,195 @@
+"""A tuning that ends early: every drafter whole or not at all, and honest about the rest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline import LLM
+from paceline.budget import Budget
+from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.tune.candidates import DrafterCandidate, variants
+from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
+from paceline.lab.tune.confirm import Confirmation, Finalist
+from paceline.lab.tune.measure import Sample, measure_method
+from paceline.lab.tune.plan import TuningOutcome, tune
+from paceline.lab.tune.present import decision, record_of, report_of
+from paceline.lab.tune.search import MeasuredMethod
+from paceline.lab.tune.spending import TuneOptions, affordable, fitting_sample
+from support.engine_models import write_pair
+from support.simulated_clock import Clock, SecondEach
+from support.tuning_methods import target
+
+OPTIONS = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
+SAMPLE = Sample([[1]] * 4, [[1]] * 16, (1, 8), 48, 0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("tune")), noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[str, str]) -> LLM:
+    return LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.lab.tune.plan.LARGEST_BATCH", 2)
+
+
+def prompts() -> list[BenchPrompt]:
+    text = "one two three one two three one two three"
+    return [BenchPrompt(f"p{n}", f"c{n % 2}", f"{text} {n}", False) for n in range(4)]
+
+
+def candidates(folders: tuple[str, str]) -> list[DrafterCandidate]:
+    return [*variants("ngram"), *variants(f"model:{folders[1]}")[:3], *variants("suffix")]
+
+
+@pytest.fixture(autouse=True)
+def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.budget._CAUTION", 1.0)
+
+
+def run(
+    llm: LLM, folders: tuple[str, str], seconds: float | None, outcome: TuningOutcome | None = None
+) -> tuple[TuningOutcome, list[str]]:
+    """Each batch size of the target, each drafter and each round of all take a second."""
+    said: list[str] = []
+    outcome = outcome or TuningOutcome.start(OPTIONS, llm)
+    tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
+    return outcome, said
+
+
+def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
+    outcome, said = run(llm, folders, 6)
+    assert outcome.bought is not None and outcome.bought.spent <= 6
+    assert len(outcome.not_tried) == 2 and outcome.bought.not_tried == tuple(outcome.not_tried)
+    measured = [what for what in said if what.startswith("measuring ")]
+    assert not any(label in what for label in outcome.not_tried for what in measured)
+    tried = len(outcome.methods) + len(outcome.left_out)
+    assert (tried, outcome.bought.candidates, outcome.bought.candidates_wanted) == (3, 3, 5)
+    families = [method.family for method in outcome.methods]
+    assert len(set(families)) == len(families)  # first one of each kind, then their variants
+    assert "Not tried: " in outcome.bought.line and "--continue goes on" in outcome.bought.line
+    assert record_of(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
+    # One round for all had time, which is too little to choose anybody.
+    assert outcome.bought.rounds == 1 and outcome.chosen is None
+    assert decision(outcome).startswith("Not confirmed: ")
+    assert report_of(outcome).sections
+
+
+def test_no_drafter_takes_more_than_its_share(
+    llm: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = SecondEach(40)
+
+    def slow(own: LLM, candidate: DrafterCandidate, *rest: Any) -> MeasuredMethod:
+        budget.clock.now += 9 if candidate.label == "ngram" else 0
+        return measure_method(own, candidate, *rest)
+
+    monkeypatch.setattr("paceline.lab.tune.plan.measure_method", slow)
+    outcome = TuningOutcome.start(OPTIONS, llm)
+    tune(llm, candidates(folders), prompts(), outcome, lambda what: None, budget)
+    assert outcome.not_tried == ["ngram (stopped, too slow for its share)"]
+    assert "ngram" not in {method.family for method in outcome.methods}
+    assert len(outcome.methods) + len(outcome.left_out) == 4  # the others had their time
+    assert not llm.engine.has_work
+
+
+def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed(
+    llm: LLM, folders: tuple[str, str]
+) -> None:
+    for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
+        default = DrafterCandidate("usual", spec, spec.partition(":")[0], "", default=True)
+        outcome = TuningOutcome.start(OPTIONS, llm)
+        each = [*variants("ngram"), default]
+        tune(llm, each, prompts(), outcome, lambda what: None, SecondEach(None))
+        confirmed = [result.contestant.label for result in outcome.results]
+        assert (confirmed[1] == "usual") == there
+        assert ("usual" in dict(outcome.left_out)) != there
+        assert outcome.bought is not None and outcome.bought.candidates_wanted == 1
+
+
+def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
+    outcome, _ = run(llm, folders, 8)
+    assert outcome.bought is not None and outcome.bought.spent <= 8
+    assert len(outcome.not_tried) == 1 and outcome.bought.rounds == 2
+    assert outcome.chosen is not None
+
+
+def test_a_later_run_tries_the_rest_and_confirms(llm: LLM, folders: tuple[str, str]) -> None:
+    outcome, _ = run(llm, folders, 6)
+    text = json.dumps(msgspec.to_builtins(outcome, str_keys=True))
+    kept = msgspec.convert(json.loads(text), TuningOutcome, strict=False)
+    assert kept == outcome
+    before = [method.spec for method in kept.methods]
+    after, said = run(llm, folders, None, kept)
+    assert not after.not_tried and after.chosen is not None
+    assert [method.spec for method in after.methods][: len(before)] == before
+    labels = [method.label for method in outcome.methods]
+    assert not [what for what in said if what in {f"measuring {label}" for label in labels[:1]}]
+    rounds = len(after.results[0].ratios)
+    again, _ = run(llm, folders, None, after)
+    assert len(again.results[0].ratios) == rounds + OPTIONS.rounds  # as many again
+    assert all(len(r.ratios) == rounds + OPTIONS.rounds for r in again.results)
+
+
+def test_an_interrupted_round_counts_for_nobody(
+    llm: LLM, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = TuningOutcome.start(OPTIONS, llm)
+    seen: list[str] = []
+
+    def interrupt(what: str) -> None:
+        seen.append(what)
+        if sum(entry.startswith("confirming") for entry in seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(llm, variants("ngram"), prompts(), outcome, interrupt)
+    assert outcome.results and all(not r.ratios and not r.tokens for r in outcome.results)
+    assert outcome.chosen is None and outcome.bought is not None and outcome.bought.rounds == 0
+
+
+def test_samples_shrink_for_everybody_alike() -> None:
+    costs = target(1000)
+    step = costs(1, 13)
+    free = fitting_sample(SAMPLE, costs, Budget(None), 5)
+    assert free == SAMPLE
+    found = [
+        fitting_sample(SAMPLE, costs, Budget(seconds * step, Clock()), 5)
+        for seconds in (1e9, 4000, 1)
+    ]
+    sizes = [(len(one.alone), len(one.together)) for one in found]
+    assert sizes[0] == (4, 16) and sizes[-1] == (1, 0)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_rounds_shrink_until_two_of_them_fit() -> None:
+    costs = target(1000)
+    some = [Finalist(f"c{n}", NO_DRAFT if not n else "x", "f", n, 8, 1) for n in range(6)]
+    plenty = affordable(some, costs, TuneOptions(), Budget(1e12, Clock()))
+    assert plenty == (some, 8)
+    assert affordable(some, costs, TuneOptions(), Budget(None)) == (some, 8)
+    assert affordable(some, costs, TuneOptions(), Budget(1e-9, Clock())) == (some[:3], 1)
+    one = 48 * costs(1, 1) * 1.15
+    assert affordable(some, costs, TuneOptions(), Budget(2 * 6 * 2 * one + 1e-6, Clock())) == (
+        some,
+        2,
+    )
+
+
+def test_rounds_of_other_contestants_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:
+    outcome, _ = run(llm, folders, None)
+    strangers = [replace(r.contestant, label="old") for r in outcome.results]
+    outcome.results = [Confirmation(c, 1, 1.0, 1, 1, [9.9]) for c in strangers]
+    after, _ = run(llm, folders, None, outcome)
+    assert all(9.9 not in result.ratios for result in after.results)

@@ -1,0 +1,346 @@
+"""Candidates, samples, rounds and winners; and the whole on a tiny random pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
+from paceline.budget import Budget
+from paceline.defaults import REAL
+from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.tune.candidates import (
+    DrafterCandidate,
+    at_hand,
+    default,
+    hybrid_of,
+    variants,
+)
+from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
+from paceline.lab.tune.confirm import Confirmation, Finalist, Rounds, winner
+from paceline.lab.tune.decode import MeasuredStep, Run, decode
+from paceline.lab.tune.measure import copied_tokens, unrest_of
+from paceline.lab.tune.plan import (
+    TuningOutcome,
+    choose,
+    tune,
+)
+from paceline.lab.tune.present import decision, profile_of, record_of, report_of
+from paceline.lab.tune.spending import TuneOptions, affordable
+from paceline.tuned import TunedProfile
+from support.engine_models import write_pair
+from support.tuning_methods import PLAIN, chain, target
+
+GREEDY = SamplingParams(max_tokens=16)
+SLOW = ((1, MeasuredStep(1, 1, 1, 9.0, 1.0, 0.0, True)),)
+
+
+# -- candidates ------------------------------------------------------------------------------
+
+
+def test_the_embedded_pair_has_its_own_candidates() -> None:
+    found = at_hand("paceline/tiny", [])
+    specs = [candidate.spec for candidate in found]
+    assert len(specs) == len(set(specs)) >= 12
+    assert "model:paceline/tiny-draft,nodes=0" in specs
+    assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
+    assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
+    assert not any(candidate.given for candidate in found)
+    assert [candidate.spec for candidate in found if candidate.default] == ["auto"]
+    families = list(dict.fromkeys(candidate.family for candidate in found))
+    assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
+
+
+def test_the_default_draft_is_always_a_candidate() -> None:
+    """A minute went to the dearest drafter, and what commands take was never entered."""
+    for drafts in ([], ["some/draft"]):
+        (own,) = [c for c in at_hand("any/target", drafts) if c.default]
+        assert (own.spec, own.label) == ("auto", "auto (default)")
+    assert not any(c.default for c in at_hand(REAL, ["some/draft"], only=True))
+    composed = default("hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3")
+    assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
+
+
+def test_another_draft_must_beat_the_default_clearly() -> None:
+    """Two rounds of noise, and a profile recommended less than what commands take unasked."""
+    usual = Finalist("usual", "hybrid:ngram+suffix", "hybrid", "auto", 8, 1, default=True)
+    other = Finalist("other", "suffix", "suffix", 4, 8, 1)
+    plain = Confirmation(Finalist("plain", "none", "none", 0, 8, 1), 9, 1.0, 9, 0, [1.0])
+    for ratio, wins in ((1.22, "usual"), (1.3, "other")):
+        results = [
+            plain,
+            Confirmation(other, 9, 1.0, 5, 9, [ratio]),
+            Confirmation(usual, 9, 1.0, 5, 9, [1.2]),
+        ]
+        assert winner(results).contestant.label == wins
+
+
+def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
+    found = at_hand("other", ["some/draft", "ngram:min=2"])
+    assert [c.spec for c in found if c.given] == [
+        "model:some/draft,nodes=0",
+        "model:some/draft,branching=2x2x1x1x1",
+        "model:some/draft,nodes=8",
+        "ngram:min=2",
+    ]
+    free = [c.spec for c in found if not c.given and not c.default]
+    assert free == [
+        "ngram",
+        "suffix",
+        "recycling",
+        "model:some/draft,nodes=0,quantize=int8",
+        "model:some/draft,nodes=0,quantize=int4",
+        "lookahead",
+        "layer_skip",
+        "quantized:int4",
+        "quantized:int8",
+    ]
+    assert [c.spec for c in at_hand("other", ["suffix"], only=True)] == ["suffix"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("some/draft", ["chain", "2x2 tree", "8 nodes", "", ""]),
+        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "8 nodes", "", ""]),
+        ("model:some/draft,quantize=int8", ["chain", "2x2 tree", "8 nodes"]),
+        ("quantized", ["chain", ""]),
+        ("quantized:int8", ["chain"]),
+        ("tree:some/draft", ["tree"]),
+        ("model:some/draft,branching=3x1", ["3x1"]),
+        ("eagle3:head,nodes=32", ["32 nodes"]),
+        ("eagle3:head,nodes=0", ["chain"]),
+        ("eagle2:head", ["tree"]),
+        ("none", []),
+    ],
+)
+def test_variants_of_a_draft(text: str, shapes: list[str]) -> None:
+    assert [candidate.shape for candidate in variants(text)] == shapes
+
+
+def test_a_hybrid_names_its_members() -> None:
+    hybrid = hybrid_of(chain(0.5, 0.0, label="ngram"), chain(0.8, 0.1, label="model:a/b"))
+    assert hybrid.spec == "hybrid:ngram+model:a/b"
+
+
+# -- samples and rounds ----------------------------------------------------------------------
+
+
+def test_copied_tokens() -> None:
+    assert copied_tokens([1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 5]) == 2
+    assert copied_tokens([1, 2, 3, 4], [5, 6, 7, 8]) == 0
+    assert copied_tokens([], [1, 2, 3, 4, 1, 2, 3, 4]) == 1
+    assert copied_tokens([1, 1, 1, 1], [1, 1]) == 2
+
+
+def test_rounds_share_no_prompt_while_there_are_enough() -> None:
+    prompts = [[n] for n in range(20)]
+    rounds = Rounds.of(prompts, 2, GREEDY, 1)
+    assert [len(part) for part in rounds.prompts] == [8, 8]
+    assert not rounds.repeat
+    assert len({ids[0] for part in rounds.prompts for ids in part}) == 16
+    few = Rounds.of(prompts[:3], 2, GREEDY, 1)
+    assert few.repeat
+    assert [len(part) for part in few.prompts] == [3, 3]
+    wide = Rounds.of(prompts[:3], 1, GREEDY, 5)
+    assert [len(part) for part in wide.prompts] == [5]
+    assert wide.repeat
+
+
+def entry(spec: str, length: int | str, ratios: Sequence[float], drafted: int = 9) -> Confirmation:
+    contestant = Finalist(spec, spec, spec, length, 8, 1)
+    return Confirmation(contestant, 100, 1.0, 50, drafted, list(ratios))
+
+
+def test_the_winner() -> None:
+    plain = entry(NO_DRAFT, 0, [1.0], 0)
+    fast, adaptive = entry("a", 4, [1.5, 1.52, 9.0]), entry("a", "auto", [1.49])
+    assert winner([plain, fast, adaptive]) is adaptive
+    assert winner([plain, fast, entry("a", "auto", [1.4])]) is fast
+    assert winner([plain, fast, entry("b", "auto", [1.5])]) is fast
+    assert winner([plain, entry("a", 4, [1.01])]) is plain
+    assert winner([plain, entry("a", "auto", [1.5], drafted=0)]) is plain
+    assert winner([plain]) is plain
+
+
+def test_unrest() -> None:
+    def run(seconds: Sequence[float]) -> Run:
+        steps = [MeasuredStep(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
+        return Run(steps=steps)
+
+    assert unrest_of(run([1.0] * 20)) == 1.0
+    assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
+    assert unrest_of(run([])) == 1.0
+
+
+def synthetic() -> TuningOutcome:
+    a = chain(0.8, 0.1, label="a")
+    fast = replace(chain(0.7, 0.0, label="look"), passes=(0,) * 9)
+    methods = [a, replace(a, label="a tree", shape="2x2x1"), fast, chain(0.2, 0.9, label="bad")]
+    return TuningOutcome(TuneOptions(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
+
+
+def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
+    chosen = choose(synthetic())
+    assert chosen[0].spec == NO_DRAFT
+    assert [(c.family, c.length) for c in chosen[1:]] == [
+        ("look", 8),
+        ("look", "auto"),
+        ("a", chosen[3].length),
+        ("a", "auto"),
+        ("hybrid", "auto"),
+    ]
+    assert chosen[-1].spec == "hybrid:look+a"
+    assert all(c.batch == 4 for c in chosen)
+    assert all(c.predicted > 1 for c in chosen[1:])
+
+
+def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
+    usual = DrafterCandidate("usual", "hybrid:ngram+suffix", "hybrid", "", default=True)
+    outcome = synthetic()
+    chosen = choose(outcome, usual)
+    assert [c.label for c in chosen[:3]] == ["plain", "usual", "look"]
+    assert (chosen[1].length, chosen[1].predicted, chosen[1].methods) == ("auto", None, ())
+    assert outcome.target is not None
+    few, _ = affordable(chosen, outcome.target, TuneOptions(), Budget(0.0), few=4)
+    assert [c.label for c in few] == ["plain", "usual", "look", "look"]
+    outcome.results += [Confirmation(c, 9, 1.0, 5, 9, [1.2], 9, 1.0) for c in chosen]
+    assert record_of(outcome)["confirmation"][1]["predicted_by_measured"] is None
+    assert report_of(outcome).sections
+
+
+def test_lookups_that_gain_are_confirmed_before_what_runs_a_model() -> None:
+    outcome = synthetic()
+    outcome.methods = [chain(0.95, 0.01, label="a"), *outcome.methods[2:]]
+    assert outcome.settings[0].method.label == "a"
+    assert [c.label for c in choose(outcome)][:4] == ["plain", "look", "look", "a"]
+    outcome.methods[1] = replace(outcome.methods[1], survival=(1e-9,) * 8, steps=SLOW)
+    assert choose(outcome)[1].label == "a"
+
+
+def test_what_was_confirmed_beats_what_was_predicted() -> None:
+    """It confirmed 0.70x and 0.92x, and then named a draft "predicted to reach 1.43x"."""
+    outcome = synthetic()
+    contestants = choose(outcome)
+    outcome.results = [Confirmation(c, 9, 1.0, 9, 9) for c in (contestants[0], *contestants[2:4])]
+    for result, ratio in zip(outcome.results, (1.0, 0.7, 0.92), strict=True):
+        result.ratios.append(ratio)
+    shown = f"(a, length {contestants[3].length} 0.92x, look, length auto 0.70x)"
+    outcome.rounds = 3
+    assert decision(outcome) == (
+        "Not confirmed: after 1 of 3 rounds no draft is advised, all were slower than plain "
+        f"decoding {shown}. --continue adds rounds."
+    )
+    outcome.chosen = winner(outcome.results)
+    assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
+    outcome.results[1].ratios = [1.3]
+    outcome.chosen = None
+    assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
+
+
+def test_an_interrupted_outcome_says_what_it_has() -> None:
+    outcome = synthetic()
+    outcome.results.append(entry(NO_DRAFT, 0, []))
+    assert decision(outcome).startswith("Not confirmed: look at length 8")
+    assert record_of(outcome)["confirmed"] is False
+    titles = [section.title for section in report_of(outcome).sections]
+    assert titles == ["Search", "Why", "Choice", "Pictures"]
+    empty = TuningOutcome(TuneOptions(), "m", 9)
+    assert decision(empty) == "Nothing was measured to the end."
+    assert record_of(empty)["search"] == []
+    assert [section.title for section in report_of(empty).sections] == ["Choice"]
+
+
+# -- the whole -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pair(Path(tmp_path_factory.mktemp("tune")), noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[str, str]) -> LLM:
+    return LLM(folders[0], dtype="float32", max_batch_size=2, draft_length=3, draft=folders[1])
+
+
+def test_decoding_counts_what_completions_count(llm: LLM) -> None:
+    texts = ["Once upon a time there", "def add(a, b):", "The quick brown fox"]
+    ids = [[int(t) for t in llm.tokenizer(text)["input_ids"]] for text in texts]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    run = decode(llm, ids, 2, params, longest=3)
+    completions = llm.generate(ids, params)
+    assert run.outputs == [completion.token_ids for completion in completions]
+    assert run.drafted == sum(c.stats.drafted_tokens for c in completions)
+    assert run.target_steps == sum(c.stats.target_steps for c in completions)
+    assert {step.batch for step in run.steps} <= {1, 2}
+    assert max(step.batch for step in run.steps) == 2
+    levels = run.levels
+    assert 0 < levels.sequences <= run.target_steps
+    # Only those with room for the longest draft count.
+    assert levels.drafted == 3 * levels.sequences
+    assert levels.accepted_at[0] >= levels.accepted_at[1] >= levels.accepted_at[2]
+    assert levels.reached[0] == levels.sequences
+    assert levels.reached[1] == levels.accepted_at[0]
+    assert not llm.engine.has_work
+
+
+def words(count: int) -> list[BenchPrompt]:
+    texts = ["Once upon a time", "def add(a, b):", "What is 12 + 30?", "A small model"]
+    return [BenchPrompt(f"p{n}", f"c{n % 2}", texts[n % 4] + "!" * n, False) for n in range(count)]
+
+
+def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
+    llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
+    candidates = [
+        *at_hand("other", [f"model:{folders[1]},nodes=0"], only=True),
+        DrafterCandidate("gone", "model:nowhere/at/all", "model", "chain"),
+    ]
+    outcome = TuningOutcome.start(TuneOptions(concurrency=2, max_tokens=12, rounds=1), llm)
+    said: list[str] = []
+    tune(llm, candidates, words(4), outcome, said.append)
+    assert outcome.chosen is not None
+    assert [method.family for method in outcome.methods] == ["model"]
+    assert [what for what, _ in outcome.left_out] == ["gone"]
+    (method,) = outcome.methods
+    assert method.acceptance[0] > 0.3  # the draft is the target with a little noise
+    assert method.parameters > 1000
+    assert len(outcome.results) == 3
+    assert all(result.ratios for result in outcome.results)
+    assert said[:2] == ["loading drafters", "measuring the target"]
+    profile = profile_of(outcome, llm)
+    profile.write(tmp_path / "p.toml")
+    assert TunedProfile.read(tmp_path / "p.toml").draft == profile.draft
+    again = LLM(folders[0], draft="none", dtype="float32", profile=tmp_path / "p.toml")
+    assert again.notes == ()
+    assert again.generate("Once upon a time", GREEDY)[0].token_ids == (
+        llm.generate("Once upon a time", GREEDY)[0].token_ids
+    )
+
+
+def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
+    llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
+    with pytest.raises(DataError, match="no prompt leaves room for 500 tokens in the 160"):
+        tune(
+            llm,
+            [],
+            words(2),
+            TuningOutcome.start(TuneOptions(max_tokens=500), llm),
+            lambda what: None,
+        )
+    given = variants("nowhere/at/all", given=True)
+    with pytest.raises(PacelineError, match="nowhere/at/all"):
+        tune(
+            llm,
+            given,
+            words(2),
+            TuningOutcome.start(TuneOptions(max_tokens=4), llm),
+            lambda what: None,
+        )
+    with pytest.raises(ConfigError, match="has no option colour"):
+        options = DrafterCandidate("n", "ngram:colour=1", "ngram", "chain", given=True)
+        asked = TuneOptions(max_tokens=4)
+        tune(llm, [options], words(2), TuningOutcome.start(asked, llm), lambda what: None)

@@ -1,0 +1,160 @@
+"""The cost model and the search, on made-up methods whose best settings can be worked out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.lab.tune.decode import MeasuredStep
+from paceline.lab.tune.search import (
+    MeasuredMethod,
+    batch_sizes,
+    best_batch,
+    best_length,
+    break_even,
+    pass_ratio,
+    predict,
+    search,
+    speedups,
+)
+from support.tuning_methods import NOTHING, PLAIN, chain, target
+
+
+@pytest.mark.parametrize(("rate", "cost"), [(0.8, 0.1), (0.6, 0.05), (0.9, 0.3), (0.3, 0.02)])
+def test_free_verification_gives_the_formula_of_leviathan(rate: float, cost: float) -> None:
+    method, costs = chain(rate, cost), target(10_000)
+    for g in range(9):
+        setting = predict(method, costs, g, 1)
+        assert setting.tokens_per_step == pytest.approx((1 - rate ** (g + 1)) / (1 - rate))
+        formula = (1 - rate ** (g + 1)) / ((1 - rate) * (g * cost + 1))
+        assert setting.rate == pytest.approx(formula)
+
+
+def random_method(chance: random.Random, number: int) -> MeasuredMethod:
+    levels = chance.randint(1, 9)
+    survival = tuple(itertools.accumulate((chance.random() for _ in range(levels)), float.__mul__))
+    return MeasuredMethod(
+        label=f"m{number}",
+        spec=f"m{number}",
+        family=f"f{number % 3}",
+        shape="chain",
+        survival=survival,
+        acceptance=survival,
+        reached=(5,) * levels,
+        nodes=(0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels))),
+        passes=tuple(range(levels + 1)),
+        pass_seconds=CostCurve((1, 32), (chance.uniform(0.01, 0.3), chance.uniform(0.3, 2.0))),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    methods = [random_method(chance, n) for n in range(6)]
+    costs = target(chance.choice([4, 16, 64]))
+    for batch in (1, 3, 8, 32):
+        rates: dict[tuple[str, int], float] = {}
+        for method in methods:
+            for g in range(1, len(method.nodes)):
+                tokens = 1 + math.fsum(method.survival[:g])
+                nodes = round(method.nodes[g], 1)
+                seconds = g * method.pass_seconds(batch) + costs(batch, 1 + nodes)
+                rates[method.label, g] = batch * tokens / seconds
+        (label, length), rate = max(rates.items(), key=lambda item: item[1])
+        found = search(methods, costs, batch)
+        assert (found[0].method.label, found[0].length) == (label, length)
+        assert found[0].rate == pytest.approx(rate)
+        assert [s.rate for s in found] == sorted((s.rate for s in found), reverse=True)
+        assert {s.method.label for s in found} == {m.label for m in methods}
+
+
+def test_what_real_steps_took_is_learnt() -> None:
+    """Passes take twice what was rehearsed, and a step half as much again as its forward."""
+    steps = [MeasuredStep(1, 0, 1, 0.0, 1.2, 0.3, True)]
+    steps += [MeasuredStep(1, n, 1, 0.2 * n, 1.2, 0.3, True) for n in (2, 8)]
+    method = replace(chain(0.8, 0.1), steps=tuple((step.nodes, step) for step in steps))
+    costs = target(10_000)
+    for length in (2, 8):
+        assert predict(method, costs, length, 1).seconds == pytest.approx(
+            1.5 + 0.2 * length, rel=0.03
+        )
+    assert predict(method, costs, 5, 1).drafting == pytest.approx(1.0, rel=0.05)
+    assert pass_ratio(method, costs) == pytest.approx(0.2 / 1.5, rel=0.05)
+
+
+def test_looking_up_takes_time_of_its_own() -> None:
+    steps = (
+        (0, MeasuredStep(1, 0, 1, 0.0, 1.0, 0.0, True)),
+        (4, MeasuredStep(1, 4, 1, 0.3, 1.0, 0.0, True)),
+    )
+    method = replace(chain(0.8, 0.0), passes=(0,) * 9, pass_seconds=NOTHING, steps=steps)
+    assert predict(method, target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
+
+
+def test_a_better_draft_is_drafted_longer() -> None:
+    costs = target(10_000)
+    lengths = [best_length(chain(rate, 0.1), costs, 1).length for rate in (0.3, 0.6, 0.8, 0.95)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] == 8
+
+
+def test_break_even_is_where_verification_stops_being_free() -> None:
+    # With a rate of 1/2 and one level a step yields 1.5 tokens. It takes 0.1 for the draft and
+    # max(1, 2 b / 16) for the target, against max(1, b / 16): the two rates meet at b = 11.2.
+    method = chain(0.5, 0.1, levels=1)
+    costs = target(16, largest=64)
+    exact = [b for b in range(1, 33) if 1.5 / (0.1 + max(1, b / 8)) > 1 / max(1, b / 16)]
+    assert exact == list(range(1, 12))
+    assert break_even(method, PLAIN, target_exact(16), 32) == 11
+    assert break_even(method, PLAIN, target_exact(10_000), 32) == 32
+    assert break_even(chain(0.05, 0.5), PLAIN, costs, 32) == 0
+    first, last = speedups(method, PLAIN, costs, [1, 32])
+    assert first > 1 > last
+
+
+def target_exact(free_tokens: int) -> TargetCosts:
+    """As ``target``, with every batch size measured."""
+    batches, tokens = tuple(range(1, 33)), (1, 2)
+    curves = [
+        CostCurve(tokens, tuple(max(1.0, b * n / free_tokens) for n in tokens)) for b in batches
+    ]
+    return TargetCosts(batches, tuple(curves))
+
+
+def test_costs_between_and_beyond_the_measured_batches() -> None:
+    costs = TargetCosts((1, 4), (CostCurve((1, 3), (1.0, 3.0)), CostCurve((1, 3), (4.0, 6.0))))
+    assert costs(1, 2) == 2.0
+    assert costs(2, 1) == 2.0
+    assert costs(8, 1) == 8.0
+    assert TargetCosts((2,), (CostCurve((1,), (3.0,)),))(4, 1) == 6.0
+
+
+def test_batch_sizes() -> None:
+    assert batch_sizes(1) == [1, 2, 4, 8, 16, 32]
+    assert batch_sizes(6) == [1, 2, 4, 6, 8, 16, 32]
+    assert batch_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert batch_sizes(5, largest=5) == [1, 2, 4, 5]
+
+
+def test_all_run_together_unless_fewer_are_clearly_faster() -> None:
+    steady = chain(0.8, 0.1)
+    assert best_batch(steady, target(10_000), 16).batch == 16
+    jam = TargetCosts(
+        (1, 2, 4, 8), tuple(CostCurve((1,), (s,)) for s in (1.0, 1.1, 1.2, 6.0))
+    )  # such as a cache that no longer fits
+    assert best_batch(PLAIN, jam, 8).batch == 4
+    level = TargetCosts((1, 2), (CostCurve((1,), (1.0,)), CostCurve((1,), (2.01,))))
+    assert best_batch(PLAIN, level, 2).batch == 2
+
+
+def test_mean_acceptance_counts_tries() -> None:
+    method = chain(0.5, 0.1, levels=3)
+    assert method.mean_acceptance == pytest.approx(0.5)
+    assert PLAIN.mean_acceptance == 0.0
+    assert PLAIN.lookup
+    assert not method.lookup
