@@ -4,7 +4,7 @@ Every drafter decodes the same prompts at a fixed draft length, several together
 ends its answer or ``--max-tokens``. The step that reads the prompt does not count, because a head
 cannot draft before it. Plain decoding would have exactly 1: the target's own (bonus) token of a
 step counts, and tokens beyond the end of an answer do not. Heads that can are measured as
-chains of ``--length`` and as best-first trees of ``--nodes`` nodes and ``--depth`` levels.
+chains of ``--length`` and as dynamic trees of ``--nodes`` nodes and ``--depth`` levels.
 """
 
 from __future__ import annotations

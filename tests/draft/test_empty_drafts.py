@@ -16,7 +16,7 @@ BESIDE = SamplingParams(max_tokens=16, ignore_eos=True)
 SPECS = {
     "chain": "eagle3:paceline/tiny-eagle3",
     "static tree": "eagle3:paceline/tiny-eagle3,branching=2x2x1",
-    "best-first tree": "eagle3:paceline/tiny-eagle3,nodes=8",
+    "dynamic tree": "eagle3:paceline/tiny-eagle3,nodes=8",
 }
 PROBS = {
     "greedy": {},

@@ -29,12 +29,12 @@ STEM = list(range(1, 36))  # two full blocks: they are shared
 SPECS = {
     "early exit": "early_exit:layers=3",
     "early exit, tree": "early_exit:layers=3,branching=3x2",
-    "early exit, best first": "early_exit:layers=4,nodes=2,width=5",
+    "early exit, dynamic": "early_exit:layers=4,nodes=2,width=5",
     "fixed set": "layer_skip:skip=2x4",
     "searched": "layer_skip:window=8,interval=1",
-    "searched, best first": "layer_skip:window=8,interval=1,nodes=8,width=4",
+    "searched, dynamic": "layer_skip:window=8,interval=1,nodes=8,width=4",
     "fewer bits": "quantized:int4",
-    "fewer bits, best first": "quantized:int8,nodes=8,width=4",
+    "fewer bits, dynamic": "quantized:int8,nodes=8,width=4",
 }
 
 

@@ -45,7 +45,7 @@ SAID = {"grow.grow", "translated.propose", "selfspec._scores"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
-ON_A_DRAFT_DEVICE = ["model", "tree", "tree, best first"]
+ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 
 # Copies that a step of two requests at draft length 3 sends to the device, greedy or sampled
 # without a seed, and that it fetches. None makes the host wait but for the verdict's.
@@ -53,12 +53,12 @@ ON_A_DRAFT_DEVICE = ["model", "tree", "tree, best first"]
 # - A look-up's tokens are one for each request.
 # - Of a tree the branch that was accepted is moved in each cache, and learnt from.
 # - Drafts that are judged by different rules are told apart: two lists of rows.
-# - Best-first growth decides on the host which node to expand, and fetches their scores once.
+# - Dynamic growth decides on the host which node to expand, and fetches their scores once.
 COPIES = {
     **{"none": (1, 1), "medusa": (2, 1), "ngram": (3, 1), "suffix": (3, 1), "lookahead": (4, 1)},
     **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
-    **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, best first": (8, 2)},
-    **{"layer_skip, best first": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
+    **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, dynamic": (8, 2)},
+    **{"layer_skip, dynamic": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
     "auto": (10, 2),  # look-ups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
@@ -259,7 +259,7 @@ class ClaimedRanks:
         pass
 
 
-@pytest.mark.parametrize("name", ["ngram", "tree", "tree, best first", "eagle"])
+@pytest.mark.parametrize("name", ["ngram", "tree", "tree, dynamic", "eagle"])
 def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank is told plain data of the host, and what only rank 0's device knows follows
     from device to device: its keys and values are those of rank 0, and nobody waits for them."""

@@ -95,7 +95,7 @@ def said(drafter: Any) -> set[str]:
     found: set[str] = set()
     for own in getattr(drafter, "members", (drafter,)):
         if isinstance(own, LevelDrafter) and own._policy.nodes:
-            found.add("grow.grow")  # best-first trees, once they are grown
+            found.add("grow.grow")  # dynamic trees, once they are grown
         if isinstance(own, SwiftDrafter):
             found.add("selfspec._scores")  # a trial, every few steps
     return found

@@ -158,7 +158,7 @@ def point_tree(branching: Sequence[int]) -> Drafter:
     return propose
 
 
-def best_first_tree(depth: int, nodes: int) -> Drafter:
+def dynamic_tree(depth: int, nodes: int) -> Drafter:
     """The ``nodes`` likeliest strings of up to ``depth`` tokens: the shape depends on the
     distribution."""
 

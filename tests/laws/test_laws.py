@@ -9,8 +9,8 @@ from harness import (
     Fake,
     SamplingParams,
     Setting,
-    best_first_tree,
     distribution_table,
+    dynamic_tree,
     empty,
     error,
     joint_distribution,
@@ -52,7 +52,7 @@ CASES = {
     "point chain": (point_tree((1, 1, 1)), 3, "match", 4),
     "point tree": (point_tree((2, 2, 1)), 3, "match", 4),
     "wide point tree": (point_tree((3, 1)), 2, "match", 5),
-    "best-first point tree": (best_first_tree(3, 5), 3, "match", 4),
+    "dynamic point tree": (dynamic_tree(3, 5), 3, "match", 4),
     "chain, token rule": (sampled_chain(3), 3, "siblings", 4),
     "chain, block": (sampled_chain(3), 3, "block", 4),
     "one, block": (sampled_chain(1), 1, "block", 5),
@@ -72,11 +72,11 @@ def test_distribution_of_three_tokens_is_the_targets(case, params):
     assert error(Setting.random(vocab, params), drafter, depth, method) < 1e-6
 
 
-def test_best_first_trees_take_many_shapes():
+def test_dynamic_trees_take_many_shapes():
     """So the cases above do cover trees whose shape the distribution of the context decides."""
     setting, shapes = Setting.random(4, PARAMS["plain"]), set()
     for context in itertools.product(range(4), repeat=2):
-        (drafts,) = best_first_tree(3, 5)(distribution_table(setting.draft, setting, context, 3))
+        (drafts,) = dynamic_tree(3, 5)(distribution_table(setting.draft, setting, context, 3))
         shapes.add(drafts.parents)
     assert len(shapes) > 5
 
@@ -179,7 +179,7 @@ VERIFIED = {
     "none": (empty(), 0, "auto", "match"),
     "point chain": (point_tree((1, 1)), 2, "auto", "match"),
     "point tree": (point_tree((2, 1)), 2, "auto", "match"),
-    "best-first point tree": (best_first_tree(2, 3), 2, "auto", "match"),
+    "dynamic point tree": (dynamic_tree(2, 3), 2, "auto", "match"),
     "chain, block": (sampled_chain(2), 2, "auto", "block"),
     "chain of three, block": (sampled_chain(3), 3, "block", "block"),
     "chain, token rule": (sampled_chain(2), 2, "token", "siblings"),

@@ -9,6 +9,6 @@ WEIGHTS = {"target": TARGET} | {
     record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
 }
 SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
-    "tree, best first": "tree:paceline/tiny-draft,nodes=6",
-    "layer_skip, best first": "layer_skip:nodes=6,window=8,interval=2",
+    "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
+    "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",
 }

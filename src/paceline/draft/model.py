@@ -1,4 +1,4 @@
-"""A small model drafts for a large one: chains, static trees, or best-first trees.
+"""A small model drafts for a large one: chains, static trees, or dynamic trees.
 
 Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2024, trees). The
 draft model has a paged cache of its own. One forward drafts one level for the whole batch::

@@ -178,7 +178,7 @@ class SelfDrafter(LevelDrafter):
     def _feed(self, item: Slice) -> Feed | None:
         """The pending tokens, if there is room for what is run.
 
-        The scheduler reserved indices for a tree. A best-first tree feeds nodes that are not in
+        The scheduler reserved indices for a tree. A dynamic tree feeds nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
         seq, length = item.seq, item.draft_length

@@ -69,7 +69,7 @@ class DraftContext:
     costs: Callable[[], TargetCosts] | None = None
 
     def tree_nodes(self) -> int:
-        """Nodes of best-first trees whose number nobody has given."""
+        """Nodes of dynamic trees whose number nobody has given."""
         if self.costs is None:
             return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
         return paying_nodes(self.costs().curves[0])
@@ -310,7 +310,7 @@ def _text(value: Any) -> str:
 class TreeSpec(DraftSpec):
     """A kind that grows trees level by level; by default chains.
 
-    ``branching``: children per level of a static tree. ``nodes``, ``width``: best-first trees of
+    ``branching``: children per level of a static tree. ``nodes``, ``width``: dynamic trees of
     that many nodes, expanding ``width`` a level.
     """
 
@@ -341,7 +341,7 @@ class TreeSpec(DraftSpec):
         return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
 
     def variants(self: _Tree) -> dict[str, _Tree]:
-        """A chain, a static tree and a best-first tree, unless the options already say."""
+        """A chain, a static tree and a dynamic tree, unless the options already say."""
         shape = self.shape()
         if shape is not None or self.holds == "nothing":
             return {shape or "chain": self}

@@ -109,7 +109,7 @@ def test_chains_equal_the_dense_computation(version: int, batch: int) -> None:
         assert proposal == reference_chain(target, head, tokens)[: len(proposal)]
 
 
-def test_static_and_best_first_trees_contain_the_chain() -> None:
+def test_static_and_dynamic_trees_contain_the_chain() -> None:
     target = adapted(0)
     head = random_head(target, 3)
     for policy in (Policy(Shape.branching((2, 2, 1))), Policy(nodes=8, width=3)):

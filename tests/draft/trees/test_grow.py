@@ -19,7 +19,7 @@ from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.trees.grow import (
-    BestFirstTree,
+    DynamicTree,
     Growing,
     StaticTree,
     candidates,
@@ -104,7 +104,7 @@ def check_slots(tree: TokenTree, slots: tuple[int, ...], expanded: list[Path]) -
         assert slot >= 0 or node not in tree.parents
 
 
-# --- best-first ----------------------------------------------------------------------------------
+# --- dynamic -------------------------------------------------------------------------------------
 
 
 def scores_by_hand(table: Table, seq: SequenceState, depth: int, width: int) -> dict[Path, float]:
@@ -132,12 +132,10 @@ def scores_by_hand(table: Table, seq: SequenceState, depth: int, width: int) -> 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalised"])
 @pytest.mark.parametrize(("depth", "width", "nodes"), [(1, 3, 2), (2, 3, 5), (3, 2, 6), (4, 3, 30)])
-def test_best_first_keeps_exactly_the_likeliest(
-    kind: str, depth: int, width: int, nodes: int
-) -> None:
+def test_dynamic_keeps_exactly_the_likeliest(kind: str, depth: int, width: int, nodes: int) -> None:
     for seed in range(5):
         table, seq = Table(seed), request(KINDS[kind])
-        tree, slots = table.grow([BestFirstTree(Slice(seq, 1, depth), depth, width, nodes, CPU)])[0]
+        tree, slots = table.grow([DynamicTree(Slice(seq, 1, depth), depth, width, nodes, CPU)])[0]
         scores = scores_by_hand(table, seq, depth, width)
         expected = sorted(scores, key=lambda path: -scores[path])[:nodes]
         assert set(strings(tree)) == set(expected) and len(tree) == len(expected)
@@ -151,7 +149,7 @@ def test_with_full_width_it_is_the_best_of_all_connected_trees(seed: int, nodes:
     """Brute force over every string: no other connected set of as many nodes is likelier."""
     vocab, table, seq = 3, Table(seed), request(KINDS["greedy"])
     table.after = lambda seq, path, of=table.after: of(seq, path)[:vocab]  # type: ignore[method-assign]
-    (tree, _), *_ = table.grow([BestFirstTree(Slice(seq, 1, 2), 2, vocab, nodes, CPU)])
+    (tree, _), *_ = table.grow([DynamicTree(Slice(seq, 1, 2), 2, vocab, nodes, CPU)])
     chance: dict[Path, float] = {(): 1.0}
     for path in itertools.chain.from_iterable(
         itertools.product(range(vocab), repeat=n) for n in (1, 2)
@@ -224,9 +222,9 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
         items = [Slice(request(params, i), 1, 3) for i, params in enumerate(params_list)]
         return [
             StaticTree(items[0], SHAPES["tree"], CPU),
-            BestFirstTree(items[1], 2, 3, 5, CPU),
+            DynamicTree(items[1], 2, 3, 5, CPU),
             StaticTree(items[2], SHAPES["chain"], CPU),
-            BestFirstTree(items[3], 4, 2, 7, CPU),
+            DynamicTree(items[3], 4, 2, 7, CPU),
         ]
 
     together = Table(5).grow(make())
@@ -235,11 +233,11 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
         assert strings(tree) == strings(other) and slots == own_slots
 
 
-@pytest.mark.parametrize("kind", ["static", "best first"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_logits_of_some_tokens(kind: str) -> None:
     """The same candidates as over the whole vocabulary, where no other token is likely."""
     item = Slice(request(KINDS["greedy"]), 1, 3)
-    tree: Growing = BestFirstTree(item, 3, 3, 5, CPU)
+    tree: Growing = DynamicTree(item, 3, 3, 5, CPU)
     if kind == "static":
         tree = StaticTree(item, SHAPES["tree"], CPU)
     ids = torch.arange(1, VOCAB, 2)
@@ -254,7 +252,7 @@ def test_logits_of_some_tokens(kind: str) -> None:
 
 def test_noise_goes_by_the_token_not_by_its_place_among_some() -> None:
     """A seeded request's candidates are those that the noise of their ids chooses."""
-    tree = BestFirstTree(Slice(request(KINDS["seeded"]), 1, 3), 3, 3, 5, CPU)
+    tree = DynamicTree(Slice(request(KINDS["seeded"]), 1, 3), 3, 3, 5, CPU)
     ids = torch.arange(1, VOCAB, 2)
     logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
     whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
@@ -292,7 +290,7 @@ def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verif
     """The same noise at the same position, at the root and below it."""
     for seed in range(40):
         seq, table = request(SamplingParams(temperature=1.0, seed=seed)), Table(seed)
-        tree, _ = table.grow([BestFirstTree(Slice(seq, 1, 3), 3, 2, 6, CPU)])[0]
+        tree, _ = table.grow([DynamicTree(Slice(seq, 1, 3), 3, 2, 6, CPU)])[0]
         logits = torch.stack([table.after(seq, path) for path in [(), *strings(tree)]])
         whole = replace(tree, wants_choices=True)
         (verdict,) = Verifier()(logits, [Check(seq, 0, whole)])

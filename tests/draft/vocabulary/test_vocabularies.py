@@ -133,7 +133,7 @@ REQUESTS = {
 SPECS = {
     "intersection": ("model:{near}", "token-level intersection"),
     "intersection, tree": ("tree:{near},branching=3x2", "token-level intersection"),
-    "intersection, best first": ("tree:{near},nodes=8,width=3", "token-level intersection"),
+    "intersection, dynamic": ("tree:{near},nodes=8,width=3", "token-level intersection"),
     "intersection, little shared": ("model:{far},vocab=intersection", "token-level intersection"),
     "string": ("model:{near},vocab=string", "string-level match"),
     "string, tree": ("tree:{near},nodes=8,width=3,vocab=string", "string-level match"),

@@ -1,6 +1,6 @@
 """EAGLE drafters: a one-layer head continues the target's own features.
 
-EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: best-first trees over the same
+EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: dynamic trees over the same
 weights) and EAGLE-3 (2503.01840: three fused layers, its own vocabulary). The differences are in
 the head and in the policy; this loop serves all. The head has a paged cache of its own, whose row
 for position t holds the target's feature there and the token after it::
@@ -73,7 +73,7 @@ class Eagle(TreeSpec):
     weight_files = FILES
     examples: ClassVar[tuple[str, ...]] = ("eagle:{eagle},branching=4x2",)
     version: ClassVar[int] = 1
-    best_first: ClassVar[bool] = False
+    dynamic: ClassVar[bool] = False
 
     path: str = option(needs="a head")
     _: KW_ONLY
@@ -86,7 +86,7 @@ class Eagle(TreeSpec):
         step = eagle_step(head, target)
 
         def build(context: DraftContext) -> Drafter:
-            policy = self.policy(context.tree_nodes() if self.best_first else 0)
+            policy = self.policy(context.tree_nodes() if self.dynamic else 0)
             cache = context.new_cache([head.cache_shape], target.dtype)
             return EagleDrafter(step, cache, policy, context.generator, self.kind)
 
@@ -123,22 +123,22 @@ class Eagle(TreeSpec):
 
 @dataclass(frozen=True)
 class Eagle2(Eagle):
-    """The same head with best-first trees."""
+    """The same head with dynamic trees."""
 
     kind = "eagle2"
     examples: ClassVar[tuple[str, ...]] = ("eagle2:{eagle},nodes=16",)
-    best_first = True
+    dynamic = True
 
 
 @dataclass(frozen=True)
 class Eagle3(Eagle):
-    """An EAGLE-3 head, which reads three layers of the target; best-first trees."""
+    """An EAGLE-3 head, which reads three layers of the target; dynamic trees."""
 
     kind = "eagle3"
     weights = "eagle3"
     examples: ClassVar[tuple[str, ...]] = ("eagle3:{eagle3},nodes=20,width=6",)
     version = 3
-    best_first = True
+    dynamic = True
 
 
 class EagleDrafter(LevelDrafter):

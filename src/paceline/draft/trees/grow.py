@@ -1,4 +1,4 @@
-"""Tree growth, in one place: static shapes, best-first by probability, optimal for a node budget.
+"""Tree growth, in one place: static shapes, dynamic by probability, optimal for a node budget.
 
 A tree grows level by level. Each pass of a drafter yields logits after the nodes it was given;
 ``draft`` turns them into candidates; the tree takes some of them and says which to expand next::
@@ -6,7 +6,7 @@ A tree grows level by level. Each pass of a drafter yields logits after the node
     logits -> candidates -> nodes, of which some are expanded -> logits -> ...
 
 Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
-shape.py finds the best one for a node budget. Best-first trees follow the drafter's own
+shape.py finds the best one for a node budget. Dynamic trees follow the drafter's own
 probabilities (EAGLE-2, Li et al. 2024, arXiv 2406.16858): every level expands the likeliest
 nodes, and in the end the likeliest of all candidates stay. Which they are stays on the device while
 the trees grow; then one transfer tells the shapes of all of them.
@@ -294,7 +294,7 @@ class StaticTree(Growing):
         return TokenTree(tokens, self.shape.parents, self._draw, probs), _slots(self.shape)
 
 
-class BestFirstTree(Growing):
+class DynamicTree(Growing):
     """Expands the ``width`` likeliest nodes of each level; keeps the ``nodes`` likeliest of all.
 
     A node's score is the drafter's log-probability of its whole path, so no node outranks its

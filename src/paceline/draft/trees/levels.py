@@ -135,7 +135,7 @@ class LevelDrafter(ABC):
 
     @property
     def prefers_seeds(self) -> bool:
-        """Best-first trees grow in one call where nothing is drawn; drawn ones, level by level over
+        """Dynamic trees grow in one call where nothing is drawn; drawn ones, level by level over
         the target's whole vocabulary, take several times as long, and are verified likewise.
         (EAGLE-3 on SmolLM2, bf16, temperature 1: 1.11x of plain decoding with, 1.06x without.)"""
         return self._policy.nodes > 0 and self.growth is not None

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.batch import Slice
 from paceline.core.draws import draws_unseeded
-from paceline.draft.trees.grow import BestFirstTree, Growing, StaticTree
+from paceline.draft.trees.grow import DynamicTree, Growing, StaticTree
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.draft.trees.size import TYPICAL
 
@@ -21,7 +21,7 @@ _EVENLY = 8  # levels
 class Policy:
     """The trees of one drafter, at most as deep as the draft length.
 
-    By default a chain. ``shape``: this static tree. ``nodes``: best-first trees of up to that many
+    By default a chain. ``shape``: this static tree. ``nodes``: dynamic trees of up to that many
     nodes, expanding ``width`` nodes a level. A shallow tree has fewer: ``width`` a level, or what
     leads to ``nodes`` evenly in eight levels. So draft lengths have prices of their own, and a
     batch for which all nodes are too dear still has shorter drafts to choose from. Requests that
@@ -58,7 +58,7 @@ class Policy:
             return StaticTree(item, self.shape.cut(length), device)
         if draws_unseeded(item.seq.params):
             return StaticTree(item, sampled_shape(self.max_nodes(length), length), device)
-        return BestFirstTree(item, length, self.width, self.max_nodes(length), device)
+        return DynamicTree(item, length, self.width, self.max_nodes(length), device)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""How many nodes a best-first tree is given where nobody says: as many as pay."""
+"""How many nodes a dynamic tree is given where nobody says: as many as pay."""
 
 from __future__ import annotations
 

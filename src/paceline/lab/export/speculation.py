@@ -89,7 +89,7 @@ class Tree:
             shape = Shape.branching(draft.branching[:length])
             return cls(shape.depth, len(shape), max(draft.branching))
         nodes = draft.nodes if isinstance(draft, TreeSpec) else 0
-        if isinstance(draft, Eagle) and draft.best_first and nodes is None:
+        if isinstance(draft, Eagle) and draft.dynamic and nodes is None:
             nodes = 8  # what such heads draw where nothing is said
         if isinstance(draft, TreeSpec) and nodes:
             return cls(length, nodes, draft.width)
