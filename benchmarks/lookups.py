@@ -1,9 +1,9 @@
-"""Microseconds of a look-up, for one sequence and step, and tokens a second of a first reading.
+"""Microseconds of a lookup, for one sequence and step, and tokens a second of a first reading.
 
     python benchmarks/lookups.py            # the kernels' indexes and the searching reference
 
 No model: texts of a skewed random vocabulary in which parts come again, as they do in answers. A
-step commits two tokens and drafts 8; "guess" is the look-up alone, "propose" all that the engine
+step commits two tokens and drafts 8; "guess" is the lookup alone, "propose" all that the engine
 calls, tensors included. The suffix drafter has a full memory of earlier outputs beside the text.
 """
 

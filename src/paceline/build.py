@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _TOKENS, _ROWS = (1, 2, 3, 5, 8, 16, 32), 64
 _MEASURING = 1.0  # seconds after which no further number of sequences is begun
 _REPEATING = 0.15  # seconds in which rounds may begin, of each number of sequences
-_REHEARSING = 0.1  # and of a pass of a drafter
+_WARM_UP_SECONDS = 0.1  # and of a pass of a drafter
 _COSTLESS = 4  # times as many levels where a level takes no pass: up to what was measured
 
 
@@ -259,7 +259,7 @@ def adaptive_controller(
             seconds = CostCurve((1,), (0.0,))
         elif seconds is None:
             batches = sorted({1, costs.batches[-1]})
-            seconds = measure(own.rehearse, batches, device, budget=_REHEARSING)
+            seconds = measure(own.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(own.name, DraftSpec)
         longest = max(options.max_draft_length, kind.deepest)
         known = DrafterCosts.of(own, longest, seconds, _COSTLESS, kind.acceptance)

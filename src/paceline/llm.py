@@ -52,7 +52,7 @@ class LLM:
     """A target model, perhaps a drafter, and the engine that decodes with them.
 
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
-    ``transformers`` causal LM. ``draft``: "auto" (look-ups, what was trained for the model and is
+    ``transformers`` causal LM. ``draft``: "auto" (lookups, what was trained for the model and is
     on this machine, its own 4-bit form: all that can pay, see ``drafts`` and ``notes``), None or
     "none" (plain decoding), a draft model's name or folder,
     ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,

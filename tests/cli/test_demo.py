@@ -184,7 +184,7 @@ QUICK = ["demo", "--dtype", "float32", "--max-tokens", "24"]
 def test_the_real_model_is_asked_real_questions_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
-    """A second time the look-ups know the answer: a step yields more than one token."""
+    """A second time the lookups know the answer: a step yields more than one token."""
     plant(monkeypatch, tmp_path, tiny_pair.target)
     opened = LLM.__init__
 

@@ -125,7 +125,7 @@ def test_a_free_draft_may_be_twice_as_long() -> None:
     def longest(drafter: Guesser) -> int:
         return DrafterCosts.of(drafter, 8, CostCurve((1,), (0.1,))).longest
 
-    assert longest(Guesser("look-up", always(1.0))) == 16
+    assert longest(Guesser("lookup", always(1.0))) == 16
     assert longest(Guesser("model", always(1.0), pass_seconds=0.1)) == 8
 
 
@@ -183,7 +183,7 @@ def test_a_prior_holds_for_the_levels_beyond_it() -> None:
 
 
 def test_steps_without_a_proposal_teach_nothing_and_cost_nothing() -> None:
-    """A look-up that finds something in every fifth step, and is right then."""
+    """A lookup that finds something in every fifth step, and is right then."""
     machine = Machine(Guesser("rare", lambda position: 1.0 if position % 5 == 0 else None))
     machine.decode(400)
     assert machine.tokens / machine.seconds > 2 / (STEP + REST)

@@ -66,10 +66,10 @@ def test_looking_something_up_takes_time_of_its_own() -> None:
     known = steps()
     teach(known, 4, 0, 1.3)
     for _ in range(100):
-        known.learn(4, 8, 1.3 + 0.8 + 0.2, 0.2, passes={"look-up": 0.0})
-    assert known.drafting("look-up", 4, 2, 0.0) == pytest.approx(0.2, rel=0.02)
-    assert known.drafting("look-up", 8, 2, 0.0) == pytest.approx(0.4, rel=0.02)
-    assert known.drafting("look-up", 4, 0, 0.0) == 0.0
+        known.learn(4, 8, 1.3 + 0.8 + 0.2, 0.2, passes={"lookup": 0.0})
+    assert known.drafting("lookup", 4, 2, 0.0) == pytest.approx(0.2, rel=0.02)
+    assert known.drafting("lookup", 8, 2, 0.0) == pytest.approx(0.4, rel=0.02)
+    assert known.drafting("lookup", 4, 0, 0.0) == 0.0
 
 
 def test_uneven_batches_are_learnt_apart() -> None:

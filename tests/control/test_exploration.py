@@ -89,8 +89,8 @@ def test_members_in_vain_lock_nobody_out() -> None:
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.05])
 def test_one_look_in_vain_costs_its_time_and_no_more(share: float) -> None:
-    """A look-up finds nothing in the first six tokens, then all: the seventh step drafts."""
-    lookup = Guesser("look-up", lambda position: None if position <= 6 else 1.0)
+    """A lookup finds nothing in the first six tokens, then all: the seventh step drafts."""
+    lookup = Guesser("lookup", lambda position: None if position <= 6 else 1.0)
     machine = Machine(HybridDrafter([lookup], "cpu"))
     machine.looking = share * (STEP + REST)
     sizes: list[int] = []
@@ -110,7 +110,7 @@ def test_a_hiccup_teaches_nothing(slow: int) -> None:
 
 
 def test_rows_are_all_that_a_useless_look_up_costs() -> None:
-    machine = Machine(Guesser("look-up", always(0.0)))
+    machine = Machine(Guesser("lookup", always(0.0)))
     machine.decode(1000)
     assert machine.tokens / machine.seconds > 0.97 * PLAIN and TOKEN > 0
 

@@ -43,11 +43,11 @@ def hybrid(*members: Member) -> HybridDrafter:
 
 
 TEAMS: dict[str, list[Member]] = {
-    "a useless look-up before a good model": [(always(0.05), 0.0), (always(0.8), 0.1)],
-    "a good look-up before a good model": [(always(0.95), 0.0), (always(0.8), 0.1)],
+    "a useless lookup before a good model": [(always(0.05), 0.0), (always(0.8), 0.1)],
+    "a good lookup before a good model": [(always(0.95), 0.0), (always(0.8), 0.1)],
     "a good model before a useless one": [(always(0.8), 0.1), (always(0.05), 0.3)],
     "two of a kind": [(always(0.7), 0.1), (always(0.7), 0.1)],
-    "a look-up with bad stretches": [(bursts(0.95, 0.2), 0.0), (always(0.7), 0.1)],
+    "a lookup with bad stretches": [(bursts(0.95, 0.2), 0.0), (always(0.7), 0.1)],
     "all useless": [(always(0.02), 0.0), (always(0.02), 0.0), (always(0.02), 0.3)],
 }
 
@@ -71,7 +71,7 @@ def test_a_member_is_dropped_where_it_costs_too_much() -> None:
 
 
 def test_a_member_that_turns_good_is_found_out() -> None:
-    """A look-up by trials, without being used; a model by probes."""
+    """A lookup by trials, without being used; a model by probes."""
     for pass_seconds in (0.0, 0.1):
         late = Guesser("late", lambda position: 0.02 if position < 200 else 0.95, pass_seconds)
         machine = Machine(HybridDrafter([late], "cpu"))
@@ -191,7 +191,7 @@ def test_a_length_of_a_request_stands(batch: int) -> None:
     control = machine.controller
     machine.guessers[0].text = list(range(1, 99))  # type: ignore[attr-defined]
     for name, kind, right in ((0, 0, 0), (1, None, 8)):
-        for _ in range(40):  # the look-up is never right, and the model is dear
+        for _ in range(40):  # the lookup is never right, and the model is dear
             control.cost.acceptance.record(0, name, 8, right, kind=kind)
     given = SamplingParams(draft_length=8, max_tokens=90)
     own = SequenceState(0, [1, 2, 3], 3, given, cached=2)

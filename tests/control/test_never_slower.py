@@ -19,12 +19,12 @@ TRUTHS = {
     "a head": Truth(),
     "a model that reads prompts": Truth(reads=True),
     "rows are dear": Truth(row=0.12, level=0.3, level_row=0.05),
-    "a look-up": Truth(level=0.0, row=0.05, found=0.6),
-    "a look-up, rows are dear": Truth(level=0.0, row=0.15, found=0.5),
+    "a lookup": Truth(level=0.0, row=0.05, found=0.6),
+    "a lookup, rows are dear": Truth(level=0.0, row=0.15, found=0.5),
     "half the target": Truth(level=0.5, level_row=0.05, row=0.08),
     "trees over a model": Truth(wide=3, level=0.2),
     "heads that share a pass": Truth(wide=2, one_pass=True),
-    "wide look-ups": Truth(level=0.0, wide=4, row=0.02),
+    "wide lookups": Truth(level=0.0, wide=4, row=0.02),
     "a machine that changes": Truth(drift=lambda step: 1.0 + 0.3 * (step // 100 % 2)),
 }
 
@@ -73,7 +73,7 @@ def test_from_the_first_request_on(truth: str, rate: str, batch: int) -> None:
 
 @pytest.mark.parametrize("wrong", [CHEAP, DEAR, SLOW], ids=["cheap", "dear", "slow"])
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("truth", ["a head", "rows are dear", "a look-up, rows are dear"])
+@pytest.mark.parametrize("truth", ["a head", "rows are dear", "a lookup, rows are dear"])
 def test_where_start_up_was_wrong_by_two(
     truth: str, rate: str, wrong: tuple[float, float, float]
 ) -> None:
@@ -118,7 +118,7 @@ def test_short_answers_gain_from_the_first_one_on() -> None:
     assert statistics.mean(first) > 1.75
 
 
-@pytest.mark.parametrize("truth", ["a head", "a look-up"])
+@pytest.mark.parametrize("truth", ["a head", "a lookup"])
 def test_no_request_is_slowed_down_for_another(truth: str) -> None:
     slowest = [
         min(machine.wave(128).slowest for _ in range(2))

@@ -68,7 +68,7 @@ def propose(drafter: Any, *seqs: SequenceState, scheduled: int = 1, length: int 
 
 @pytest.mark.parametrize("made", DRAFTERS)
 def test_a_prompt_whose_prefix_is_cached(made: Callable[[], LookupDrafter]) -> None:
-    """Nothing is prefilled, so the first look-ups take it in; then drafts are those of a drafter
+    """Nothing is prefilled, so the first lookups take it in; then drafts are those of a drafter
     that has read all of it at once."""
     drafter, whole = made(), made()
     tokens = text(LONG)

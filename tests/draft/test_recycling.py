@@ -134,7 +134,7 @@ def test_rehearsal_leaves_no_trace() -> None:
     drafter = RecyclingDrafter("cpu", VOCAB)
     assert drafter._shared is not None
     before = drafter._shared.candidates.clone()
-    drafter.rehearse(3)
+    drafter.warm_up(3)
     assert drafter._shared.candidates.equal(before) and not drafter._shared.known
     assert (drafter.passes(0), drafter.passes(3)) == (0, 1)
 

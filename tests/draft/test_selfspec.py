@@ -178,7 +178,7 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
     for spec in SPECS.values():
         engine = engine_of(model, spec)
         for batch in (1, 3, 500):
-            engine.drafter.rehearse(batch)
+            engine.drafter.warm_up(batch)
         engine.cache.check()
         assert engine.cache.pool.available == engine.cache.num_blocks
         length = 4

@@ -40,7 +40,7 @@ KINDS = {
 HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "max_batch_size": 2}
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
-# events that a grammar's paths, a look-up on the device and the clock ask for.
+# events that a grammar's paths, a lookup on the device and the clock ask for.
 SAID = {"grow.grow", "translated.propose", "selfspec._scores"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
@@ -50,7 +50,7 @@ ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 # Copies that a step of two requests at draft length 3 sends to the device, greedy or sampled
 # without a seed, and that it fetches. None makes the host wait but for the verdict's.
 # - A forward's numbers are one copy: of the target, and of a draft at each of its levels.
-# - A look-up's tokens are one for each request.
+# - A lookup's tokens are one for each request.
 # - Of a tree the branch that was accepted is moved in each cache, and learnt from.
 # - Drafts that are judged by different rules are told apart: two lists of rows.
 # - Dynamic growth decides on the host which node to expand, and fetches their scores once.
@@ -59,7 +59,7 @@ COPIES = {
     **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
     **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, dynamic": (8, 2)},
     **{"layer_skip, dynamic": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
-    "auto": (10, 2),  # look-ups beside an EAGLE-3 head
+    "auto": (10, 2),  # lookups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
 KEPT = {"grow._levels", "recycling._levels", "layout.layout_of", "layout.chain_grid"}
@@ -181,7 +181,7 @@ def test_a_hybrid_that_follows_its_look_ups_waits_once(name: str, devices: Devic
     assert done[0].stats.target_steps > 3
     for waits, _, _ in steps:
         assert waits.keys() <= {VERIFY} | ARRIVED and waits[VERIFY] <= 1, waits
-        assert name == "recycling" or not waits["transfer.values"], "the host knows its look-ups"
+        assert name == "recycling" or not waits["transfer.values"], "the host knows its lookups"
 
 
 def test_preempted_and_shared_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

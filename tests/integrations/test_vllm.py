@@ -1,4 +1,4 @@
-"""Our look-ups as vLLM's proposers, called as vLLM 0.32 calls them."""
+"""Our lookups as vLLM's proposers, called as vLLM 0.32 calls them."""
 
 from __future__ import annotations
 

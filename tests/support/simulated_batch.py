@@ -37,8 +37,8 @@ class Truth:
     level: float = 0.15  # a pass of the drafter; 0: it looks something up
     level_row: float = 0.01  # a pass, for each further sequence
     reads: bool = False  # whether the drafter reads prompts by itself: a row for each token
-    handling: float = 0.005  # of a look-up, each sequence
-    found: float = 1.0  # how often a look-up finds anything
+    handling: float = 0.005  # of a lookup, each sequence
+    found: float = 1.0  # how often a lookup finds anything
     wide: int = 1  # nodes of a level
     one_pass: bool = False  # all levels come from one pass, as with heads
     noise: float = 0.04
@@ -104,7 +104,7 @@ class Outcome:
 
 
 class Looked(LookupDrafter):
-    """What look-ups find: ``wide`` nodes a level, right as far as ``kept`` says."""
+    """What lookups find: ``wide`` nodes a level, right as far as ``kept`` says."""
 
     name = "it"
 

@@ -60,7 +60,7 @@ class Guesser(LookupDrafter):
         if chance is None:
             return (), ()
         right = self.text[position : position + length]
-        # As with a look-up, a shorter draft is the beginning of a longer one.
+        # As with a lookup, a shorter draft is the beginning of a longer one.
         dice = random.Random(f"{self._seed} {item.seq.seq_id} {position}")
         tokens = [token if dice.random() < chance else -1 for token in right]
         return tokens, chain_parents(len(tokens))
@@ -101,7 +101,7 @@ class Machine:
         self.tokens = 0
         self.steps = 0
         self.hiccups: dict[int, float] = {}  # by step: how many times longer it seems to take
-        self.looking = 0.0  # seconds of a step's look-ups
+        self.looking = 0.0  # seconds of a step's lookups
         self.commits: list[int] = []  # tokens of each commit
         self._next = 1_000_000
 

@@ -207,7 +207,7 @@ class PairNames(TargetName):
     draft: str | None = _model(
         None,
         "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
-        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, 'auto' (look-ups, what was "
+        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, 'auto' (lookups, what was "
         "trained for the model, its own 4-bit form: all that can pay), or 'none'.",
         shown=DEFAULT_DRAFT,
     )

@@ -2,7 +2,7 @@
 
 Two levels of shrinkage: a sequence's drafts fail so many times as often as its engine's do, and the
 engine's rates start at the prior. A *kind* tells drafts of one drafter apart that are not alike: of
-a look-up by the length of its match.
+a lookup by the length of its match.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from paceline.core.batch import Commit
 
 UNKNOWN = (0.7, 0.75)  # prior of a drafter that brings none: hopeful, so that it is tried
-# Prior of a look-up by the length of its match, level by level. Measured on 55 answers of
+# Prior of a lookup by the length of its match, level by level. Measured on 55 answers of
 # SmolLM2-135M to prompts of eleven public sets (n-gram and suffix, 4,900 drafts).
 MATCHED = {
     0: (0.35, 0.60, 0.70),

@@ -7,7 +7,7 @@ in the first step of a fresh process. Drafts that are made only to learn are pai
 
     SHARE of all seconds, START at first --> exploration budget --> a draft that is to teach
 
-Look-ups cost nothing to follow, so they are known without being used (following.py). Sources:
+Lookups cost nothing to follow, so they are known without being used (following.py). Sources:
 HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
 """
 
@@ -40,12 +40,12 @@ _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins
 _PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
-_IN_VAIN = 8  # steps without anything found that might pay, from which look-ups are asked
+_IN_VAIN = 8  # steps without anything found that might pay, from which lookups are asked
 _RARELY = 4  # only in one of so many steps
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a look-up found may be cut
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be cut
 
 
 class AdaptiveController(Controller):
@@ -73,7 +73,7 @@ class AdaptiveController(Controller):
         self._step = 0
         self._until = 0  # the step from which the decision is made anew
         self._hold = 1
-        self._in_vain = 0  # steps since a look-up found anything that might pay
+        self._in_vain = 0  # steps since a lookup found anything that might pay
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
@@ -95,7 +95,7 @@ class AdaptiveController(Controller):
         return self._choices
 
     def _offers(self, seqs: Sequence[SequenceState], same: bool) -> dict[int, Offers]:
-        """What look-ups found that might pay. Where nothing did for some steps, they are asked less
+        """What lookups found that might pay. Where nothing did for some steps, they are asked less
         often; many sequences, where nothing of it was drafted: asking takes time for each."""
         batch = len(seqs)
         self._in_vain = self._in_vain + 1 if same or batch > 1 else 0
@@ -177,7 +177,7 @@ class AdaptiveController(Controller):
         )
 
     def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
-        """Steps for which a decision stands, where no look-up finds anything: 1, 2, 4."""
+        """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not drafted:
             return 1 if self.cost.wants_plain(len(self._choices)) else _HOLD_PLAIN
         if self._explores or any(draft.name in self._lookups.drafters for draft in drafted):
@@ -215,7 +215,7 @@ class AdaptiveController(Controller):
     def _found(
         self, seq: SequenceState, name: Hashable, batch: int, offers: Offers
     ) -> Sequence[DraftOption]:
-        """What a look-up has found, cut at some lengths."""
+        """What a lookup has found, cut at some lengths."""
         offer, longest = offers[name], self.cost.drafters[name].longest
         nodes = offer.nodes
         most = min(len(nodes) - 1, longest)

@@ -13,7 +13,7 @@ from paceline.core.sequence import SequenceState
 _log = logging.getLogger("paceline.decisions")
 
 # Why a sequence was not drafted for in a step.
-NOTHING_FOUND = "no look-up found anything"
+NOTHING_FOUND = "no lookup found anything"
 NOT_WORTH_IT = "no draft was expected to pay"
 MEASURING = "a plain step was measured"
 NO_DRAFT = "the drafter proposed nothing"

@@ -1,4 +1,4 @@
-"""Look-ups are followed along the text, used or not: full information for nothing (HedgeSpec,
+"""Lookups are followed along the text, used or not: full information for nothing (HedgeSpec,
 Liu et al. 2025, arXiv 2510.20064)."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter, Offer
 
-Offers = Mapping[Hashable, Offer]  # by look-up
+Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
 
@@ -37,9 +37,9 @@ class _Followed:
 
 
 class LookupFollower:
-    """Asks the look-ups in each step, and learns how often each would have been right.
+    """Asks the lookups in each step, and learns how often each would have been right.
 
-    The next offer of a look-up is followed when the last one has ended, as the next draft would be.
+    The next offer of a lookup is followed when the last one has ended, as the next draft would be.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LookupFollower:
         may: Callable[[SequenceState, Hashable], bool],
         most: int = _DEEPEST,
     ) -> dict[int, dict[Hashable, Offer]]:
-        """What is found for each sequence that ``may`` use a look-up, of at most so many levels."""
+        """What is found for each sequence that ``may`` use a lookup, of at most so many levels."""
         found: dict[int, dict[Hashable, Offer]] = {}
         views = [seq.view() for seq in seqs]
         for name, drafter in self.drafters.items():

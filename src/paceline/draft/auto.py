@@ -98,12 +98,12 @@ class Composition:
 
 @dataclass(frozen=True)
 class Auto(DraftSpec):
-    """All that can pay for the target, as a hybrid: look-ups, what was trained for it, its own
+    """All that can pay for the target, as a hybrid: lookups, what was trained for it, its own
     4-bit form. ``compose`` says which, ``Prepared.notes`` why."""
 
     kind = "auto"
     page = "README.md"
-    natural_length = Hybrid.natural_length
+    default_draft_length = Hybrid.default_draft_length
     examples = ("auto",)
 
     def prepare(self, loading: Loading) -> Prepared:

@@ -37,7 +37,7 @@ class Drafter(Protocol):
         ...
 
     def passes(self, length: int) -> int:
-        """Forwards of the drafter that a tree of ``length`` levels takes; ``rehearse`` is one."""
+        """Forwards of the drafter that a tree of ``length`` levels takes; ``warm_up`` is one."""
         ...
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
 
         Start-up times this to know what drafting costs: of greedy requests. Where sampled ones cost
@@ -87,7 +87,7 @@ _FOLLOWED = 256  # plans without a question after which prompts are not taken in
 
 
 class Offer(NamedTuple):
-    """What a look-up has found for a sequence: a tree (``TokenTree.parents``), by ``levels`` the
+    """What a lookup has found for a sequence: a tree (``TokenTree.parents``), by ``levels`` the
     nodes down to each depth, and how sure it is, such as the length of the match."""
 
     tokens: Sequence[int]
@@ -119,7 +119,7 @@ class LookupDrafter:
 
     It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does, and
     where it has an index of each text ``unread`` and ``read``: a long prompt enters it in parts, as
-    it is prefilled, and what is left beside the first look-ups, which find the parts that are in.
+    it is prefilled, and what is left beside the first lookups, which find the parts that are in.
 
     What it finds is an offer: the controller looks at it before it decides. Where looking changes
     what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
@@ -223,8 +223,8 @@ class LookupDrafter:
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
 
-    def rehearse(self, batch_size: int) -> None:
-        pass  # a look-up: nothing beside a forward
+    def warm_up(self, batch_size: int) -> None:
+        pass  # a lookup: nothing beside a forward
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""

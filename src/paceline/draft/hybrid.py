@@ -4,7 +4,7 @@ Who that is says the plan (``Slice.drafter``); a controller chooses by what each
 to gain (control/adaptive.py). A plan that names nobody, as with a fixed draft length, takes the
 first member that has anything to propose.
 
-Losslessness: the choice falls before a member draws. Look-ups may be looked at before, because what
+Losslessness: the choice falls before a member draws. Lookups may be looked at before, because what
 they find is found without chance (POINT). A tree that was sampled is never dropped for what was
 drawn.
 """
@@ -31,7 +31,7 @@ class Hybrid(DraftSpec):
 
     kind = "hybrid"
     page = "hybrid.md"
-    natural_length = 8
+    default_draft_length = 8
     examples = (
         "hybrid:ngram:max=3+model:{draft}",
         "hybrid:suffix+ngram+medusa:{medusa}+eagle3:{eagle3}+tree:{draft}",
@@ -128,9 +128,9 @@ class HybridDrafter:
         for member in self.members:
             member.observe(commits, out)
 
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         for member in self.members:
-            member.rehearse(batch_size)
+            member.warm_up(batch_size)
 
     def forget(self, seq_id: int) -> None:
         for member in self.members:

@@ -31,7 +31,7 @@ class NGram(DraftSpec):
 
     kind = "ngram"
     page = "ngram.md"
-    natural_length = 8
+    default_draft_length = 8
     looks_up = True
     tried = "always"
     examples = ("ngram:max=3,length=6,candidates=1", "ngram:candidates=4")

@@ -32,7 +32,7 @@ class QuantizedDraft(TreeSpec):
     deepest = 16
     acceptance = (0.88, 0.9)  # of a model in 16 bits; one that was born in 4 bits: 0.98
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
-    natural_length = 12  # chains end by themselves
+    default_draft_length = 12  # chains end by themselves
 
     precision: str = "int4"
 

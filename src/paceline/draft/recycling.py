@@ -212,7 +212,7 @@ class RecyclingDrafter(LookupDrafter):
         ordered = rows == list(range(len(best)))
         matrix.candidates[tokens] = best if ordered else best[to_device(rows, best.device)]
 
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         """One reading of trees and one ranking of what their verification would put out."""
         matrix = self._shared or Matrix(self._vocab, self._k, self._device)
         tokens = matrix.grow([0] * batch_size, self._shape)

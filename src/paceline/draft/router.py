@@ -50,9 +50,9 @@ class Router:
         for member in self.members.values():
             member.observe(commits, out)
 
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         for member in self.members.values():
-            member.rehearse(batch_size)
+            member.warm_up(batch_size)
 
     def forget(self, seq_id: int) -> None:
         for member in self.members.values():

@@ -186,7 +186,7 @@ class DraftSpec(ABC):
 
     kind: ClassVar[str]
     page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
-    natural_length: ClassVar[int] = 4  # levels that pay in general, where none are asked for
+    default_draft_length: ClassVar[int] = 4  # levels that pay in general, where none are asked for
     deepest: ClassVar[int] = 0  # levels worth trying, where more than of other kinds
     # Chance that a draft's first token is right, its second if the first was, and so on; the last
     # holds for all deeper ones. What the controller expects before it has seen any.
@@ -361,7 +361,7 @@ class NoDraft(DraftSpec):
 
     kind = "none"
     page = "README.md"
-    natural_length = 0
+    default_draft_length = 0
     examples = ("none",)
 
     def prepare(self, loading: Loading) -> Prepared:

@@ -46,7 +46,7 @@ class Suffix(DraftSpec):
 
     kind = "suffix"
     page = "suffix.md"
-    natural_length = 8
+    default_draft_length = 8
     remembers = True
     looks_up = True
     tried = "always"

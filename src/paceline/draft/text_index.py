@@ -24,13 +24,13 @@ _END = -1  # stands behind every finished text; no token id
 _KEPT = 4  # latest occurrences of an n-gram: on our prompts more of them gained nothing
 BRANCH = 2  # nodes of each n-gram's candidate after the first: it is for the likely early misses
 _LATEST = 64  # occurrences of a suffix that are looked at
-_ASIDE = 64  # new tokens that a look-up takes in itself
+_ASIDE = 64  # new tokens that a lookup takes in itself
 
 
 class TextIndex:
     """Several texts: the newest may still grow, the oldest may be dropped.
 
-    A look-up reads all texts: 20 microseconds, and 1 for each 1,000 tokens.
+    A lookup reads all texts: 20 microseconds, and 1 for each 1,000 tokens.
     """
 
     def __init__(self, rule: Lookup) -> None:
@@ -211,7 +211,7 @@ class IndexedDrafter(LookupDrafter):
         return len(part)
 
     def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
-        """An index, the tokens that it takes in with the look-up, and the text's end where there
+        """An index, the tokens that it takes in with the lookup, and the text's end where there
         are too many."""
         tokens, index = item.seq.tokens, self.index(item.seq)
         begin = index.open_tokens

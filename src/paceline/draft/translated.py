@@ -63,7 +63,7 @@ class StringDrafter:
         self.vocabulary = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
         self.cache = inner.cache
         self.max_nodes, self.passes = inner.max_nodes, inner.passes
-        self.rehearse = inner.rehearse
+        self.warm_up = inner.warm_up
         self._inner = inner
         self._match = match
         self._shadows: dict[int, _Shadow] = {}

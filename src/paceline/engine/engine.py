@@ -330,6 +330,6 @@ class Engine:
                 self.drafter.observe(seen, out)
 
     def _inferring(self, computes: bool) -> AbstractContextManager[object]:
-        """Torch's inference mode where torch ``computes``. A step of the kernels with look-ups or
+        """Torch's inference mode where torch ``computes``. A step of the kernels with lookups or
         without drafts calls nothing of torch: entering the mode alone takes 10 to 35 us there."""
         return self._inference if computes else _NOTHING

@@ -1,4 +1,4 @@
-"""Our look-up drafters inside vLLM, as proposers of its ``method: "custom_class"``.
+"""Our lookup drafters inside vLLM, as proposers of its ``method: "custom_class"``.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class",
         "model": "paceline.integrations.vllm.HybridProposer", "num_speculative_tokens": 8}'

@@ -145,8 +145,8 @@ def test_what_is_drawn_or_not_plain_grows_level_by_level(
     folders: dict[str, str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch, True)
-    # Start-up may rehearse what it likes.
-    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    # Start-up may warm up what it likes.
+    monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
     generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, **params)
     assert watched.trees
     assert not watched.calls
@@ -157,7 +157,7 @@ def test_what_is_sampled_without_a_seed_is_given_one_where_that_is_cheaper(
 ) -> None:
     """Then its trees grow in one call; a second request of the same prompt has another text."""
     watched = Watched(monkeypatch, True)
-    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
     texts = [
         generate(folders, "eagle3:{eagle3},nodes=12,width=4", 3, temperature=1.0) for _ in range(2)
     ]
@@ -224,7 +224,7 @@ def test_a_draft_by_the_target_is_one_call(
         return call(view, *args)
 
     monkeypatch.setattr(LayerView, "__call__", counted)
-    monkeypatch.setattr(LevelDrafter, "rehearse", lambda *_: None)
+    monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
     for params in ({}, {"temperature": 1.0, "seed": 1}):
         watched.calls = 0
         generate(folders, "quantized:int8", 5, **params)

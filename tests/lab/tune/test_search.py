@@ -74,7 +74,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
 
 
 def test_what_real_steps_took_is_learnt() -> None:
-    """Passes take twice what was rehearsed, and a step half as much again as its forward."""
+    """Passes take twice what was timed, and a step half as much again as its forward."""
     steps = [MeasuredStep(1, 0, 1, 0.0, 1.2, 0.3, True)]
     steps += [MeasuredStep(1, n, 1, 0.2 * n, 1.2, 0.3, True) for n in (2, 8)]
     method = replace(chain(0.8, 0.1), steps=tuple((step.nodes, step) for step in steps))

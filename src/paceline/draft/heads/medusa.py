@@ -277,7 +277,7 @@ class MedusaDrafter:
             last = commit.position + commit.scheduled + len(commit.path) - 1
             self._seen[commit.seq_id] = (kept, row, last)
 
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         """All heads on one row of each sequence, and the choice of candidates."""
         target, levels = self._target, len(self._shapes) - 1
         features = torch.zeros(

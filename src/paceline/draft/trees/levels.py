@@ -22,7 +22,7 @@ from paceline.model.paged.cache import Feed, PagedCache
 
 Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
 
-_BLOCKS = 4  # of context when rehearsing: about what the target's own costs are measured with
+_BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
 
 
 class LevelDrafter(ABC):
@@ -168,7 +168,7 @@ class LevelDrafter(ABC):
         return tree
 
     @torch.inference_mode()
-    def rehearse(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int) -> None:
         """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
         cache, most = self.cache, self._max_positions
         width = min(self._policy.max_expanded(2), most // 2, cache.block_size)

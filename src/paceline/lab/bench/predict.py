@@ -266,7 +266,7 @@ def measure_alone(
     target = measure_target(engine.target, engine.cache, counts, drafter.features, context, _ROUNDS)
     seconds = CostCurve((batch,), (0.0,))
     if drafter.passes(1):
-        seconds = measure(drafter.rehearse, (batch,), engine.target.device, _ROUNDS)
+        seconds = measure(drafter.warm_up, (batch,), engine.target.device, _ROUNDS)
     return CostModel(target, {_DRAFTER: DrafterCosts((0, nodes), (0, 1), seconds)})
 
 

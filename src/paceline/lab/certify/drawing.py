@@ -118,7 +118,7 @@ class Sampler:
         recorder, asked = self.recorder, self._asked
         notes = asked.evidence.notes
         length = min(2, asked.lengths[-1])
-        # A look-up may find nothing at the place itself, but further on in what was drawn from it.
+        # A lookup may find nothing at the place itself, but further on in what was drawn from it.
         for samples, enough in ((128, 1), (16, _FURTHER)):
             recorder.watch(place.start.tokens, beyond=enough > 1)
             sampled.continuations(

@@ -92,7 +92,7 @@ class Exploration:
     @cached_property
     def cost(self) -> CostModel:
         """What steps take and gain, from the phases of those that were run."""
-        # Look-up drafters do not always find something: as many nodes as they did.
+        # Lookup drafters do not always find something: as many nodes as they did.
         found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
         nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
         profile = DrafterCosts(nodes, self.passes, CostCurve((1,), (self._pass,)))

@@ -75,7 +75,7 @@ def export(
         )
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     adaptive = length == "auto"
-    levels = spec.natural_length if isinstance(length, str) else length
+    levels = spec.default_draft_length if isinstance(length, str) else length
     if adaptive and tuned is not None and follows:
         levels = min(levels, tuned.draft.max_length)
     if levels < 1:

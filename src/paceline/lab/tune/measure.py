@@ -103,8 +103,8 @@ def measure_method(
     Raises DataError, and ShareSpentError if the ``budget`` does not last for it.
     """
     drafter = llm.engine.drafter
-    rehearsed = measure(drafter.rehearse, list(target.batches), llm.target.device)
-    profile = DrafterCosts.of(drafter, LONGEST, rehearsed)
+    timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
+    profile = DrafterCosts.of(drafter, LONGEST, timed)
     # A draft must have room in the answers, or nothing is learnt of it.
     longest = max(1, min(profile.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest, budget)
@@ -126,7 +126,7 @@ def measure_method(
         reached=levels.reached,
         nodes=tuple(fill * most for most in profile.nodes[: longest + 1]),
         passes=profile.passes[: longest + 1],
-        pass_seconds=rehearsed,
+        pass_seconds=timed,
         steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
         parameters=_parameters(drafter),
     )

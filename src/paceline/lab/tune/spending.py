@@ -12,7 +12,7 @@ from paceline.lab.tune.measure import LONGEST, Sample
 
 TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
 CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
-_AROUND = 1.7  # short drafts, rehearsals and plain steps beside those of the sample
+_AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
 _SLOWER = 1.15  # whole steps than the target's forwards in them
 _SIZES = (8, 4, 2, 1)  # prompts of a round of the confirmation
 FEW = 3  # contestants at least: plain decoding, and the best drafter at both lengths

@@ -76,7 +76,7 @@ def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, An
         if kinds <= {NGram, Suffix}:
             instead = "paceline.integrations.vllm, which must be installed beside vLLM"
             cost = "chains only; an interface that vLLM calls experimental"
-            notes.append(Approximation("the hybrid of look-ups", instead, cost))
+            notes.append(Approximation("the hybrid of lookups", instead, cost))
             proposer = "paceline.integrations.vllm.HybridProposer"
             return {"method": "custom_class", "model": proposer}, None
     raise it.refuse(

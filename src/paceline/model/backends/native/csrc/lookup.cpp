@@ -1,4 +1,4 @@
-// Look-ups in texts: where strings of a few lengths stood last, and the drafts that come of it. What
+// Lookups in texts: where strings of a few lengths stood last, and the drafts that come of it. What
 // draft/text_index.py finds by searching is found here by hash chains, as packers find matches: a
 // table for each length says where each string stood last, and a list of each position where the
 // string that ends there stood before.
