@@ -51,7 +51,7 @@ from neighbours import Neighbours, wait_until_quiet
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, at_hand, default_folder, encode, read_texts
 from report import machine
@@ -386,7 +386,7 @@ def main() -> None:
         report = as_report(records)
         print_report(report, Console(width=max(120, Console().width)))
         if args.report:
-            report.write(args.report)
+            write(report, args.report)
     print(json.dumps(ratios(records)))
     raise SystemExit(status)
 

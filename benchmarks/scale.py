@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from paceline.lab.report.document import Report, Table, Text
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import print_report
 from scale_check import PAIRS, check
 from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows
 from scale_replica import Figures, Replica, Settings, Traffic

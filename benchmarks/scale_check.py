@@ -26,7 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, sequence
 from paceline.lab.report.document import Report, Table, Text
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import print_report
 from scale_costs import Measured
 from scale_replica import Arrival, Replica, Settings
 

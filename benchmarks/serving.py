@@ -48,8 +48,7 @@ from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
 from paceline.lab.report.document import Report, Table, Text
-from paceline.lab.report.markdown import as_table
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import as_table, print_report
 from prompts import default_folder
 from serving_work import SERVED, Work, counted, work_of
 

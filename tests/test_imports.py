@@ -135,12 +135,17 @@ def when_run(node: ast.AST) -> Iterator[ast.ImportFrom]:
         yield from when_run(child)
 
 
+# Parts of the lab without circles of files.
+NO_CIRCLES = ("lab/report",)
+
+
 def test_no_modules_below_the_lab_import_each_other_in_a_circle() -> None:
     """An import inside a function hides a circle; it does not open it."""
     known = {
         ".".join(("paceline", *path.relative_to(SOURCE).with_suffix("").parts)): path
         for path in MODULES
-        if part_of(path) != "__init__" and layer(part_of(path)) < layer("lab/report")
+        if part_of(path) != "__init__"
+        and (layer(part_of(path)) < layer("lab/report") or name(path).startswith(NO_CIRCLES))
     }
     graph = {
         module: {

@@ -13,6 +13,7 @@ from entrants import Run, Weights, entries, skip_option, weights_of
 from inflate import Sizes
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
+from paceline.lab.report.render import write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, BUILT_IN, at_hand
 from support.engine_models import write_pair
@@ -97,7 +98,7 @@ def test_rounds_are_their_median_and_targets_stand_apart() -> None:
 def test_the_report_names_what_is_slower_than_plain_decoding(tmp_path: Path) -> None:
     slow = {"plain": 1.0, "ngram": 1.25, "eagle3": 0.5, "eagle3@0": 1.0, "eagle3@2": 0.4}
     waves = [wave("qa", slow), wave("rag", slow, "again")]
-    as_report([record(*waves)]).write(tmp_path / "table.md")
+    write(as_report([record(*waves)]), tmp_path / "table.md")
     text = (tmp_path / "table.md").read_text()
     assert "Below 0.98 of plain decoding: b1/greedy, first: ngram 0.800; b1/greedy, again" in text
     assert "2.00 (2.00)" in text and "eagle3@2" in text and "0.800 qa" in text

@@ -22,6 +22,7 @@ from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.suffix import SuffixDrafter
 from paceline.lab.profiling import trace
 from paceline.lab.report.document import Figure, Report, Text
+from paceline.lab.report.render import write
 from paceline.model.identity import ModelIdentity
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
@@ -45,7 +46,7 @@ def report(folder: Path, number: int, name: str) -> None:
     made = Report(f"Speed {number}")
     picture = f"<svg xmlns='http://www.w3.org/2000/svg'><title>{number}</title></svg>"
     made.add("Part", Text("x" * 100), Figure("f", lambda: picture, "a"))
-    made.write(folder / name)
+    write(made, folder / name)
 
 
 def suffix(folder: Path, number: int) -> None:

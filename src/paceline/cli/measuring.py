@@ -61,20 +61,20 @@ class ReportOptions:
         """Refuse a bad report name before the work begins. Raises ConfigError."""
         replace_anything(self.force)
         if self.report is not None:
-            from paceline.lab.report.document import check_path
+            from paceline.lab.report.render import check_path
 
             check_path(self.report)
 
     def emit(self, record: dict[str, Any], report: Report) -> None:
         """Tables or JSON to stdout, and the report's file if one was asked for."""
-        from paceline.lab.report.terminal import print_report
+        from paceline.lab.report.render import print_report, write
 
         if self.as_json:
             print_json(record)
         else:
             print_report(report, Console())
         if self.report is not None:
-            written = report.write(self.report)
+            written = write(report, self.report)
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from paceline.cli.options import quiet_libraries
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.terminal import rich_table
+from paceline.lab.report.render import rich_table
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.lab.report.document import Table
-from paceline.lab.report.terminal import rich_table
+from paceline.lab.report.render import rich_table
 
 if TYPE_CHECKING:
     from paceline.lab.quantize import QuantizeReport

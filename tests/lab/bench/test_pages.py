@@ -14,7 +14,7 @@ from paceline.lab.bench.predict import Item, Predicted, Prediction
 from paceline.lab.bench.result import BenchResult
 from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
 from paceline.lab.bench.texts import Comparison
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome
 
 MACHINE = {

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import xml.etree.ElementTree as ET
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.lab.report import plots
-from paceline.lab.report.columns import Column, record_of, table_across, table_of
+from paceline.lab.report.columns import Column, Sheet, record_of, table_across, table_of, times
 from paceline.lab.report.document import Figure, Report, Table, Text
-from paceline.lab.report.markdown import as_table
-from paceline.lab.report.terminal import print_report
+from paceline.lab.report.render import as_table, print_report, write
 
 
 def sample() -> Report:
@@ -44,7 +45,7 @@ def test_terminal() -> None:
 
 
 def test_markdown(tmp_path: Path) -> None:
-    written = sample().write(tmp_path / "sub" / "r.md")
+    written = write(sample(), tmp_path / "sub" / "r.md")
     assert [path.name for path in written] == ["r.md", "r-a.svg", "r-b.svg", "r-c.svg"]
     text = written[0].read_text(encoding="utf-8")
     assert "| a\\|b | 1.83x | 2 |" in text
@@ -55,7 +56,7 @@ def test_markdown(tmp_path: Path) -> None:
 
 
 def test_html_is_one_file_without_outside_requests(tmp_path: Path) -> None:
-    (path,) = sample().write(tmp_path / "r.html")
+    (path,) = write(sample(), tmp_path / "r.html")
     text = path.read_text(encoding="utf-8")
     assert text.count("<svg") == 3
     assert "&lt;i&gt;" in text and "gap &amp; the step" in text
@@ -72,9 +73,9 @@ def test_the_same_numbers_give_the_same_picture() -> None:
 
 def test_bad_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"end its name in \.md or \.html"):
-        Report("x").write("r.pdf")
+        write(Report("x"), "r.pdf")
     with pytest.raises(ConfigError, match="cannot write"):
-        Report("x").write("/proc/none/r.md")
+        write(Report("x"), "/proc/none/r.md")
 
 
 def test_table_with_title_and_note() -> None:
@@ -94,3 +95,36 @@ def test_a_column_is_described_once() -> None:
     assert table_of([item], columns) == Table(["tok/s", "at best"], [["12", None]])
     across = table_across("", {"a": item}, columns[::2], "N")
     assert across == Table(["", "a"], [["tok/s", "12"], ["at best", None]], note="N")
+
+
+@dataclass(frozen=True)
+class Speed:
+    method: str
+    rate: float
+    gain: float | None = None
+
+
+def test_json_gives_the_items_back() -> None:
+    sheet = Sheet(
+        "speeds",
+        "Speeds",
+        (
+            Column("method", "method"),
+            Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
+            Column("speedup", "speedup", "gain", times),
+            Column("fast", "", "", stored=lambda one: one.rate > 10),
+        ),
+    )
+    speeds = [Speed("plain", 9.5), Speed("ngram", 19.0, 2.0)]
+    records = json.loads(json.dumps(sheet.records(speeds)))
+    assert records[1] == {
+        "method": "ngram",
+        "tokens_per_second": 19.0,
+        "speedup": 2.0,
+        "fast": True,
+    }
+    assert sheet.read(records, Speed) == speeds
+    assert sheet.table(speeds).rows == [["plain", "10", None], ["ngram", "19", "2.00x"]]
+    del records[0]["tokens_per_second"]
+    with pytest.raises(DataError, match=r"no record of Speed.*rate"):
+        sheet.read(records, Speed)

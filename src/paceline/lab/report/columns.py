@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+from paceline.errors import DataError
 from paceline.lab.report.document import Cell, Table
 
 # An acceptance where there was a drafter that drafted nothing; and the note beside such a table.
 NONE_TRIED = "none tried"
 UNTRIED = "none tried: no draft was tried, as it would not have paid."
 
+# -- formats -------------------------------------------------------------------------------------
+
+times = "{:.2f}x".format
+number = "{:.2f}".format
+share = "{:.0%}".format
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits, without a unit: the heading has it."""
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+# -- columns -------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def _same(value: Any) -> Any:
+    return value
+
 
 class Column(NamedTuple):
     """A figure of an item: its key in JSON, its heading in a table, and how it is shown there.
 
-    ``path``: the attributes, or keys of mappings, that lead to it; none for the item itself.
-    Without a key or a heading it is left out there. What is None is an empty cell.
+    ``path``: the attributes, or keys of mappings, that lead to it; "" is the item itself, None the
+    key. Without a key or a heading it is left out there. What is None is an empty cell.
     """
 
     key: str
-    heading: str
-    path: str
-    shown: Callable[[Any], Cell] = lambda value: value
-    stored: Callable[[Any], Any] = lambda value: value
+    heading: str = ""
+    path: str | None = None
+    shown: Callable[[Any], Cell] = _same
+    stored: Callable[[Any], Any] = _same
 
     def value(self, item: Any) -> Any:
-        for name in self.path.split(".") if self.path else ():
+        path = self.key if self.path is None else self.path
+        for name in path.split(".") if path else ():
             item = item[name] if isinstance(item, Mapping) else getattr(item, name)
         return item
 
@@ -38,6 +61,23 @@ class Column(NamedTuple):
 def record_of(item: Any, columns: Sequence[Column]) -> dict[str, Any]:
     """What JSON has of an item."""
     return {c.key: c.stored(c.value(item)) for c in columns if c.key}
+
+
+def item_of(record: Mapping[str, Any], columns: Sequence[Column], kind: type[Item]) -> Item:
+    """The item, a dataclass, of which ``record_of`` made the record.
+
+    Takes the columns that store an attribute of the item as it is; the dataclass needs defaults for
+    all others. Raises DataError if a value is missing or of another type.
+    """
+    from msgspec import ValidationError, convert
+
+    kept = {c.key if c.path is None else c.path: c.key for c in columns if c.stored is _same}
+    names = {name: key for name, key in kept.items() if name.isidentifier() and key in record}
+    fields = {name: record[key] for name, key in names.items()}
+    try:
+        return convert(fields, kind, strict=False)
+    except ValidationError as error:
+        raise DataError(f"this is no record of {kind.__name__}: {error}") from None
 
 
 def table_of(
@@ -55,3 +95,23 @@ def table_across(
     """A column for each item, under its name, and a row for each of ``columns``."""
     rows = [[column.heading, *map(column.cell, items.values())] for column in columns]
     return Table([corner, *items], rows, note=note)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A list of items as a table and as JSON: ``key`` there, ``title`` of its section here."""
+
+    key: str
+    title: str
+    columns: Sequence[Column]
+    note: str = ""
+
+    def table(self, items: Iterable[Any]) -> Table:
+        return table_of(items, self.columns, self.note)
+
+    def records(self, items: Iterable[Any]) -> list[dict[str, Any]]:
+        return [record_of(item, self.columns) for item in items]
+
+    def read(self, records: Iterable[Mapping[str, Any]], kind: type[Item]) -> list[Item]:
+        """As of ``item_of``. Raises DataError."""
+        return [item_of(record, self.columns, kind) for record in records]

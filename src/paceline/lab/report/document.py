@@ -1,18 +1,13 @@
-"""A report's parts, and the three ways to show them: terminal, Markdown, HTML.
+"""The parts of a report: sections of tables, paragraphs and figures.
 
-A command builds one ``Report`` and both prints it and, if asked, writes it to a file, so the two
-cannot disagree. Figures are drawn only when a file is written.
+A command builds one ``Report`` and both prints it and, if asked, writes it to a file (render.py),
+so the two cannot disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-from paceline.errors import ConfigError
-from paceline.files import replace_files, telling
-from paceline.ownership import check_file, is_signed, signed
 
 Cell = str | int | float | None
 
@@ -41,7 +36,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, drawn when it is needed: ``draw()`` gives an SVG document (see plots.py)."""
+    """A picture, drawn when a file is written: ``draw()`` gives an SVG document (see plots.py)."""
 
     title: str
     draw: Callable[[], str]
@@ -59,7 +54,7 @@ class Section:
 
 @dataclass
 class Report:
-    """A title and sections of tables, paragraphs and figures, in the order in which they come."""
+    """A title and sections, in the order in which they come."""
 
     title: str
     sections: list[Section] = field(default_factory=list)
@@ -67,38 +62,8 @@ class Report:
     def add(self, title: str, *blocks: Block) -> None:
         self.sections.append(Section(title, list(blocks)))
 
-    def write(self, path: str | Path) -> list[Path]:
-        """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file).
-
-        Returns the files written: all of them, or none. Raises ConfigError on another suffix,
-        WriteError if the place is not writable.
-        """
-        from paceline.lab.report.html import as_html
-        from paceline.lab.report.markdown import as_markdown, figure_path
-
-        check_path(path)
-        path = Path(path)
-        if path.suffix == ".html":
-            texts = {path: as_html(self)}
-        else:
-            texts = {path: as_markdown(self, path)}
-            texts |= {figure_path(path, figure): figure.draw() for figure in self.figures()}
-        with telling("the report", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        contents = {file: signed(text).encode("utf-8") for file, text in texts.items()}
-        replace_files(contents, "the report", is_signed)
-        return list(texts)
-
     def figures(self) -> list[Figure]:
         return [b for section in self.sections for b in section.blocks if isinstance(b, Figure)]
-
-
-def check_path(path: str | Path) -> None:
-    """Refuse a report of unknown kind, or in the place of a file that is none of ours, before the
-    measuring begins. Raises ConfigError."""
-    if Path(path).suffix not in (".md", ".html"):
-        raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
-    check_file(path, "the report", is_signed)
 
 
 def show(cell: Cell) -> str:

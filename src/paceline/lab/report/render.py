@@ -1,0 +1,189 @@
+"""A report on a terminal (by Rich), as Markdown, and as one HTML file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
+
+from paceline.errors import ConfigError
+from paceline.files import replace_files, telling
+from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
+from paceline.ownership import check_file, is_signed, signed
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def check_path(path: str | Path) -> None:
+    """Refuse a report of unknown kind, or in the place of a file that is none of ours, before the
+    measuring begins. Raises ConfigError."""
+    if Path(path).suffix not in (".md", ".html"):
+        raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
+    check_file(path, "the report", is_signed)
+
+
+def write(report: Report, path: str | Path) -> list[Path]:
+    """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file).
+
+    Returns the files written: all of them, or none. Raises ConfigError on another suffix,
+    WriteError if the folder is not writable.
+    """
+    check_path(path)
+    path = Path(path)
+    if path.suffix == ".html":
+        texts = {path: as_html(report)}
+    else:
+        texts = {path: as_markdown(report, path)}
+        texts |= {figure_path(path, figure): figure.draw() for figure in report.figures()}
+    with telling("the report", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    contents = {file: signed(text).encode("utf-8") for file, text in texts.items()}
+    replace_files(contents, "the report", is_signed)
+    return list(texts)
+
+
+# -- terminal ------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, console: Console) -> None:
+    """All sections; figures are for files and left out here."""
+    for section in report.sections:
+        blocks = [block for block in section.blocks if not isinstance(block, Figure)]
+        if not blocks:
+            continue
+        console.rule(RichText(section.title, style="bold"), align="left")
+        for block in blocks:
+            if isinstance(block, Table):
+                console.print(rich_table(block))
+            else:
+                console.print(RichText(block.text, style="bold red" if block.warning else ""))
+
+
+def rich_table(table: Table) -> RichTable:
+    """A table with its title above and its note below; numbers stand to the right."""
+    shown = RichTable(
+        title=table.title or None,
+        caption=table.note or None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for heading, numbers in zip(table.columns, _of_numbers(table), strict=True):
+        shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(RichText(show(cell)) for cell in row))
+    return shown
+
+
+def _of_numbers(table: Table) -> list[bool]:
+    """Of each column, whether it holds numbers and nothing else."""
+    columns = [[row[index] for row in table.rows] for index in range(len(table.columns))]
+    filled = [[cell for cell in column if cell not in (None, "")] for column in columns]
+    return [bool(cells) and all(map(is_number, cells)) for cells in filled]
+
+
+# -- Markdown ------------------------------------------------------------------------------------
+
+
+def figure_path(report: Path, figure: Figure) -> Path:
+    """Where a figure of the report at ``report`` lies."""
+    return report.with_name(f"{report.stem}-{figure.name}.svg")
+
+
+def as_markdown(report: Report, path: Path) -> str:
+    """The whole document; ``path`` is where it will lie."""
+
+    def block_as_markdown(block: Block) -> str:
+        if isinstance(block, Table):
+            return as_table(block)
+        if isinstance(block, Text):
+            return f"**{block.text}**" if block.warning else block.text
+        return f"![{block.title}]({figure_path(path, block).name})"
+
+    parts = [f"# {report.title}"]
+    for section in report.sections:
+        parts += [f"## {section.title}", *map(block_as_markdown, section.blocks)]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_table(table: Table) -> str:
+    """A table as Markdown writes it, with its title above and its note below."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+
+    rule = "|" + "|".join("---:" if numbers else "---" for numbers in _of_numbers(table)) + "|"
+    rows = [line([show(cell) for cell in row]) for row in table.rows]
+    parts = [f"**{table.title}**"] if table.title else []
+    parts.append("\n".join([line(table.columns), rule, *rows]))
+    if table.note:
+        parts.append(f"*{table.note}*")
+    return "\n\n".join(parts)
+
+
+# -- HTML ----------------------------------------------------------------------------------------
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #8884; text-align: left; }
+.n { text-align: right; }
+.note { color: #777; font-size: .9em; }
+.warning { border-left: 4px solid #c33; padding-left: .7rem; font-weight: 600; }
+figure { margin: 1rem 0; background: #fff; color: #000; padding: .5rem; }
+figure svg { max-width: 100%; height: auto; }
+"""
+
+
+def as_html(report: Report) -> str:
+    """The whole document: no outside requests, figures inside as SVG."""
+    title = escape(report.title)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{title}</h1>",
+    ]
+    for section in report.sections:
+        parts += [f"<h2>{escape(section.title)}</h2>", *map(_block_as_html, section.blocks)]
+    return "\n".join([*parts, "</body></html>"]) + "\n"
+
+
+def _block_as_html(block: Block) -> str:
+    if isinstance(block, Table):
+        return _table_as_html(block)
+    if isinstance(block, Text):
+        kind = ' class="warning"' if block.warning else ""
+        return f"<p{kind}>{escape(block.text)}</p>"
+    # Only the element itself: an XML declaration or doctype is not for the middle of a page. Ids
+    # get the figure's name, or the clip paths of one picture would be those of another.
+    svg = re.sub(r"^.*?(?=<svg)", "", block.draw(), count=1, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{block.name}-", svg)
+    return f"<figure>{svg}<figcaption>{escape(block.title)}</figcaption></figure>"
+
+
+def _table_as_html(table: Table) -> str:
+    parts = ['<div class="wide"><table>']
+    if table.title:
+        parts.append(f"<caption>{escape(table.title)}</caption>")
+    headings = "".join(f"<th>{escape(heading)}</th>" for heading in table.columns)
+    parts.append(f"<thead><tr>{headings}</tr></thead><tbody>")
+    for row in table.rows:
+        cells = (f'<td class="{"nt"[not is_number(c)]}">{escape(show(c))}</td>' for c in row)
+        parts.append(f"<tr>{''.join(cells)}</tr>")
+    parts.append("</tbody></table></div>")
+    if table.note:
+        parts.append(f'<p class="note">{escape(table.note)}</p>')
+    return "".join(parts)
