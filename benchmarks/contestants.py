@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.contestants import Paceline, Transformers
+from paceline.lab.bench.engines import Paceline, Transformers
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask
+from paceline.lab.bench.runs import Ask
 from paceline.model.loading import load_module
 
 DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs

@@ -34,7 +34,7 @@ from rich.console import Console
 import contestants as c
 import inflate
 import real
-from paceline.lab.bench.outcome import Ask, Contestant
+from paceline.lab.bench.runs import Ask, BenchEngine
 from prompts import SUITES, Prompt, default_folder, load_suites
 from record import Record, kinships
 from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, progress, show
@@ -49,16 +49,16 @@ class Job:
     suite: str
     index: int
     asks: tuple[Ask, ...]
-    contestants: list[Contestant]
+    contestants: list[BenchEngine]
 
 
 @dataclass
 class Field:
     """The loaded contestants of one pair."""
 
-    single: list[Contestant]
-    batched: list[Contestant]
-    sampled: list[Contestant]
+    single: list[BenchEngine]
+    batched: list[BenchEngine]
+    sampled: list[BenchEngine]
     judge: Any  # the transformers module, for near ties
     fixed: Any  # the LLM whose steps are timed last
 
@@ -130,7 +130,7 @@ def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
 def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     """Load every contestant of a pair."""
     judge = c.load_transformers(pair.target, pair)
-    theirs: list[Contestant] = [c.theirs(THEIRS, judge, pair.ends)]
+    theirs: list[BenchEngine] = [c.theirs(THEIRS, judge, pair.ends)]
     if pair.draft is not None:
         theirs.append(c.assisted(judge, c.load_transformers(pair.draft, pair), pair.ends))
     if args.lookup:
@@ -138,13 +138,13 @@ def load(pair: c.Pair, args: argparse.Namespace) -> Field:
     fixed = c.build_llm(pair, rule="token")  # at temperature 0 the rule makes no difference
     plain = c.ours(PLAIN, c.build_llm(pair, draft=False))
     adaptive = c.ours(ADAPTIVE, c.build_llm(pair, length="auto"))
-    sampled: list[Contestant] = []
+    sampled: list[BenchEngine] = []
     if args.rules:
         sampled.append(plain)
         for rule in RULES:
             llm = fixed if rule == "token" else c.build_llm(pair, rule=rule)
             sampled.append(c.ours(f"rule {rule}", llm))
-    ours: list[Contestant] = [plain, c.ours(FIXED, fixed), adaptive]
+    ours: list[BenchEngine] = [plain, c.ours(FIXED, fixed), adaptive]
     return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
 
 

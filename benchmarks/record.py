@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.lab.bench.outcome import TimedRun
+from paceline.lab.bench.runs import TimedRun
 
 
 @dataclass

@@ -13,7 +13,8 @@ import paceline
 
 NAMES = str.split(
     """
-    LLM AsyncLLM CacheMemoryError Completion ConfigError DataError EngineLostError Grammar
+    LLM AsyncLLM CacheMemoryError Completion ConfigError CostModel DataError Drive EngineLostError
+    Grammar
     ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError
     VocabularyMismatchError WriteError __version__
     """

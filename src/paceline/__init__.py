@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
+    from paceline.control.cost import CostModel
     from paceline.core.params import Grammar, SamplingParams
+    from paceline.engine.driver import Drive
     from paceline.errors import (
         CacheMemoryError,
         ConfigError,
@@ -39,7 +41,9 @@ __all__ = [
     "CacheMemoryError",
     "Completion",
     "ConfigError",
+    "CostModel",
     "DataError",
+    "Drive",
     "EngineLostError",
     "Grammar",
     "ModelLoadError",
@@ -56,6 +60,8 @@ _HOMES = {
     "LLM": "paceline.llm",
     "AsyncLLM": "paceline.async_llm",
     "Completion": "paceline.request.completion",
+    "CostModel": "paceline.control.cost",
+    "Drive": "paceline.engine.driver",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
 }

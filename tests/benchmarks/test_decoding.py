@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import contestants
 import decoding
-from paceline.lab.bench.contestants import Paceline
-from paceline.lab.bench.outcome import TimedAnswer, TimedRun
+from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.prompts import evenly
+from paceline.lab.bench.runs import TimedAnswer, TimedRun
 from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts
 from record import Record, kinship
 from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures

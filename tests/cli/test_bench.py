@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
-from paceline.lab.bench.contestants import Starter
+from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 from support.command_lines import assert_one_line, refusals
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair
@@ -86,7 +86,7 @@ HEADS = ("eagle3:paceline/tiny-eagle3", "model:paceline/tiny-draft")
 
 
 def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(self: Starter, method: Method, clients: int) -> Contestant:
+    def busy(self: Starter, method: Method, clients: int) -> BenchEngine:
         return Fake(method.name, drafted=2, accepted=1)
 
     monkeypatch.setattr(Starter, "open", busy)
@@ -114,9 +114,9 @@ def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyP
 
 
 class Liar:
-    """Puts a wrong token into every answer of another contestant."""
+    """Puts a wrong token into every answer of another opened."""
 
-    def __init__(self, honest: Contestant) -> None:
+    def __init__(self, honest: BenchEngine) -> None:
         self.name, self._honest = honest.name, honest
 
     def refresh(self) -> None:
@@ -147,8 +147,8 @@ def test_another_text_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ngram@4 wrote another text than plain decoding" in line and "bug" in line
 
 
-def fakes(monkeypatch: pytest.MonkeyPatch, **contestants: Fake) -> None:
-    monkeypatch.setattr(Starter, "open", lambda self, method, clients: contestants[method.name])
+def fakes(monkeypatch: pytest.MonkeyPatch, **opened_all: Fake) -> None:
+    monkeypatch.setattr(Starter, "open", lambda self, method, clients: opened_all[method.name])
 
 
 def errors(result: Result) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.lab.bench.contestants import Starter
+from paceline.lab.bench.engines import Starter
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair
 

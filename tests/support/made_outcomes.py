@@ -1,4 +1,4 @@
-"""Outcomes and contestants made by hand, with times that are known exactly."""
+"""Outcomes and opened_all made by hand, with times that are known exactly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.runner import BenchJob, Heat
+from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
 
 
 def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:

@@ -11,7 +11,6 @@ import typer
 from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
-    PeerOptions,
     PerplexityOptions,
     PromptOptions,
     ReportOptions,
@@ -50,7 +49,7 @@ class BenchOptions:
         (),
         "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
         "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
-        "other engines: llamacpp:FILE.gguf, openvino:FOLDER or url:http://HOST:PORT; repeatable. "
+        "another engine's server: url:http://HOST:PORT; repeatable. "
         "Plain decoding always takes part.",
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
@@ -132,7 +131,6 @@ def bench(
     wanted: PromptOptions,
     options: BenchOptions,
     suite: SuiteOptions,
-    engines: PeerOptions,
     text: PerplexityOptions,
     output: ReportOptions,
     time: BenchBudget,
@@ -147,7 +145,7 @@ def bench(
     text.check()
     if suite.suite is not None:
         methods, rule = _methods(engine, options)
-        return run_suite(context, engine, wanted, options, suite, engines, output, methods, rule)
+        return run_suite(context, engine, wanted, options, suite, output, methods, rule)
     suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
@@ -156,7 +154,7 @@ def bench(
         "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
     with showing():
-        interrupted, result = _measured(engine, options, plan, budget, saved, engines, text)
+        interrupted, result = _measured(engine, options, plan, budget, saved, text)
     if result is None:
         interrupted.finish()
         print(
@@ -180,7 +178,6 @@ def _measured(
     plan: _Plan,
     budget: Budget,
     saved: SavedRun,
-    engines: PeerOptions,
     text: PerplexityOptions,
 ) -> tuple[Interruption, BenchResult | None]:
     """Whether Ctrl-C came, and figures if there are any."""
@@ -194,20 +191,18 @@ def _measured(
     saved.check_model(llm.target, timed=True)
     fitting, left_out = _fitting(plan.prompts, llm, options.max_tokens)
     methods = plan.methods
-    starter = starter_of(llm, engine, plan.settings["rule"], engines)
-    starter.longest = options.max_tokens + max(len(ids) for _, ids in fitting)
+    starter = starter_of(llm, engine, plan.settings["rule"])
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
     if len(record.heats) >= record.rounds * wanted:
         record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
 
-    def predict(clients: int, contestants: Any) -> None:
+    def predict(clients: int, engines: Any) -> None:
         temperature = plan.sweep.temperatures[0]
-        found.extend(predictions(record, methods, contestants, clients, temperature))
+        found.extend(predictions(record, methods, engines, clients, temperature))
 
     with (
-        starter,
         partial_results() as interrupted,
         spending("measuring", budget, plan.sweep.runs(prompts, methods)) as tell,
     ):
@@ -219,8 +214,8 @@ def _measured(
     if not record.heats:
         return interrupted, None
     with stage("comparing the texts"):
-        plains = {m.name for m in methods if not m.speculates and m.peer is None}
-        about = methods, plan.settings, llm.target, record, record
+        plains = {m.name for m in methods if not m.speculates and m.url is None}
+        about = methods, plan.settings, llm, record, record
         result = BenchResult.of(*about, rows=rows(record, plains))
     asked = text.perplexity is not None and not interrupted
     read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
@@ -230,7 +225,7 @@ def _measured(
         left_out=[prompt.name for prompt in left_out],
         price=options.price,
         interrupted=bool(interrupted),
-        unequal=starter.peers.differences(),
+        unequal=starter.unequal,
         perplexities=read,
         bought=_bought(record, result.rows, plan.sweep, wanted, budget, before),
     )

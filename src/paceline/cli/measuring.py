@@ -17,14 +17,13 @@ from paceline.errors import DataError
 from paceline.settings import under
 
 if TYPE_CHECKING:
-    from paceline.lab.bench.peers.kinds import PeerTools
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.perplexity import TextPerplexity
     from paceline.lab.report.document import Report
     from paceline.llm import LLM
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_prompts, _output, _engines = under("Prompts"), under("Output"), under("Other engines")
+_prompts, _output = under("Prompts"), under("Output")
 
 
 @dataclass(frozen=True)
@@ -76,27 +75,6 @@ class ReportOptions:
         if self.report is not None:
             written = write(report, self.report)
             print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """Where other engines are, if they take part."""
-
-    llama_server: str | None = _engines(
-        None,
-        "llama.cpp's server, for llamacpp:FILE.gguf.",
-        shown="$PACELINE_LLAMA_SERVER, or llama-server on the PATH",
-    )
-    openvino_python: str | None = _engines(
-        None,
-        "A Python with openvino-genai, for openvino:FOLDER.",
-        shown="$PACELINE_OPENVINO_PYTHON, or this one",
-    )
-
-    def tools(self) -> PeerTools:
-        from paceline.lab.bench.peers.kinds import PeerTools
-
-        return PeerTools(self.llama_server, self.openvino_python)
 
 
 @dataclass(frozen=True)

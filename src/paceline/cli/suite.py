@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.measuring import PeerOptions, PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions
 from paceline.cli.progress import progress_bar
 from paceline.errors import ConfigError, PromptError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from paceline.cli.bench import BenchOptions
     from paceline.cli.measuring import Interruption
-    from paceline.lab.bench.contestants import Starter
+    from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.methods import Method
     from paceline.lab.bench.result import BenchResult
     from paceline.lab.bench.runner import Sweep
@@ -80,7 +80,6 @@ def run_suite(
     wanted: PromptOptions,
     options: BenchOptions,
     chosen: SuiteOptions,
-    engines: PeerOptions,
     output: ReportOptions,
     methods: Sequence[Method],
     rule: str,
@@ -104,19 +103,18 @@ def run_suite(
             f"all {len(left_out)} questions are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; name a model with a longer context"
         )
-    starter, record, complete = starter_of(llm, engine, rule, engines), HeatRecord(), False
+    starter, record, complete = starter_of(llm, engine, rule), HeatRecord(), False
     runs = how.rounds * len(how.temperatures) * len(kept) * len(methods)
     with (
-        starter,
         partial_results() as interrupted,
         progress_bar("warming up", runs) as advance,
     ):
-        contestants = []
+        engines = []
         for method in methods:
             advance(0, f"loading {method.name}")
-            contestants.append(starter.open(method, 1))
+            engines.append(starter.open(method, 1))
         budget = Budget(_seconds(context))
-        complete = talks.answer_all(llm, contestants, kept, how, record, advance, budget)
+        complete = talks.answer_all(llm, engines, kept, how, record, advance, budget)
     if not record.heats:
         interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
@@ -124,10 +122,10 @@ def run_suite(
     told = {"tasks": tasks, "questions": len(kept), "batch": 1, "bonus_token_counted": True}
     settings = settings_of(engine, source, how, rule, **told)
     base = replace(
-        BenchResult.of(methods, settings, llm.target, record, talks.asked_alike(record), rows=()),
+        BenchResult.of(methods, settings, llm, record, talks.asked_alike(record), rows=()),
         left_out=[question.name for question in left_out],
         interrupted=bool(interrupted),
-        unequal=starter.peers.differences(),
+        unequal=starter.unequal,
     )
     cut = sum(own.cut for heat in record.heats for own in talks.dialogues(heat).values())
     result = SuiteResult(suite, base, task_figures(suite, record), cut, complete)
@@ -166,14 +164,12 @@ def _seconds(context: typer.Context) -> float | None:
     return float(context.params["seconds"]) if _given(context, "seconds") else None
 
 
-def starter_of(llm: LLM, engine: ModelOptions, rule: str, engines: PeerOptions) -> Starter:
+def starter_of(llm: LLM, engine: ModelOptions, rule: str) -> Starter:
     """What opens the methods over a loaded model."""
-    from paceline.lab.bench.contestants import Starter
+    from paceline.lab.bench.engines import Starter
 
     memory = engine.kv_cache_memory
-    return Starter(
-        llm, engine.model, engines.tools(), rule=rule, lossy=engine.lossy, kv_cache_memory=memory
-    )
+    return Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
 
 
 def settings_of(

@@ -12,9 +12,9 @@ import pytest
 from paceline.budget import Budget
 from paceline.lab.bench.figures import rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
 from paceline.lab.bench.result import BenchSpending, sureness_of
 from paceline.lab.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 from support.made_outcomes import Fake, heat, job
 from support.simulated_clock import Clock
 
@@ -33,7 +33,7 @@ class Timed(Fake):
         return super().run(asks)
 
 
-def contestants(clock: Clock) -> list[Contestant]:
+def opened_all(clock: Clock) -> list[BenchEngine]:
     return [Timed(name, clock=clock) for name in ("plain", "ngram")]
 
 
@@ -43,7 +43,7 @@ def work() -> list:
 
 def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
     clock, record = Clock(), HeatRecord()
-    take_turns(work(), contestants(clock), 3, record, budget=Budget(60, clock))
+    take_turns(work(), opened_all(clock), 3, record, budget=Budget(60, clock))
     assert clock.now == 40  # a third heat of 20 seconds, and 15 % for bad weather, has no room
     assert [(h.turn, h.job.index) for h in record.heats] == [(0, 0), (0, 1)]
     assert all(list(h.outcomes) == ["plain", "ngram"] for h in record.heats)
@@ -51,10 +51,10 @@ def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
 
 def test_a_second_round_is_begun_only_whole() -> None:
     clock, record = Clock(), HeatRecord()
-    take_turns(work(), contestants(clock), 3, record, budget=Budget(150, clock))
+    take_turns(work(), opened_all(clock), 3, record, budget=Budget(150, clock))
     assert [h.turn for h in record.heats] == [0, 0, 0, 0]
     clock, record = Clock(), HeatRecord()
-    take_turns(work(), contestants(clock), 3, record, budget=Budget(180, clock))
+    take_turns(work(), opened_all(clock), 3, record, budget=Budget(180, clock))
     assert [h.turn for h in record.heats] == [0] * 4 + [1] * 4
 
 
@@ -65,7 +65,7 @@ def through_a_file(record: HeatRecord) -> HeatRecord:
 
 def test_a_later_run_goes_on_behind_the_last_heat() -> None:
     clock, record = Clock(), HeatRecord()
-    take_turns(work(), contestants(clock), 1, record, budget=Budget(60, clock))
+    take_turns(work(), opened_all(clock), 1, record, budget=Budget(60, clock))
     kept = through_a_file(record)
     assert kept.heats[0].job == record.heats[0].job
     diary: list[str] = []

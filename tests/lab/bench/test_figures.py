@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
-from paceline.lab.bench.outcome import TimedAnswer, TimedRun
 from paceline.lab.bench.runner import Heat, HeatRecord, take_turns
+from paceline.lab.bench.runs import TimedAnswer, TimedRun
 from support.made_outcomes import Fake, heat, job, outcome
 
 PLAINS = {"plain", "theirs"}
@@ -128,13 +128,13 @@ def test_cost() -> None:
 
 def test_idle_methods_are_found() -> None:
     record = HeatRecord()
-    contestants = [
+    opened_all = [
         Fake("plain"),
         Fake("silent"),
         Fake("wrong", drafted=9),
         Fake("good", drafted=9, accepted=1),
     ]
-    take_turns([job()], contestants, 2, record)
+    take_turns([job()], opened_all, 2, record)
     assert idle(record, {"silent", "wrong", "good"}) == {
         "silent": "drafted nothing",
         "wrong": "had none of its drafts accepted",

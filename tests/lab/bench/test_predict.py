@@ -15,18 +15,18 @@ from paceline.control.cost import CostModel, DrafterCosts, textbook_speedup
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import LookupDrafter
-from paceline.lab.bench.contestants import Paceline
+from paceline.engine.alone import measure_alone
+from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import PLAIN as PLAIN_NAME
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.predict import (
     MeanDraft,
     Prediction,
     compare,
-    measure_alone,
     predict,
 )
 from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
 from paceline.model.target import CausalModel
 
 # Milliseconds. The draft's pass is a tenth of a target forward, verification nearly free.
@@ -301,7 +301,7 @@ def predict_and_measure(
         side.run(asks[:1])
     outcomes = [[side.run(asks) for side in sides] for _ in range(rounds)]
     ours, theirs = [pair[0] for pair in outcomes], [pair[1] for pair in outcomes]
-    return compare(spec.engine, ours, theirs, 64)
+    return compare(spec, ours, theirs, 64)
 
 
 @pytest.fixture(scope="module")

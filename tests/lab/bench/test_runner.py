@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Contestant
 from paceline.lab.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
+from paceline.lab.bench.runs import BenchEngine
 from support.made_outcomes import Fake, job
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
@@ -88,7 +88,7 @@ def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
     started: list[tuple[str, int]] = []
     finished: list[tuple[int, int]] = []
 
-    def start(method: Method, clients: int) -> Contestant:
+    def start(method: Method, clients: int) -> BenchEngine:
         started.append((method.name, clients))
         return Fake(method.name)
 

@@ -25,8 +25,8 @@ from paceline.lab.bench.conversations import (
     suite_of,
 )
 from paceline.lab.bench.figures import merged
-from paceline.lab.bench.outcome import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
+from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.suite_tables import OVERALL, accepted_tokens, task_figures
 from support.made_outcomes import ask, outcome
 

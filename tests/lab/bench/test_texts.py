@@ -6,9 +6,9 @@ import pytest
 
 from paceline.difference import Difference
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask
 from paceline.lab.bench.result import BenchResult, idle_line, labels
 from paceline.lab.bench.runner import BenchJob, HeatRecord, take_turns
+from paceline.lab.bench.runs import Ask
 from paceline.lab.bench.texts import Comparison, compare
 from support.made_outcomes import Fake, ask, job
 
@@ -23,13 +23,13 @@ def judge(asked: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Differen
 
 def contest(todo: list[BenchJob], rounds: int = 2) -> HeatRecord:
     record = HeatRecord()
-    contestants = [
+    opened_all = [
         Fake("plain"),
         Fake("same"),
         Fake("tie", tokens=(5, 6, 9, 8)),
         Fake("liar", tokens=(5, 0, 7, 8)),
     ]
-    take_turns(todo, contestants, rounds, record)
+    take_turns(todo, opened_all, rounds, record)
     return record
 
 

@@ -1,1 +1,1 @@
-"""Measuring decoding: prompts, contestants, rounds, figures."""
+"""Measuring decoding: prompts, engines, rounds, figures."""

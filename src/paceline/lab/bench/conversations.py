@@ -1,6 +1,6 @@
 """Whole conversations, answered turn by turn, as Spec-Bench and MT-Bench are decoded.
 
-An answer becomes part of the conversation that the next turn continues: every contestant goes on
+An answer becomes part of the conversation that the next turn continues: every engine goes on
 from its own. Only answering is timed; rendering and tokenising are not.
 """
 
@@ -15,7 +15,6 @@ from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.figures import merged
-from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
 from paceline.lab.bench.prompts import BenchPrompt, evenly, load_prompts, render
 from paceline.lab.bench.runner import (
     BenchJob,
@@ -27,6 +26,7 @@ from paceline.lab.bench.runner import (
     take_turns,
     warm_up,
 )
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 from paceline.llm import LLM
 
 # -- the public benchmarks' questions --------------------------------------------------------------
@@ -160,7 +160,7 @@ def dialogues(heat: Heat) -> dict[str, SuiteDialogue]:
 
 
 def asked_alike(record: HeatRecord) -> HeatRecord:
-    """The turns in which all contestants were asked the same, for comparing their texts."""
+    """The turns in which all engines were asked the same, for comparing their texts."""
     heats = []
     for number, heat in enumerate(record.heats):
         found = dialogues(heat)
@@ -186,7 +186,7 @@ def _first(llm: LLM, question: Question) -> list[int]:
 
 
 def converse(
-    llm: LLM, contestant: Contestant, question: Question, params: Callable[[int], SamplingParams]
+    llm: LLM, engine: BenchEngine, question: Question, params: Callable[[int], SamplingParams]
 ) -> SuiteDialogue:
     """Answer all turns. ``params`` gets how many tokens there is room for."""
     messages = list(question.earlier)
@@ -199,7 +199,7 @@ def converse(
         if remaining < 1:
             break
         asks.append(Ask(tuple(ids), params(remaining)))
-        runs.append(contestant.run(asks[-1:]))
+        runs.append(engine.run(asks[-1:]))
         tokens = list(runs[-1].answers[0].tokens)
         text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
         messages.append(("assistant", str(text).strip()))
@@ -209,23 +209,23 @@ def converse(
 
 def answer_all(
     llm: LLM,
-    contestants: Sequence[Contestant],
+    engines: Sequence[BenchEngine],
     questions: Sequence[Question],
     how: Sweep,
     record: HeatRecord,
     advance: OnHeat,
     budget: Budget | None = None,
 ) -> bool:
-    """Every question by all contestants, see ``take_turns``; the record's outcomes are Dialogues.
+    """Every question by all engines, see ``take_turns``; the record's outcomes are Dialogues.
 
     False if the time was up before all was done.
     """
 
-    def answer(contestant: Contestant, job: BenchJob) -> SuiteDialogue:
+    def answer(engine: BenchEngine, job: BenchJob) -> SuiteDialogue:
         def params(room: int) -> SamplingParams:
             return how.settings.params(job.temperature, job.index, room)
 
-        return converse(llm, contestant, questions[job.index], params)
+        return converse(llm, engine, questions[job.index], params)
 
     def first(place: int, temperature: float) -> Ask:
         ids = _first(llm, questions[place])
@@ -239,8 +239,8 @@ def answer_all(
         ]
         for temperature in how.temperatures
     }
-    warm_up([job for own in todo.values() for job in own], contestants)
+    warm_up([job for own in todo.values() for job in own], engines)
     for turn in range(how.rounds):
         for own in todo.values():  # those of earlier rounds are in the record
-            take_turns(own, contestants, turn + 1, record, advance, budget, True, answer)
+            take_turns(own, engines, turn + 1, record, advance, budget, True, answer)
     return len(record.heats) == how.rounds * len(how.temperatures) * len(questions)

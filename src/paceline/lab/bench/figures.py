@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.engine.driver import column_sums
-from paceline.lab.bench.outcome import TimedAnswer, TimedRun
 from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.runs import TimedAnswer, TimedRun
 
 OVERALL = "overall"
 
@@ -35,7 +35,7 @@ class DraftFigures:
 
     ``acceptance[i]`` is conditional: of the ``reached[i]`` drafts that had a token to try at
     position i, all before it accepted, the share whose token was accepted. ``length`` is the mean
-    number of tokens drafted a step. None where a contestant does not say.
+    number of tokens drafted a step. None where a engine does not say.
     """
 
     drafted: int | None
@@ -99,7 +99,7 @@ class Row:
 def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
     """All figures: for each concurrency and temperature, each category and overall, each method.
 
-    ``plains`` names the contestants that decode plainly. Rounds that were cut short count only
+    ``plains`` names the engines that decode plainly. Rounds that were cut short count only
     where there is no complete one.
     """
     found: list[Row] = []
@@ -170,7 +170,7 @@ def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
 
 
 def merged(outcomes: Sequence[TimedRun]) -> TimedRun:
-    """Runs of one contestant as one; ``drafted`` is None if it is in any of them."""
+    """Runs of one engine as one; ``drafted`` is None if it is in any of them."""
     drafted = [o.drafted for o in outcomes if o.drafted is not None]
     levels = [o.levels for o in outcomes if o.levels is not None]
     phases = dict.fromkeys((name for o in outcomes for name in o.phases), 0.0)

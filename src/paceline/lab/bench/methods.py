@@ -1,5 +1,5 @@
-"""Method specs: ``plain``, drafters with a length (``ngram@5``), those of transformers, and other
-engines (``llamacpp:FILE.gguf``)."""
+"""Method specs: ``plain``, drafters with a length (``ngram@5``), those of transformers, and servers
+(``url:http://HOST:PORT``)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.draft.model import DraftModel
-from paceline.drafters import DRAFTERS, parse_draft
+from paceline.drafters import DRAFTERS, DraftModel, parse_draft
 from paceline.errors import ConfigError
-from paceline.lab.bench.peers.kinds import NEEDS
-from paceline.model.names import PREFIX
 
 PLAIN = "plain"
 DRAFT = "draft"
-THEIRS = "transformers"
+URL = "url"
+TRANSFORMERS = "transformers"
+_BUILT_IN = "paceline/"
 _VARIANTS = ("assisted", "lookup")
 _LONGEST = 64
 
@@ -28,19 +27,19 @@ class Method:
     """``draft`` is a draft spec; None decodes plainly. ``length`` None: the library's own.
 
     ``variant`` is what transformers does: "plain", "assisted" or "lookup"; None if it is ours. Of
-    another engine it is its kind, and ``peer`` its folder, file or URL.
+    a server of another engine it is "url", and ``url`` its address.
     """
 
     name: str
     draft: str | None = None
     length: Length | None = "auto"
     variant: str | None = None
-    peer: str | None = None
+    url: str | None = None
 
     @property
     def alone(self) -> bool:
         """Whether it answers one request at a time, as transformers does."""
-        return self.variant is not None and self.peer is None
+        return self.variant is not None and self.url is None
 
     @property
     def speculates(self) -> bool:
@@ -57,11 +56,10 @@ class Method:
 def offered() -> str:
     """All methods, for the one line that says that there is no such method."""
     kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
-    theirs = ", ".join([THEIRS, *(f"{THEIRS}:{name}" for name in _VARIANTS)])
-    others = ", ".join(f"{kind}:{needs}" for kind, needs in NEEDS.items())
+    theirs = ", ".join([TRANSFORMERS, *(f"{TRANSFORMERS}:{name}" for name in _VARIANTS)])
     return (
-        f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, {others}, {kinds}, or a draft model's "
-        "folder"
+        f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, url:http://HOST:PORT, {kinds}, "
+        "or a draft model's folder"
     )
 
 
@@ -72,13 +70,18 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     """
     body, own = _split(text.strip())
     head, _, variant = body.partition(":")
-    if head in NEEDS:
+    if head == URL:
         where = text.strip().partition(":")[2]
         if not where:
-            raise ConfigError(f"method {text.strip()!r} needs what it runs: {head}:{NEEDS[head]}")
-        return Method(text.strip(), None, None, head, where)
-    if head == THEIRS:
-        return _theirs(text, variant, draft, own)
+            raise ConfigError(f"method {text.strip()!r} needs its address: url:http://HOST:PORT")
+        return Method(text.strip(), None, None, URL, where)
+    if head in ("llamacpp", "openvino"):
+        raise ConfigError(
+            f"method {text.strip()!r}: start that engine's own server (docs/bench.md says how) and "
+            "name it as url:http://HOST:PORT"
+        )
+    if head == TRANSFORMERS:
+        return _transformers(text, variant, draft, own)
     if body in (PLAIN, "none"):
         if own is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
@@ -122,9 +125,9 @@ def parse_lengths(text: str | None) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _theirs(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
+def _transformers(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
     if variant == "" and length is None:
-        return Method(THEIRS, None, None, "plain")
+        return Method(TRANSFORMERS, None, None, "plain")
     if variant not in _VARIANTS:
         raise ConfigError(f"there is no method {text!r}; there are {offered()}")
     if length == "auto":
@@ -153,4 +156,4 @@ def _known(body: str) -> bool:
     """A drafter's kind, or something that can be a model's folder or name."""
     if body.partition(":")[0] in DRAFTERS:
         return True
-    return body.startswith(PREFIX) or "/" in body or Path(body).expanduser().is_dir()
+    return body.startswith(_BUILT_IN) or "/" in body or Path(body).expanduser().is_dir()

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.lab.bench import cells
 from paceline.lab.bench.figures import OVERALL, Row
-from paceline.lab.bench.peers.kinds import unequal_table
 from paceline.lab.bench.predict import Predicted
 from paceline.lab.bench.result import BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
+from paceline.lab.bench.served import ASPECTS
 from paceline.lab.report import plots
 from paceline.lab.report.columns import NONE_TRIED, UNTRIED, Column, table_across, table_of
 from paceline.lab.report.document import Cell, Figure, Report, Table, Text
@@ -46,9 +46,13 @@ _TEXTS = (
     "the rounding of the dtype. A different text of ours is a bug; transformers computes in "
     "another order and may differ by more."
 )
+_UNEQUAL = (
+    "Other engines get the prompts as the target's template renders them, and are asked for as "
+    "many tokens. cache: of prompts. Their speedup is over our plain decoding, and a text of "
+    "theirs that parts from it is no bug of ours."
+)
 _KINDS = ("identical", "near tie", "different")
-
-# -- columns -----------------------------------------------------------------------------------
+PHASES = tuple(StepSums().seconds)
 
 _CLIENTS = Column("", "clients", "concurrency")
 _RATE = Column("", "tok/s", "tokens_per_second", cells.rate)
@@ -94,9 +98,6 @@ _PHASES = (
     Column("", "step ms", "step", cells.milliseconds),
     Column("", "Python", "python", cells.share),
 )
-
-
-# -- sections ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -181,9 +182,10 @@ class ResultPages:
 
     def unequal(self) -> None:
         if self.result.unequal:
-            self.report.add(
-                "What could not be made equal", unequal_table(self.result.unequal, self.label)
-            )
+            engines = [{"name": self.label[n], **own} for n, own in self.result.unequal.items()]
+            columns = [Column("", "engine", "name")]
+            columns += [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
+            self.report.add("What could not be made equal", table_of(engines, columns, _UNEQUAL))
 
 
 def report_of(result: BenchResult) -> Report:
@@ -356,8 +358,6 @@ class _Pages(ResultPages):
         if self.result.perplexities:
             lines = [Text(found.line) for found in self.result.perplexities]
             self.report.add("Perplexity of the target", *lines)
-
-    # -- rows and columns ----------------------------------------------------------------------
 
     def _rows(self, concurrency: int, temperature: float) -> list[Row]:
         cell = concurrency, temperature

@@ -2,7 +2,7 @@
 
 A benchmark that has timed rounds of the same requests, plain and speculative, calls::
 
-    prediction = compare(llm.engine, plain_rounds, rounds, context)
+    prediction = compare(llm, plain_rounds, rounds, context)
 
 ``predict`` is the pure part.
 
@@ -15,23 +15,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
-from paceline.control.acceptance import expected_tokens
-from paceline.control.cost import CostModel, DrafterCosts, predicted_by_measured, textbook_speedup
-from paceline.core.costs import CostCurve
-from paceline.draft.base import Drafter
+from paceline.control.cost import CostModel, predicted_by_measured, textbook_speedup
+from paceline.engine.alone import DRAFTER, measure_alone
 from paceline.engine.driver import column_sums
-from paceline.engine.engine import Engine
-from paceline.lab.bench.contestants import Paceline
+from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.figures import complete, merged
 from paceline.lab.bench.methods import PLAIN, Method
-from paceline.lab.bench.outcome import Contestant, TimedRun
 from paceline.lab.bench.runner import Heat, HeatRecord
-from paceline.model.measure import measure, measure_target
-
-_DRAFTER, _ROUNDS = "drafter", 10  # its name in the cost model, rounds of measuring
-
+from paceline.lab.bench.runs import BenchEngine, TimedRun
+from paceline.llm import LLM
 
 # -- what goes in --------------------------------------------------------------------------------
 
@@ -53,7 +49,7 @@ class MeanDraft:
     acceptance: float
 
     @classmethod
-    def of(cls, drafter: Drafter, rounds: Sequence[TimedRun]) -> MeanDraft:
+    def of(cls, drafter: Any, rounds: Sequence[TimedRun]) -> MeanDraft:
         """From what was counted."""
         steps = max(1, sum(outcome.steps for outcome in rounds))
         reached = column_sums([outcome.reached for outcome in rounds])
@@ -170,7 +166,7 @@ def predict(
     batch, base = round(spec.in_flight), alone.verify(round(plain.in_flight), 0)
     scale, passes = (
         plain.phases["target"] / base,
-        drafts.passes * alone.passes(_DRAFTER, [1] * batch),
+        drafts.passes * alone.passes(DRAFTER, [1] * batch),
     )
     step = {
         "draft": scale * passes,
@@ -178,7 +174,7 @@ def predict(
         "verify": spec.phases["verify"],
         "other": plain.phases["other"],
     }
-    tokens = expected_tokens(drafts.rates)[-1]
+    tokens = 1.0 + sum(accumulate(drafts.rates, mul))
     # At the end of a run fewer requests are left, and not as soon for both.
     ladder = _Ladder(plain.step / plain.in_flight * spec.in_flight, step, tokens)
     predicted = ladder.speedup
@@ -233,7 +229,7 @@ class _Ladder:
 
 
 def compare(
-    engine: Engine,
+    llm: LLM,
     plain_rounds: Sequence[TimedRun],
     rounds: Sequence[TimedRun],
     context: int = 64,
@@ -245,29 +241,11 @@ def compare(
     tokens, prompt and half of the
     answer. The engine must be idle.
     """
+    engine = llm.engine
     drafts = MeanDraft.of(engine.drafter, rounds)
     batches = round(_in_flight(plain_rounds)), round(_in_flight(rounds))
     alone = measure_alone(engine, drafts.nodes, *batches, context)
     return predict(plain_rounds, rounds, drafts, alone, measured)
-
-
-def measure_alone(
-    engine: Engine, nodes: float, plain_batch: int, batch: int, context: int = 64
-) -> CostModel:
-    """What a plain step's forward takes, one over ``nodes`` more, and a pass of the drafter.
-
-    Of made-up sequences with ``context`` cached tokens, or as many as there is room for. The engine
-    must be idle; it is as before afterwards.
-    """
-    drafter, low = engine.drafter, int(nodes)
-    counts: dict[int, Sequence[int]] = {plain_batch: (1,)}
-    counts[batch] = sorted({1, 1 + low, 2 + low})
-    counts = dict(sorted(counts.items()))
-    target = measure_target(engine.target, engine.cache, counts, drafter.features, context, _ROUNDS)
-    seconds = CostCurve((batch,), (0.0,))
-    if drafter.passes(1):
-        seconds = measure(drafter.warm_up, (batch,), engine.target.device, _ROUNDS)
-    return CostModel(target, {_DRAFTER: DrafterCosts((0, nodes), (0, 1), seconds)})
 
 
 # -- counting ------------------------------------------------------------------------------------
@@ -299,13 +277,13 @@ class Predicted:
 def predictions(
     record: HeatRecord,
     methods: Sequence[Method],
-    contestants: Sequence[Contestant],
+    engines: Sequence[BenchEngine],
     concurrency: int,
     temperature: float,
 ) -> list[Predicted]:
     """For our speculative methods, from the heats at one concurrency and temperature.
 
-    ``contestants`` must still be those that ran: what their forwards take alone is measured now.
+    ``engines`` must still be those that ran: what their forwards take alone is measured now.
     A method whose every step also read prompts has none.
     """
     heats = [
@@ -320,21 +298,21 @@ def predictions(
     context = _context(turns[0])
     asked = {method.name: method for method in methods if method.speculates}
     found = []
-    for contestant in contestants:
-        method = asked.get(contestant.name)
-        if method is None or not isinstance(contestant, Paceline):
+    for engine in engines:
+        method = asked.get(engine.name)
+        if method is None or not isinstance(engine, Paceline):
             continue
-        rounds = [merged([heat.outcomes[contestant.name] for heat in turn]) for turn in turns]
+        rounds = [merged([heat.outcomes[engine.name] for heat in turn]) for turn in turns]
         ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
         prediction = compare(
-            contestant.llm.engine,
+            engine.llm,
             plain,
             rounds,
             context=context,
             measured=statistics.median(ratios),
         )
         if prediction is not None:
-            found.append(Predicted(contestant.name, concurrency, prediction))
+            found.append(Predicted(engine.name, concurrency, prediction))
     return found
 
 

@@ -17,7 +17,7 @@ from paceline.lab.bench.runner import Heat, HeatRecord
 from paceline.lab.bench.texts import Comparison, compare, judge_of
 from paceline.lab.perplexity import TextPerplexity
 from paceline.lab.report.document import Table, Text
-from paceline.model.target import CausalModel
+from paceline.llm import LLM
 from paceline.tuned import MachineIdentity
 
 _FEWEST = 4  # prompts from which their differences tell something
@@ -134,7 +134,7 @@ class BenchResult:
         cls,
         methods: Sequence[Method],
         settings: dict[str, Any],
-        target: CausalModel,
+        llm: LLM,
         record: HeatRecord,
         compared: HeatRecord,
         **more: Any,
@@ -144,10 +144,10 @@ class BenchResult:
         ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
         return cls(
             model=settings["model"],
-            machine=machine_of(target),
+            machine=machine_of(llm),
             settings=settings,
             methods=methods,
-            texts=compare(compared, judge_of(target), ours),
+            texts=compare(compared, judge_of(llm), ours),
             idle=idle(record, {method.name for method in methods if method.speculates}),
             **more,
         )
@@ -243,9 +243,9 @@ def labels(names: Sequence[str]) -> dict[str, str]:
     return {name: text if used.count(text) == 1 else name for name, text in short.items()}
 
 
-def machine_of(target: CausalModel) -> dict[str, Any]:
+def machine_of(llm: LLM) -> dict[str, Any]:
     """What the figures were measured on, and how busy it was before."""
-    about = asdict(MachineIdentity.of(target))
+    about = asdict(MachineIdentity.of(llm.target))
     about["cores"] = os.cpu_count()
     if hasattr(os, "getloadavg"):
         about["load_before"] = os.getloadavg()[0]

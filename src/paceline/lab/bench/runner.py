@@ -1,4 +1,4 @@
-"""Taking turns: every contestant does every job in every round, in rotating order."""
+"""Taking turns: every engine does every job in every round, in rotating order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.outcome import Ask, Contestant, TimedRun
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 
 OnHeat = Callable[[int, str], None]
 EVERYTHING = "all prompts"
@@ -22,7 +22,7 @@ Element = TypeVar("Element")
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Requests that a contestant answers in one timed run.
+    """Requests that a engine answers in one timed run.
 
     ``index`` tells the jobs of one category, concurrency and temperature apart.
     """
@@ -36,7 +36,7 @@ class BenchJob:
 
 @dataclass(frozen=True)
 class Heat:
-    """One job in one round: the outcome of every contestant, by name."""
+    """One job in one round: the outcome of every engine, by name."""
 
     job: BenchJob
     turn: int
@@ -45,8 +45,8 @@ class Heat:
 
 @dataclass
 class HeatRecord:
-    """The heats so far. A heat is recorded when its last contestant is done, so one that was
-    interrupted leaves nothing, and in each all contestants had the same machine. ``rounds`` are
+    """The heats so far. A heat is recorded when its last engine is done, so one that was
+    interrupted leaves nothing, and in each all engines had the same machine. ``rounds`` are
     wanted, ``spent`` seconds went into it; both grow if a later run goes on from it."""
 
     heats: list[Heat] = field(default_factory=list)
@@ -120,7 +120,7 @@ def jobs(
     ]
 
 
-def warm_up(todo: Sequence[BenchJob], contestants: Sequence[Contestant]) -> None:
+def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
     """A short untimed run of everybody in each shape: buffers, kernels, lazy imports."""
     shapes = {(job.concurrency, job.temperature): job for job in reversed(todo)}
     for job in shapes.values():
@@ -128,23 +128,23 @@ def warm_up(todo: Sequence[BenchJob], contestants: Sequence[Contestant]) -> None
             Ask(a.prompt, replace(a.params, max_tokens=min(_WARM_TOKENS, a.params.max_tokens)))
             for a in job.asks[: job.concurrency]
         ]
-        for contestant in contestants:
-            contestant.run(asks)
+        for engine in engines:
+            engine.run(asks)
 
 
 def take_turns(
     todo: Sequence[BenchJob],
-    contestants: Sequence[Contestant],
+    engines: Sequence[BenchEngine],
     rounds: int,
     record: HeatRecord,
     advance: OnHeat = lambda steps, what: None,
     budget: Budget | None = None,
     warmed: bool = False,
-    answer: Callable[[Contestant, BenchJob], TimedRun] = lambda one, job: one.run(job.asks),
+    answer: Callable[[BenchEngine, BenchJob], TimedRun] = lambda one, job: one.run(job.asks),
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
-    Within a heat the contestants run one after another, so that all meet the same weather; who
+    Within a heat the engines run one after another, so that all meet the same weather; who
     begins changes from heat to heat. Heats that the record has are not run again. The budget may
     end the first round at any heat; a later one is begun only if the whole of it fits.
     ``advance(1, what)`` is called before every run (0 before the first) and at the end, with what
@@ -152,26 +152,26 @@ def take_turns(
     """
     budget = budget or Budget()
     if not warmed:
-        warm_up(todo, contestants)
+        warm_up(todo, engines)
     done = 0
     for turn in range(rounds):
         left = [(place, job) for place, job in enumerate(todo) if not record.has(job, turn)]
         if turn and not all(budget.fits(*size) for size in _sizes(left)):
             break
         if left:
-            for contestant in contestants:
-                contestant.refresh()
+            for engine in engines:
+                engine.refresh()
         for place, job in left:
             if not budget.fits(_kind(job), len(job.asks)):
                 break
-            shift = (turn + place) % len(contestants)
+            shift = (turn + place) % len(engines)
             timed: dict[str, TimedRun] = {}
             with budget.piece(_kind(job), len(job.asks)):
-                for contestant in [*contestants[shift:], *contestants[:shift]]:
-                    advance(min(done, 1), f"{job.category}: {contestant.name}")
-                    timed[contestant.name] = answer(contestant, job)
+                for engine in [*engines[shift:], *engines[:shift]]:
+                    advance(min(done, 1), f"{job.category}: {engine.name}")
+                    timed[engine.name] = answer(engine, job)
                     done += 1
-            record.heats.append(Heat(job, turn, {c.name: timed[c.name] for c in contestants}))
+            record.heats.append(Heat(job, turn, {c.name: timed[c.name] for c in engines}))
     advance(min(done, 1), "done")
 
 
@@ -229,13 +229,13 @@ class Sweep:
         self,
         prompts: Sequence[tuple[str, Sequence[int]]],
         methods: Sequence[Method],
-        start: Callable[[Method, int], Contestant],
+        start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,
         advance: OnHeat = lambda steps, what: None,
-        finished: Callable[[int, Sequence[Contestant]], None] = lambda clients, all_: None,
+        finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, all_: None,
         budget: Budget | None = None,
     ) -> None:
-        """Measure into ``record``. ``start(method, clients)`` makes a contestant; those of one
+        """Measure into ``record``. ``start(method, clients)`` makes a engine; those of one
         concurrency live at the same time, and ``finished`` gets them when it is done. Every
         concurrency has the same share of the budget. Raises what ``start`` raises; Ctrl-C passes
         through."""
@@ -243,20 +243,20 @@ class Sweep:
         record.rounds = max(record.rounds, self.rounds)
         for place, concurrency in enumerate(self.concurrencies):
             own = budget.part(1 / (len(self.concurrencies) - place))
-            contestants = []
+            engines = []
             for method in entered(methods, concurrency):
                 advance(0, f"loading {method.name}")
-                contestants.append(start(method, concurrency))
+                engines.append(start(method, concurrency))
             todo = self.jobs(prompts, concurrency)
             advance(0, "warming up")
             with own.piece("warming up"):
-                warm_up(todo, contestants)
+                warm_up(todo, engines)
             if own.seconds is not None:
                 own.reserve = _ENDING * own.left
             if concurrency > 1 and own.seconds is not None:
                 todo = self.jobs(prompts, concurrency, self._waves(own))
-            take_turns(todo, contestants, record.rounds, record, advance, own, warmed=True)
-            finished(concurrency, contestants)
+            take_turns(todo, engines, record.rounds, record, advance, own, warmed=True)
+            finished(concurrency, engines)
 
     def _waves(self, budget: Budget) -> float:
         """Requests of each client that fit, by what warming up took."""

@@ -11,10 +11,10 @@ from paceline.lab.bench import cells
 from paceline.lab.bench.conversations import Suite
 from paceline.lab.bench.figures import complete
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.outcome import TimedRun
 from paceline.lab.bench.pages import ResultPages
 from paceline.lab.bench.result import BenchResult
 from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.runs import TimedRun
 from paceline.lab.report.document import Cell, Report, Table
 
 OVERALL = "Overall"

@@ -1,4 +1,4 @@
-"""Whether contestants wrote the same text as plain decoding, and if not, why."""
+"""Whether engines wrote the same text as plain decoding, and if not, why."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.difference import Difference, explain
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.outcome import Ask
 from paceline.lab.bench.runner import Heat, HeatRecord
-from paceline.model.target import CausalModel
+from paceline.lab.bench.runs import Ask
+from paceline.llm import LLM
 
 IDENTICAL, TIE, DIFFERENT = "identical", "near tie", "different"
 
@@ -48,16 +48,16 @@ class Comparison:
 Judge = Callable[[Ask, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
-def judge_of(target: CausalModel) -> Judge:
+def judge_of(llm: LLM) -> Judge:
     """Re-scores a pair of texts by the target."""
-    return lambda ask, left, right: explain(target, ask.prompt, left, right, ask.params)
+    return lambda ask, left, right: explain(llm.target, ask.prompt, left, right, ask.params)
 
 
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
     """Every distinct pair of texts once.
 
-    Greedy texts of all contestants are compared; of requests with a temperature and a seed, only
-    those of ``sampled``: the contestants that draw as plain decoding does.
+    Greedy texts of all engines are compared; of requests with a temperature and a seed, only
+    those of ``sampled``: the engines that draw as plain decoding does.
     """
     counts: dict[str, Counter[str]] = {}
     partings: list[MethodDivergence] = []
@@ -83,7 +83,7 @@ def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> 
 def _pairs(
     record: HeatRecord, sampled: Collection[str]
 ) -> Iterator[tuple[Heat, int, str, tuple[int, ...], tuple[int, ...]]]:
-    """(heat, number of the request, contestant, plain decoding's tokens, the contestant's)."""
+    """(heat, number of the request, engine, plain decoding's tokens, the engine's)."""
     for heat in record.heats:
         plain = heat.outcomes.get(PLAIN)
         if plain is None:

@@ -27,7 +27,7 @@ def milliseconds(seconds: float) -> str:
 
 # -- columns -------------------------------------------------------------------------------------
 
-Item = TypeVar("Item")
+Restored = TypeVar("Restored")
 
 
 def _same(value: Any) -> Any:
@@ -63,7 +63,7 @@ def record_of(item: Any, columns: Sequence[Column]) -> dict[str, Any]:
     return {c.key: c.stored(c.value(item)) for c in columns if c.key}
 
 
-def item_of(record: Mapping[str, Any], columns: Sequence[Column], kind: type[Item]) -> Item:
+def item_of(record: Mapping[str, Any], columns: Sequence[Column], kind: type[Restored]) -> Restored:
     """The item, a dataclass, of which ``record_of`` made the record.
 
     Takes the columns that store an attribute of the item as it is; the dataclass needs defaults for
@@ -112,6 +112,6 @@ class Sheet:
     def records(self, items: Iterable[Any]) -> list[dict[str, Any]]:
         return [record_of(item, self.columns) for item in items]
 
-    def read(self, records: Iterable[Mapping[str, Any]], kind: type[Item]) -> list[Item]:
+    def read(self, records: Iterable[Mapping[str, Any]], kind: type[Restored]) -> list[Restored]:
         """As of ``item_of``. Raises DataError."""
         return [item_of(record, self.columns, kind) for record in records]

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.lab.bench.contestants import Paceline, Starter
+from paceline.lab.bench.engines import Paceline, Starter
 from paceline.lab.bench.methods import Method, parse_method
-from paceline.lab.bench.outcome import Ask, TimedRun
+from paceline.lab.bench.runs import Ask, TimedRun
 from paceline.llm import LLM
 from support.tiny_models import TinyPair
 
@@ -67,9 +67,9 @@ def test_plain_decoding_drafts_nothing(starter: Starter) -> None:
 
 
 def test_clients_wait_for_their_answer(starter: Starter) -> None:
-    contestant = starter.open(parse_method("plain", None), 2)
-    assert isinstance(contestant, Paceline)
-    engine, sizes = contestant.llm.engine, list[int]()
+    opened = starter.open(parse_method("plain", None), 2)
+    assert isinstance(opened, Paceline)
+    engine, sizes = opened.llm.engine, list[int]()
     step = engine.step
 
     def counted() -> Any:
@@ -78,7 +78,7 @@ def test_clients_wait_for_their_answer(starter: Starter) -> None:
         return commits
 
     engine.step = counted  # type: ignore[method-assign]
-    outcome = contestant.run(asks())
+    outcome = opened.run(asks())
     check(outcome)
     assert max(sizes) == 2
     # The third request is sent when one of the first two is answered: its clock starts then.
@@ -93,9 +93,9 @@ def test_positions_are_counted(starter: Starter) -> None:
 
 
 def test_ctrl_c_leaves_an_engine_that_can_go_on(starter: Starter) -> None:
-    contestant = starter.open(parse_method("ngram@3", None), 1)
-    assert isinstance(contestant, Paceline)
-    engine, calls = contestant.llm.engine, [0]
+    opened = starter.open(parse_method("ngram@3", None), 1)
+    assert isinstance(opened, Paceline)
+    engine, calls = opened.llm.engine, [0]
     step = engine.step
 
     def interrupted() -> Any:
@@ -106,17 +106,17 @@ def test_ctrl_c_leaves_an_engine_that_can_go_on(starter: Starter) -> None:
 
     engine.step = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        contestant.run(asks())
+        opened.run(asks())
     assert not engine.has_work
-    check(contestant.run(asks()))
+    check(opened.run(asks()))
 
 
 def test_a_round_starts_without_memory_of_the_last(starter: Starter) -> None:
-    contestant = starter.open(Method("suffix", "suffix", 4), 1)
-    first = contestant.run(asks(24))
-    second = contestant.run(asks(24))
-    contestant.refresh()
-    third = contestant.run(asks(24))
+    opened = starter.open(Method("suffix", "suffix", 4), 1)
+    first = opened.run(asks(24))
+    second = opened.run(asks(24))
+    opened.refresh()
+    third = opened.run(asks(24))
     assert second.accepted > first.accepted, "it remembers what it wrote"
     assert (third.drafted, third.accepted) == (first.drafted, first.accepted)
     assert texts(first) == texts(second) == texts(third)
@@ -132,9 +132,9 @@ def test_transformers(llm: LLM, starter: Starter, tiny_pair: TinyPair, text: str
 
 
 def test_transformers_samples_with_a_seed(starter: Starter, tiny_pair: TinyPair) -> None:
-    contestant = starter.open(parse_method("transformers", None), 1)
+    opened = starter.open(parse_method("transformers", None), 1)
     first, second, other = (
-        texts(contestant.run(asks(temperature=1.0, seed=seed))) for seed in (1, 1, 2)
+        texts(opened.run(asks(temperature=1.0, seed=seed))) for seed in (1, 1, 2)
     )
     assert first == second != other
 

@@ -1,4 +1,4 @@
-"""What a timed run gives back, and what every contestant can do."""
+"""What a timed run gives back, and what every engine can do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
     ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) and
-    ``levels`` (depths of the trees) are None where a contestant does not say. ``reached`` and
+    ``levels`` (depths of the trees) are None where an engine does not say. ``reached`` and
     ``accepted_at`` count drafts by position, as in CompletionStats. ``phases`` are the seconds by
     phase of the ``decoding_steps``: the engine's steps in which nobody read a prompt.
     ``decoding_slots`` are the sequences in them, added up.
@@ -57,8 +57,8 @@ class TimedRun:
     decoding_slots: int = 0
 
     @classmethod
-    def told(cls, answers: Sequence[TimedAnswer], seconds: float) -> TimedRun:
-        """Of a contestant that tells nothing but its deliveries: each is one target step."""
+    def of_deliveries(cls, answers: Sequence[TimedAnswer], seconds: float) -> TimedRun:
+        """Of an engine that says nothing but its deliveries: each is one target step."""
         steps = sum(len(answer.arrivals) for answer in answers)
         tokens = sum(answer.count for answer in answers)
         return cls(answers, seconds, steps, accepted=tokens - steps)
@@ -73,7 +73,7 @@ class TimedRun:
         return self.tokens / self.seconds
 
 
-class Contestant(Protocol):
+class BenchEngine(Protocol):
     """Something that answers requests; what is to be compared."""
 
     name: str

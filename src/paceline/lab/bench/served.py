@@ -1,0 +1,272 @@
+"""Other engines: any server of OpenAI's protocol, asked for what our engine is asked for.
+
+What it understands is found out before anything is timed. N clients each send their next request
+when one is answered.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from transformers import PreTrainedTokenizerFast
+
+from paceline.core.params import SamplingParams
+from paceline.errors import PacelineError
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
+
+EQUAL = "equal"
+ASPECTS = ("template", "ids", "ignore_eos", "precision", "cache", "threads")
+_TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
+_SHOWN = 160  # characters of a server's error
+# What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
+# no cache of prompts (llama.cpp) and none of the sampling that a server may have by default.
+_WISHES: dict[str, dict[str, Any]] = {
+    "ids": {},
+    "ignore_eos": {"ignore_eos": True},
+    "return_token_ids": {"return_token_ids": True},
+    "usage": {"stream_options": {"include_usage": True}},
+    "cache_prompt": {"cache_prompt": False},
+    "top_k": {"top_k": -1},
+    "min_p": {"min_p": 0.0},
+    "repetition_penalty": {"repetition_penalty": 1.0},
+}
+
+
+class BaselineFailedError(PacelineError):
+    """Another engine did not answer, or not as the target can."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What another engine is held against: the target's tokenizer and vocabulary size, and the
+    words for our precision."""
+
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: int
+    precision: str
+
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(int(token) for token in found)
+
+
+class _RefusedError(Exception):
+    """The server answered with a status of its own."""
+
+
+_FAILURES = (OSError, HTTPException, _RefusedError, ValueError, LookupError, TypeError)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is; ``base`` is in front of every path."""
+
+    secure: bool
+    host: str
+    port: int | None
+    base: str = "/v1"
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """With or without the version (/v1). Raises BaselineFailedError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BaselineFailedError(f"{url} is no URL; give it as http://HOST:PORT")
+        base = parts.path.rstrip("/")
+        last = base.rpartition("/")[2]
+        if not (last.startswith("v") and last[1:].isdecimal()):
+            base += "/v1"
+        return cls(parts.scheme == "https", parts.hostname, port, base)
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """An open response. Raises OSError, HTTPException, and _RefusedError for a status."""
+        kind = HTTPSConnection if self.secure else HTTPConnection
+        connection = kind(self.host, self.port, timeout=_TIMEOUT if body else 10.0)
+        data = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST" if body else "GET", self.base + path, data, headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            said = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
+            raise _RefusedError(f"{response.status} {said}")
+        return response
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one event of a stream brought. ``ids`` where the server says them; ``written`` and
+    ``read`` are its counts of the answer's and the prompt's tokens, at the end."""
+
+    moment: float
+    text: str
+    ids: tuple[int, ...]
+    written: int | None
+    read: int | None
+
+
+@dataclass
+class ServedEngine(BenchEngine):
+    """A server, by its first model. ``takes``: the wishes that it does not refuse. ``different``:
+    what of its runs was not as ours were, in words, by aspect."""
+
+    name: str
+    address: Address
+    clients: int
+    reference: Reference
+    model: str = ""
+    takes: set[str] = field(default_factory=set)
+    different: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
+    _answers: int = 0
+    _short: int = 0
+
+    def run(self, asks: Sequence[Ask]) -> TimedRun:
+        """Raises BaselineFailedError."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(self.clients) as pool:
+            found = list(pool.map(self._asked, asks))
+        seconds = time.perf_counter() - start
+        answers = [self._answer(*pair) for pair in zip(asks, found, strict=True)]
+        return TimedRun.of_deliveries(answers, seconds)
+
+    def _asked(self, ask: Ask) -> list[Delivery]:
+        try:
+            return self._deliveries(ask)
+        except _FAILURES as error:
+            raise BaselineFailedError(
+                f"{self.name} did not answer ({type(error).__name__}: {error}); look at its log"
+            ) from None
+
+    def _deliveries(self, ask: Ask) -> list[Delivery]:
+        start = time.perf_counter()
+        found = []
+        with self.address.ask("/completions", self._body(ask)) as response:
+            for event in _events(response):
+                usage = event.get("usage") or {}
+                (choice, *_) = event.get("choices") or [{}]
+                ids = tuple(int(token) for token in choice.get("token_ids") or ())
+                counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
+                text = str(choice.get("text") or "")
+                found.append(Delivery(time.perf_counter() - start, text, ids, *counts))
+        return found
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        params, prompt = ask.params, list(ask.prompt)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt if "ids" in self.takes else self.reference.tokenizer.decode(prompt),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": 1.0,
+            "stream": True,
+        }
+        if params.seed is not None:
+            body["seed"] = params.seed
+        for wish in self.takes - (set() if params.ignore_eos else {"ignore_eos"}):
+            body |= _WISHES[wish]
+        return body
+
+    def _answer(self, ask: Ask, found: Sequence[Delivery]) -> TimedAnswer:
+        parts = [one for one in found if one.text or one.ids]
+        said = tuple(token for one in parts for token in one.ids)
+        tokens = said or self.reference.ids_of("".join(one.text for one in parts))
+        written = [one.written for one in found if one.written is not None]
+        count = len(said) or (written[-1] if written else len(tokens))
+        if not parts or not count:
+            raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
+        if max(tokens, default=0) >= self.reference.vocabulary:
+            raise BaselineFailedError(
+                f"{self.name} wrote the id {max(tokens)}, but the target has "
+                f"{self.reference.vocabulary}: it runs another model; serve a form of the target"
+            )
+        weights = [len(one.ids) if said else 1 for one in parts]
+        if not said and count != len(parts):
+            weights = [max(1, len(self.reference.ids_of(one.text))) for one in parts]
+        dealt = zip(parts, shares(count, weights), strict=True)
+        self._compare(ask, count, [one.read for one in found if one.read is not None])
+        return TimedAnswer(tokens, tuple((one.moment, n) for one, n in dealt if n), count)
+
+    def _compare(self, ask: Ask, count: int, read: Sequence[int]) -> None:
+        """Note what was not equal in an answer of ``count`` tokens."""
+        self._answers += 1
+        if read and read[-1] != len(ask.prompt):
+            self.different["ids"] = f"read {read[-1]} tokens where the prompt has {len(ask.prompt)}"
+        if ask.params.ignore_eos and count < ask.params.max_tokens:
+            self._short += 1
+            self.different["ignore_eos"] = f"{self._short} of {self._answers} answers ended early"
+
+    def find_out(self) -> None:
+        """A short request without any wish, which must succeed, then one with each. Raises what a
+        failed request raises."""
+        with self.address.ask("/models") as response:
+            self.model = str(json.load(response)["data"][0]["id"])
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        ask = Ask(self.reference.ids_of("Hello there"), params)
+        self._deliveries(ask)
+        for wish in _WISHES:
+            self.takes.add(wish)
+            try:
+                if not any(one.text for one in self._deliveries(ask)):
+                    self.takes.discard(wish)
+            except _FAILURES:
+                self.takes.discard(wish)
+        self.different["precision"] = f"unknown; here {self.reference.precision}"
+        self.different["cache"] = "its own: later rounds may find their prompts there"
+        self.different["threads"] = "its own"
+        if "ids" not in self.takes:
+            self.different["ids"] = "prompts sent as text, which its own tokenizer reads"
+        if "ignore_eos" not in self.takes:
+            self.different["ignore_eos"] = "refused: it ends answers where the model does"
+
+
+def open_served(name: str, url: str, clients: int, reference: Reference) -> ServedEngine:
+    """The server at ``url``, and the first model that it lists. Raises BaselineFailedError."""
+    engine = ServedEngine(name, Address.of(url), clients, reference)
+    try:
+        engine.find_out()
+    except _RefusedError as error:
+        raise BaselineFailedError(
+            f"the server at {url} refuses completions ({error}); bench needs /v1/completions"
+        ) from None
+    except _FAILURES as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BaselineFailedError(
+            f"no server of OpenAI's protocol answers at {url} ({what}); start it first"
+        ) from None
+    return engine
+
+
+def _events(response: Any) -> Iterator[Any]:
+    """What the lines of a stream of server-sent events hold, until it ends or says so."""
+    for line in response:
+        said = line.decode("utf-8").strip()
+        if not said.startswith("data:"):
+            continue
+        said = said.removeprefix("data:").strip()
+        if said == "[DONE]":
+            return
+        event = json.loads(said)
+        if "error" in event:
+            raise ValueError(str(event["error"])[:_SHOWN])
+        yield event
+
+
+def shares(total: int, weights: Sequence[int]) -> list[int]:
+    """``total`` dealt out over deliveries in the proportion of ``weights``, exactly."""
+    whole, before, done, found = sum(weights), 0, 0, []
+    for weight in weights:
+        before += weight
+        reached = total * before // whole if whole else total
+        found.append(reached - done)
+        done = reached
+    return found

@@ -1,0 +1,120 @@
+"""Servers of other engines: what they are asked, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError
+from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.methods import parse_method
+from paceline.lab.bench.runs import Ask, TimedRun
+from paceline.lab.bench.served import EQUAL, Address, BaselineFailedError, shares
+from paceline.llm import LLM
+from paceline.server.local import local_service
+from support.planted_server import PlantedServer, served
+from support.running_server import serve
+from support.tiny_models import TinyPair
+
+HERE = Path(__file__).parent
+PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (12, 13))
+
+
+def asks(tokens: int = 4, **more: Any) -> list[Ask]:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
+    return [Ask(prompt, params) for prompt in PROMPTS]
+
+
+def counted(run: TimedRun, tokens: int = 4) -> list[list[int]]:
+    """The ids of all answers, after what holds of every run was looked at."""
+    assert run.tokens == tokens * len(run.answers)
+    for answer in run.answers:
+        times = [at for at, _ in answer.arrivals]
+        assert times == sorted(times) and times[0] > 0 and times[-1] <= run.seconds
+        assert sum(count for _, count in answer.arrivals) == answer.count
+    return [list(answer.tokens) for answer in run.answers]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
+    yield LLM(tiny_pair.target, draft="none", dtype="float32", max_batch_size=4)
+
+
+# -- specs -----------------------------------------------------------------------------------------
+
+
+def test_specs() -> None:
+    text = "url:http://127.0.0.1:8080"
+    method = parse_method(text, None)
+    assert (method.name, method.variant, method.url) == (text, "url", "http://127.0.0.1:8080")
+    assert not method.speculates and not method.alone and not method.remembers
+    with pytest.raises(ConfigError, match="needs its address"):
+        parse_method("url:", None)
+    for text in ("llamacpp:m.gguf", "openvino:folder"):
+        with pytest.raises(ConfigError, match=r"own server .* url:http"):
+            parse_method(text, None)
+
+
+def test_addresses() -> None:
+    for url, base in (
+        ("http://a:1", "/v1"),
+        ("http://a:1/v1/", "/v1"),
+        ("https://a/b/v3", "/b/v3"),
+        ("http://a/b", "/b/v1"),
+    ):
+        assert Address.of(url).base == base
+
+
+def test_tokens_are_dealt_out_whole() -> None:
+    assert shares(7, [1, 1, 1]) == [2, 2, 3]
+    assert shares(3, [2, 1, 0]) == [2, 1, 0] and sum(shares(11, [3, 5, 1, 1])) == 11
+
+
+# -- any server ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(llm: LLM) -> Iterator[str]:
+    """Our own server, over the same weights."""
+    own = llm.beside(None, max_batch_size=4)
+    for running in serve(local_service(own, "it")):
+        yield running.url
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_server_writes_what_the_engine_writes(
+    llm: LLM, tiny_pair: TinyPair, url: str, clients: int
+) -> None:
+    starter = Starter(llm, tiny_pair.target)
+    engine = starter.open(parse_method(f"url:{url}/v1", None), clients)
+    found = counted(engine.run(asks()))
+    wanted = llm.generate([list(p) for p in PROMPTS], asks()[0].params)
+    texts = [llm.tokenizer.decode(ids) for ids in found]
+    assert texts == [llm.tokenizer.decode(c.token_ids) for c in wanted]
+    (words,) = starter.unequal.values()
+    assert words["template"] == words["ids"] == words["ignore_eos"] == EQUAL
+    assert words["precision"].startswith("unknown; here float32")
+
+
+def test_what_a_server_does_not_know_is_told(llm: LLM, tiny_pair: TinyPair) -> None:
+    """One that reads texts only, and counts otherwise."""
+    starter = Starter(llm, tiny_pair.target)
+    with served(PlantedServer()) as address:
+        method = parse_method(f"url:{address}", None)
+        run = starter.open(method, 1).run(asks())
+        words = starter.unequal[method.name]
+    assert run.answers and words != dict.fromkeys(words, EQUAL)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("http://127.0.0.1:9", "answers at"), ("nowhere", "no URL"), ("http://x:y", "no URL")],
+)
+def test_nobody_there(llm: LLM, tiny_pair: TinyPair, where: str, words: str) -> None:
+    with pytest.raises(BaselineFailedError, match=words) as caught:
+        Starter(llm, tiny_pair.target).open(parse_method(f"url:{where}", None), 1)
+    assert "\n" not in str(caught.value)
