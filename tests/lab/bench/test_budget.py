@@ -134,6 +134,6 @@ def test_what_was_bought_is_said() -> None:
     )
     table, text = bought.blocks()
     assert text.text == (  # type: ignore[union-attr]
-        "100 s bought 6 of 24 turns of everybody. Not measured: 18 of 24 turns. --continue goes on."
+        "100 s: 6 of 24 turns of all methods. Not measured: 18 of 24 turns. --continue goes on."
     )
     assert table.rows == [("fast", 1, "0", "2.00x", "2.00 to 2.00x", 6, 1)]  # type: ignore[union-attr]

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from paceline.lab.bench.figures import rows
+from paceline.lab.bench.figures import Spread, rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.pages import report_of
+from paceline.lab.bench.pages import rate, report_of, speedup
 from paceline.lab.bench.predict import Item, Predicted, Prediction
 from paceline.lab.bench.result import BenchResult
 from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord
 from paceline.lab.bench.texts import Comparison
+from paceline.lab.report.document import is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome
 
@@ -150,3 +151,10 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
     text = shown(found)
     assert text.count("none tried") == 3  # at both temperatures, and the note
     assert "no draft was tried, as it would not have paid" in text
+
+
+def test_medians_with_spread() -> None:
+    assert rate(Spread(359.4, 354.0, 360.0)) == "359 ±3"
+    assert speedup(Spread(1.424, 1.38, 1.49)) == "1.42x ±0.06"
+    assert speedup(Spread(1.0, 1.0, 1.0)) == "1.00x"
+    assert is_number(rate(Spread(359.4, 354.0, 360.0)))

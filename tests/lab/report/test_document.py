@@ -14,7 +14,17 @@ from rich.console import Console
 
 from paceline.errors import ConfigError, DataError
 from paceline.lab.report import plots
-from paceline.lab.report.columns import Column, Sheet, record_of, table_across, table_of, times
+from paceline.lab.report.columns import (
+    Column,
+    Sheet,
+    milliseconds,
+    number,
+    record_of,
+    share,
+    table_across,
+    table_of,
+    times,
+)
 from paceline.lab.report.document import Figure, Report, Table, Text
 from paceline.lab.report.render import as_table, print_report, write
 
@@ -128,3 +138,15 @@ def test_json_gives_the_items_back() -> None:
     del records[0]["tokens_per_second"]
     with pytest.raises(DataError, match=r"no record of Speed.*rate"):
         sheet.read(records, Speed)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.00364, "3.64"), (0.0178, "17.8"), (0.1178, "118"), (1.5, "1500")],
+)
+def test_milliseconds(seconds: float, expected: str) -> None:
+    assert milliseconds(seconds) == expected
+
+
+def test_formats() -> None:
+    assert (times(1.5), number(2.913), share(0.617)) == ("1.50x", "2.91", "62%")

@@ -28,6 +28,11 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
 
+    def shown(self, digits: int, unit: str = "") -> str:
+        """Half of what lies between the lowest and the highest round stands beside the median."""
+        half = (self.high - self.low) / 2
+        return f"{self.median:.{digits}f}{unit}" + (f" ±{half:.{digits}f}" if half else "")
+
 
 @dataclass(frozen=True)
 class DraftFigures:

@@ -25,11 +25,16 @@ from paceline.engine.driver import column_sums
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.figures import complete, merged
 from paceline.lab.bench.methods import PLAIN, Method
-from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.bench.runs import BenchEngine, TimedRun
 from paceline.llm import LLM
 
-# -- what goes in --------------------------------------------------------------------------------
+# Why a step takes other than predicted, and the phase that says it.
+_REASONS = {
+    "drafting dearer than its passes alone": "draft",
+    "checking dearer than alone": "target",
+    "bookkeeping of drafts": "other",
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,6 @@ class MeanDraft:
             rates=tuple(won / of for won, of in pairs if of),
             acceptance=sum(accepted) / max(1, sum(reached)),
         )
-
-
-# -- what comes out ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,37 +114,29 @@ class Prediction:
         return {**asdict(self), "predicted_by_measured": self.predicted_by_measured}
 
 
-@dataclass(frozen=True)
 class _Steady:
-    """Decoding as it was measured: medians over rounds."""
+    """Decoding as it was measured: medians over rounds. ``phases``: seconds of a step that only
+    decodes; ``in_flight``: sequences in such a step; ``in_steps`` and ``beside``: seconds a token
+    of these steps, and of all else (reading prompts, and between steps)."""
 
-    phases: dict[str, float]  # seconds of one step that only decodes
-    in_flight: float  # sequences in such a step
-    in_steps: float  # seconds per token of steps that only decode
-    beside: float  # seconds per token of all else: reading prompts, and between steps
-    per_token: float
-
-    @classmethod
-    def of(cls, rounds: Sequence[TimedRun]) -> _Steady:
-        used = [outcome for outcome in rounds if outcome.decoding_steps and outcome.tokens]
+    def __init__(self, rounds: Sequence[TimedRun]) -> None:
+        used = [one for one in rounds if one.decoding_steps and one.tokens]
+        self.decodes = bool(used)
+        if not used:
+            return
 
         def middle(figure: Callable[[TimedRun], float]) -> float:
             return statistics.median(map(figure, used))
 
-        def each(phase: str) -> float:
-            return middle(lambda outcome: outcome.phases[phase] / outcome.decoding_steps)
-
-        return cls(
-            {phase: each(phase) for phase in used[0].phases},
-            _in_flight(used),
-            middle(lambda outcome: _in_steps(outcome) / outcome.tokens),
-            middle(lambda outcome: (outcome.seconds - _in_steps(outcome)) / outcome.tokens),
-            middle(lambda outcome: outcome.seconds / outcome.tokens),
-        )
-
-    @property
-    def step(self) -> float:
-        return sum(self.phases.values())
+        self.phases = {
+            phase: middle(lambda one, phase=phase: one.phases[phase] / one.decoding_steps)  # type: ignore[misc]
+            for phase in used[0].phases
+        }
+        self.step = sum(self.phases.values())
+        self.in_flight = _in_flight(used)
+        self.in_steps = middle(lambda one: sum(one.phases.values()) / one.tokens)
+        self.beside = middle(lambda one: (one.seconds - sum(one.phases.values())) / one.tokens)
+        self.per_token = middle(lambda one: one.seconds / one.tokens)
 
 
 def predict(
@@ -160,72 +154,48 @@ def predict(
     caller's own figure for whole runs, by default that of the medians here. None if no step only
     decoded.
     """
-    if not (_decodes(plain_rounds) and _decodes(rounds)):
+    plain, spec = _Steady(plain_rounds), _Steady(rounds)
+    if not (plain.decodes and spec.decodes):
         return None
-    plain, spec = _Steady.of(plain_rounds), _Steady.of(rounds)
     batch, base = round(spec.in_flight), alone.verify(round(plain.in_flight), 0)
-    scale, passes = (
-        plain.phases["target"] / base,
-        drafts.passes * alone.passes(DRAFTER, [1] * batch),
-    )
+    scale = plain.phases["target"] / base
+    passes = drafts.passes * alone.passes(DRAFTER, [1] * batch)
     step = {
         "draft": scale * passes,
         "target": scale * alone.verify(batch, drafts.nodes),
         "verify": spec.phases["verify"],
         "other": plain.phases["other"],
     }
+    predicted_step = sum(step.values())
     tokens = 1.0 + sum(accumulate(drafts.rates, mul))
     # At the end of a run fewer requests are left, and not as soon for both.
-    ladder = _Ladder(plain.step / plain.in_flight * spec.in_flight, step, tokens)
-    predicted = ladder.speedup
-    ladder.raise_to("drafting dearer than its passes alone", "draft", spec.phases["draft"])
-    ladder.raise_to("checking dearer than alone", "target", spec.phases["target"])
-    ladder.raise_to("bookkeeping of drafts", "other", spec.phases["other"])
-    decoding = ladder.speedup
+    gained = tokens * plain.step / plain.in_flight * spec.in_flight
+    speedup = predicted = gained / predicted_step
+    # From the predicted speedup to the measured one, an ingredient at a time.
+    items = []
+    for name, phase in _REASONS.items():
+        more = spec.phases[phase] - step[phase]
+        step[phase] = spec.phases[phase]
+        after = gained / sum(step.values())
+        items.append(Item(name, after - speedup, more))
+        speedup = after
+    decoding = speedup
     whole = (plain.in_steps + plain.beside) / (spec.in_steps + spec.beside)
-    ladder.settle("reading prompts, and between steps", whole)
     reported = plain.per_token / spec.per_token if measured is None else measured
-    ladder.settle("rest", reported)
+    items.append(Item("reading prompts, and between steps", whole - decoding))
+    items.append(Item("rest", reported - whole))
     rate = passes / base / drafts.levels if drafts.levels else 0.0
     return Prediction(
         textbook=textbook_speedup(drafts.acceptance, drafts.levels, rate),
         tokens_per_step=tokens,
         plain_step=plain.step,
-        step=sum(step.values()),
+        step=predicted_step,
         measured_step=spec.step,
         predicted=predicted,
         decoding=decoding,
         measured=reported,
-        items=tuple(ladder.items),
+        items=tuple(items),
     )
-
-
-class _Ladder:
-    """From the predicted speedup to the measured one, an ingredient at a time."""
-
-    def __init__(self, plain_step: float, step: dict[str, float], tokens: float) -> None:
-        self._plain = plain_step
-        self._step = dict(step)
-        self._tokens = tokens
-        self.items: list[Item] = []
-        self.speedup = self._now()
-
-    def _now(self) -> float:
-        return self._tokens * self._plain / sum(self._step.values())
-
-    def raise_to(self, name: str, phase: str, seconds: float) -> None:
-        """A phase takes what was measured."""
-        more = seconds - self._step[phase]
-        self._step[phase] = seconds
-        self.settle(name, self._now(), more)
-
-    def settle(self, name: str, speedup: float, seconds: float | None = None) -> None:
-        """Without ``seconds``, what no step explains."""
-        self.items.append(Item(name, speedup - self.speedup, seconds))
-        self.speedup = speedup
-
-
-# -- measuring -----------------------------------------------------------------------------------
 
 
 def compare(
@@ -238,25 +208,13 @@ def compare(
     """Measure what the forwards of a speculative engine take alone, and ``predict``.
 
     ``plain_rounds`` are of our own plain decoding, ``context`` the mean length of the requests in
-    tokens, prompt and half of the
-    answer. The engine must be idle.
+    tokens, prompt and half of the answer. The engine must be idle.
     """
     engine = llm.engine
     drafts = MeanDraft.of(engine.drafter, rounds)
     batches = round(_in_flight(plain_rounds)), round(_in_flight(rounds))
     alone = measure_alone(engine, drafts.nodes, *batches, context)
     return predict(plain_rounds, rounds, drafts, alone, measured)
-
-
-# -- counting ------------------------------------------------------------------------------------
-
-
-def _decodes(rounds: Sequence[TimedRun]) -> bool:
-    return any(outcome.decoding_steps and outcome.tokens for outcome in rounds)
-
-
-def _in_steps(outcome: TimedRun) -> float:
-    return sum(outcome.phases.values())
 
 
 def _in_flight(rounds: Sequence[TimedRun]) -> float:
@@ -286,37 +244,26 @@ def predictions(
     ``engines`` must still be those that ran: what their forwards take alone is measured now.
     A method whose every step also read prompts has none.
     """
-    heats = [
-        heat
-        for heat in record.heats
-        if (heat.job.concurrency, heat.job.temperature) == (concurrency, temperature)
-    ]
+    cell = concurrency, temperature
+    heats = [h for h in record.heats if (h.job.concurrency, h.job.temperature) == cell]
     if not heats:
         return []
     turns = complete(heats)
-    plain = [merged([heat.outcomes[PLAIN] for heat in turn]) for turn in turns]
-    context = _context(turns[0])
-    asked = {method.name: method for method in methods if method.speculates}
-    found = []
+
+    def runs_of(name: str) -> list[TimedRun]:
+        return [merged([heat.outcomes[name] for heat in turn]) for turn in turns]
+
+    # Mean tokens of a request while it decodes: its prompt and half of its answer.
+    asks = [ask for heat in turns[0] for ask in heat.job.asks]
+    context = statistics.mean(len(ask.prompt) + ask.params.max_tokens / 2 for ask in asks)
+    plain, found = runs_of(PLAIN), []
+    speculative = {method.name for method in methods if method.speculates}
     for engine in engines:
-        method = asked.get(engine.name)
-        if method is None or not isinstance(engine, Paceline):
-            continue
-        rounds = [merged([heat.outcomes[engine.name] for heat in turn]) for turn in turns]
-        ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
-        prediction = compare(
-            engine.llm,
-            plain,
-            rounds,
-            context=context,
-            measured=statistics.median(ratios),
-        )
-        if prediction is not None:
-            found.append(Predicted(engine.name, concurrency, prediction))
+        if isinstance(engine, Paceline) and engine.name in speculative:
+            rounds = runs_of(engine.name)
+            ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
+            measured = statistics.median(ratios)
+            prediction = compare(engine.llm, plain, rounds, round(context), measured)
+            if prediction is not None:
+                found.append(Predicted(engine.name, concurrency, prediction))
     return found
-
-
-def _context(heats: Sequence[Heat]) -> int:
-    """Mean tokens of a request while it decodes: its prompt and half of its answer."""
-    asks = [ask for heat in heats for ask in heat.job.asks]
-    return round(statistics.mean(len(ask.prompt) + ask.params.max_tokens / 2 for ask in asks))

@@ -16,6 +16,7 @@ from paceline.lab.bench.predict import Predicted
 from paceline.lab.bench.runner import Heat, HeatRecord
 from paceline.lab.bench.texts import Comparison, compare, judge_of
 from paceline.lab.perplexity import TextPerplexity
+from paceline.lab.report.columns import Column, table_of, times
 from paceline.lab.report.document import Table, Text
 from paceline.llm import LLM
 from paceline.tuned import MachineIdentity
@@ -42,6 +43,22 @@ class Sureness:
     rounds: int
 
 
+def _interval_shown(item: Sureness) -> str | None:
+    return None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x"
+
+
+_BOOTSTRAP = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
+_SURENESS = (
+    Column("", "method", "method"),
+    Column("", "at once", "concurrency"),
+    Column("", "temperature", "temperature", "{:g}".format),
+    Column("", "speedup", "speedup", times),
+    Column("", "95 %", "", _interval_shown),
+    Column("", "prompts", "prompts"),
+    Column("", "rounds", "rounds"),
+)
+
+
 @dataclass(frozen=True)
 class BenchSpending:
     """``seconds``: the budget of this run, None without; ``spent`` in all runs that went into the
@@ -56,24 +73,10 @@ class BenchSpending:
 
     def blocks(self) -> list[Table | Text]:
         """For the report."""
-        rows = [
-            (
-                item.method,
-                item.concurrency,
-                f"{item.temperature:g}",
-                f"{item.speedup:.2f}x",
-                None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x",
-                item.prompts,
-                item.rounds,
-            )
-            for item in self.sureness
-        ]
-        columns = ("method", "at once", "temperature", "speedup", "95 %", "prompts", "rounds")
-        note = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
-        line = f"{self.spent:.0f} s bought {self.heats} of {self.heats_wanted} turns of everybody."
+        line = f"{self.spent:.0f} s: {self.heats} of {self.heats_wanted} turns of all methods."
         if self.not_measured:
             line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
-        return [Table(columns, rows, note=note), Text(line)]
+        return [table_of(self.sureness, _SURENESS, _BOOTSTRAP), Text(line)]
 
 
 def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-from paceline.lab.bench import cells
 from paceline.lab.bench.conversations import Suite
 from paceline.lab.bench.figures import complete
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.pages import ResultPages
+from paceline.lab.bench.pages import ResultPages, rounds_in_words, speedup_bars
 from paceline.lab.bench.result import BenchResult
 from paceline.lab.bench.runner import Heat, HeatRecord
 from paceline.lab.bench.runs import TimedRun
+from paceline.lab.report.columns import number, times
 from paceline.lab.report.document import Cell, Report, Table
 
 OVERALL = "Overall"
@@ -125,65 +125,57 @@ class SuiteResult:
 def suite_report(result: SuiteResult) -> Report:
     """One published table a temperature, and what is behind it."""
     base, settings, title = result.base, result.base.settings, result.suite.title
-    pages = _SuitePages(base, Report(f"{title} with {base.model}"))
+    pages = ResultPages(base, Report(f"{title} with {base.model}"))
     ends = "" if settings["ignore_eos"] else ", answers end where the model ends them"
     temperatures = ", ".join(f"{value:g}" for value in settings["temperature"])
     cut = f"{result.cut} dialogues ended early: the context had no room for a turn."
     pages.begin(
-        f"{settings['questions']} questions",
-        f"batch {settings['batch']}, temperature {temperatures}; "
-        f"at most {settings['max_tokens']} new tokens a turn{ends}",
-        settings["rounds"],
-        "; the bonus token is counted",
-        unfinished=None if result.complete and not base.interrupted else _UNFINISHED,
-        notes=[cut] if result.cut else [],
+        f"{settings['questions']} questions from {settings['source']}; batch {settings['batch']}, "
+        f"temperature {temperatures}; at most {settings['max_tokens']} new tokens a turn{ends}; "
+        f"the methods take turns, {rounds_in_words(settings['rounds'])}; "
+        "the bonus token is counted",
+        [] if result.complete and not base.interrupted else [_UNFINISHED],
+        [cut] if result.cut else [],
     )
     for temperature in dict.fromkeys(one.temperature for one in result.figures):
         own = [one for one in result.figures if one.temperature == temperature]
-        pages.add(title, own, f" at temperature {temperature:g}", f"speedup-t{temperature:g}")
+        at, tasks = f" at temperature {temperature:g}", list(dict.fromkeys(one.task for one in own))
+        alone = [task for task in tasks if task != OVERALL]
+        whole = [OVERALL] if OVERALL in tasks else tasks
+        plain = [one.questions for one in own if one.method == PLAIN]
+
+        def table(
+            *parts: tuple[str, Sequence[str], str, Any], own: Any = own, **more: Any
+        ) -> Table:
+            """A row for each method; a part is an attribute at some tasks under its headings."""
+            rows: dict[str, list[Cell]] = {}
+            for value, points, _, form in parts:
+                for name, cells in pages.by_method(own, points, "task", value, form).items():
+                    rows.setdefault(name, [name]).extend(cells)
+            heads = [head or point for _, points, head, _ in parts for point in points]
+            return Table(["Models", *heads], [*rows.values(), *more.pop("rows", ())], **more)
+
+        series = pages.by_method(
+            [one for one in own if one.method != PLAIN], alone, "task", "speedup"
+        )
+        caption, name = f"Speedup over plain decoding, by task{at}", f"speedup-t{temperature:g}"
+        pages.report.add(
+            title + at,
+            table(  # Spec-Bench's leaderboard
+                ("speedup", alone if OVERALL in tasks else (), "", times),
+                ("mean_accepted_tokens", whole, "#Mean Accepted Tokens", number),
+                ("speedup", whole, "Overall" if OVERALL in tasks else "Speedup", times),
+                note=_NOTE,
+            ),
+            *([speedup_bars(caption, name, alone, series)] if len(alone) > 1 else []),
+        )
+        if len(alone) > 1:
+            accepted = table(("mean_accepted_tokens", tasks, "", number))
+            pages.report.add("#Mean accepted tokens by task" + at, accepted)
+        speeds = table(
+            ("tokens_per_second", tasks, "", "{:.1f}".format), rows=[["questions", *plain]]
+        )
+        pages.report.add("Tokens a second by task" + at, speeds)
     pages.texts(_TEXTS)
     pages.unequal()
     return pages.report
-
-
-class _SuitePages(ResultPages):
-    def add(self, suite: str, own: Sequence[TaskFigures], place: str, name: str) -> None:
-        """The tables of one temperature."""
-        every = list(dict.fromkeys(one.task for one in own))
-        tasks = [task for task in every if task != OVERALL]
-        drafting = [one for one in own if one.method != PLAIN]
-        series = self.by_method(drafting, tasks, "task", "speedup")
-        title = f"Speedup over plain decoding, by task{place}"
-        pictures = [self.bars(title, name, tasks, series)] if len(tasks) > 1 else []
-        self.report.add(suite + place, self._published(own, tasks), *pictures)
-        if len(tasks) > 1:
-            accepted = self._by_task(own, every, "mean_accepted_tokens", cells.number)
-            self.report.add("#Mean accepted tokens by task" + place, accepted)
-        speeds = self._by_task(own, every, "tokens_per_second", "{:.1f}".format)
-        counts: list[Cell] = ["questions", *(one.questions for one in own if one.method == PLAIN)]
-        table = Table(speeds.columns, [*speeds.rows, counts])
-        self.report.add("Tokens a second by task" + place, table)
-
-    def _published(self, own: Sequence[TaskFigures], tasks: Sequence[str]) -> Table:
-        """Spec-Bench's leaderboard: speedup by task, #mean accepted tokens, overall."""
-        many = any(one.task == OVERALL for one in own)
-        shown, whole = (tasks, OVERALL) if many else ((), tasks[0])
-        rows = {
-            name: [name, *speedups]
-            for name, speedups in self.by_method(own, shown, "task", "speedup", cells.times).items()
-        }
-        for value, form in (("mean_accepted_tokens", cells.number), ("speedup", cells.times)):
-            for name, cell in self.by_method(own, [whole], "task", value, form).items():
-                rows[name] += cell
-        heads = ["Models", *shown, "#Mean Accepted Tokens", "Overall" if many else "Speedup"]
-        return Table(heads, list(rows.values()), note=_NOTE)
-
-    def _by_task(
-        self,
-        own: Sequence[TaskFigures],
-        tasks: Sequence[str],
-        value: str,
-        form: Callable[[float], str],
-    ) -> Table:
-        found = self.by_method(own, tasks, "task", value, form)
-        return Table(["Models", *tasks], [[name, *values] for name, values in found.items()])
