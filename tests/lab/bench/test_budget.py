@@ -136,4 +136,4 @@ def test_what_was_bought_is_said() -> None:
     assert text.text == (  # type: ignore[union-attr]
         "100 s: 6 of 24 turns of all methods. Not measured: 18 of 24 turns. --continue goes on."
     )
-    assert table.rows == [("fast", 1, "0", "2.00x", "2.00 to 2.00x", 6, 1)]  # type: ignore[union-attr]
+    assert table.rows == [["fast", 1, "0", "2.00x", "2.00 to 2.00x", 6, 1]]  # type: ignore[union-attr]
