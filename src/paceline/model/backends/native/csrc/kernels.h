@@ -164,7 +164,7 @@ constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
 inline long product_scratch(long rows, long inputs) {
   long few = rows < CHUNK ? rows : CHUNK, many = rows < TILED_ROWS ? rows : TILED_ROWS;
   long halves = (many + 1) / 2;  // rows of bf16 in floats
-  return STRIPE * PANEL + CHUNK * PANEL + round_up(inputs, STRIPE) * (few > halves ? few : halves);
+  return CHUNK * PANEL + round_up(inputs, STRIPE) * (few > halves ? few : halves);
 }
 
 // Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.

@@ -16,8 +16,8 @@ void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
   long outputs = p.ending == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
-  float* c = scratch + STRIPE * PANEL;
-  uint16_t* a = reinterpret_cast<uint16_t*>(scratch + STRIPE * PANEL + CHUNK * PANEL);
+  float* c = scratch;
+  uint16_t* a = reinterpret_cast<uint16_t*>(scratch + CHUNK * PANEL);
   Shaped shaped;
   for (long first = 0; first < p.rows; first += TILED_ROWS) {
     long rows = p.rows - first < TILED_ROWS ? p.rows - first : TILED_ROWS;

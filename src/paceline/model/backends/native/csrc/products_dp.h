@@ -20,13 +20,15 @@ inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c) 
   V even[R][2], odd[R][2];
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) even[r][i] = odd[r][i] = zero();
-  for (int pair = 0; pair < STRIPE / 2; pair += 2, w += 4 * PANEL, x += 4)
+  for (int pair = 0; pair < STRIPE / 2; pair += 2, w += 4 * PANEL, x += 4) {
+    for (int i = 0; i < 4; i++) fetch<R>(w + 32 * i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int i = 0; i < 2; i++) {
         even[r][i] = dot_pairs(even[r][i], w + 32 * i, x + r * ldx);
         odd[r][i] = dot_pairs(odd[r][i], w + 2 * PANEL + 32 * i, x + r * ldx + 2);
       }
+  }
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) {
       float* at = c + r * PANEL + 16 * i;
@@ -34,7 +36,9 @@ inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c) 
     }
 }
 
-template <int R = ROWS>
+constexpr long DOT_ROWS = 6;  // of a register tile
+
+template <int R = DOT_ROWS>
 inline void dp_rows(const uint16_t* w, const uint16_t* x, long ldx, long rows, float* c) {
   if (rows == R) return dp_stripe<R>(w, x, ldx, c);
   if constexpr (R > 1) dp_rows<R - 1>(w, x, ldx, rows, c);
@@ -45,17 +49,16 @@ void product_by_dots(const Product& p, long part, long parts, float* scratch) {
   long outputs = p.ending == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
-  float* c = scratch + STRIPE * PANEL;
+  float* c = scratch;
   uint16_t* x = reinterpret_cast<uint16_t*>(c + CHUNK * PANEL);
   for (long first = 0; first < p.rows; first += CHUNK) {
-    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK, tiles = (rows + ROWS - 1) / ROWS;
+    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK, tiles = (rows + DOT_ROWS - 1) / DOT_ROWS;
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(x + r * inputs + i, load(p.x + (first + r) * p.ldx + i));
     for (long panel = from; panel < to; panel++) {
       const uint16_t* w = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL) {
-        fetch_ahead(w);
         for (long tile = 0; tile < tiles; tile++) {
           long begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
           dp_rows(w, x + begin * inputs + k, inputs, end - begin, c + begin * PANEL);

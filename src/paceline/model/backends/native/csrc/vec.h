@@ -14,7 +14,6 @@
 //   as_bf16            rounded to bf16, still floats
 //   transpose          16 x 16
 //   ROWS, SUMS         of a product's register tile: rows at most, vectors of sums that registers hold
-//   UNPACKED_FROM      rows from which on bf16 weights are unpacked once for all tiles
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -115,4 +115,3 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 6;
 constexpr int SUMS = 4;
-constexpr long UNPACKED_FROM = 1 << 30;  // never: beside six rows it is nearly free

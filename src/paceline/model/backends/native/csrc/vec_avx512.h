@@ -87,6 +87,5 @@ static inline void transpose(V t[16]) {
   }
 }
 
-constexpr int ROWS = 6;
+constexpr int ROWS = 12;
 constexpr int SUMS = 24;
-constexpr long UNPACKED_FROM = 13;

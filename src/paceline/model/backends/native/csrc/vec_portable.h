@@ -77,4 +77,3 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 2;
 constexpr int SUMS = 4;
-constexpr long UNPACKED_FROM = 5;
