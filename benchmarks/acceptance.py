@@ -1,200 +1,255 @@
-"""Draft acceptance at temperature 0.
+"""Draft acceptance in our engine: tokens per target step, set by set.
 
-`tiny`: with transformers alone, no line of the engine is used. The target's greedy text comes
-first (batched). Then speculative decoding is walked along it: from a position the draft continues
-greedily by `--length` tokens, the run of tokens that agree with the target's text is accepted, the
-next position is after them and the target's own token. All positions of a text are drafted in one
-batch (the draft's answer depends on the text before it only), so the walk itself costs nothing.
+Every drafter decodes the same prompts at a fixed draft length, several together, until the model
+ends its answer or `--max-tokens`. Tokens beyond the end of an answer do not count.
+
+`tiny`: the embedded pair. Per suite and their mean: `acceptance` (accepted / drafted tokens) and
+`mean_accepted_length` (tokens per target step, the one that reads the prompt included).
 
     python benchmarks/acceptance.py --target DIR --draft DIR --per-suite 20
 
-`smollm2`: the real model with its head, draft and Medusa heads, in our engine; see
-head_acceptance.py. `--ignore-eos` is for `tiny` alone: the real model ends its answers.
+`smollm2`: the real model's EAGLE-3 head, draft model and Medusa heads, as chains of `--length` and
+as dynamic trees of `--nodes` nodes and `--depth` levels. The step that reads the prompt does not
+count, because a head cannot draft before it: plain decoding has exactly 1.
 
     python benchmarks/acceptance.py --pairs smollm2 --eagle3 FOLDER
 
-The last line of the output is one JSON object: per suite and their mean, `acceptance` (accepted /
-drafted tokens) and `mean_accepted_length` (tokens per target step).
+The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
-import head_acceptance
 import real
+from harness import finish, mean, rounded
 from inflate import InflateError, resolve
-from prompts import SUITES, Prompt, default_folder, load_suites
+from paceline import LLM, PacelineError, SamplingParams
+from paceline.engine.driver import Drive, sequence
+from paceline.lab.report.columns import number
+from paceline.lab.report.document import Report, Table, Text
+from paceline.lab.report.render import print_report
+from prompts import PARTS, SUITES, default_folder, load_suites
+
+# What was asked of the EAGLE-3 head: mean tokens a step over the sets, and on every set.
+WANTED = {"eagle3 chain": 2.4, "eagle3 tree": 2.8}
+WANTED_EVERYWHERE = 2.0
 
 
-@dataclass
-class Walk:
-    """Counts of one or more walks; `steps` are target steps."""
+@dataclass(frozen=True)
+class Row:
+    """A draft spec at a fixed length."""
 
+    name: str
+    spec: str
     length: int
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    committed: int = 0
-    by_position: list[int] = field(default_factory=list)  # how often draft token i was accepted
-    tried: list[int] = field(default_factory=list)  # how often token i was reached
-
-    def __post_init__(self) -> None:
-        self.by_position = self.by_position or [0] * self.length
-        self.tried = self.tried or [0] * self.length
-
-    def summary(self) -> dict[str, Any]:
-        """Rates, each with its own denominator: token i counts only where i - 1 was accepted."""
-        return {
-            "acceptance": round(self.accepted / max(1, self.drafted), 4),
-            "mean_accepted_length": round(self.committed / max(1, self.steps), 4),
-            "per_position": [
-                round(a / max(1, t), 4) for a, t in zip(self.by_position, self.tried, strict=True)
-            ],
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-        }
 
 
-def walk(text: list[int], drafts: list[list[int]], length: int, into: Walk) -> None:
-    """Walk speculative decoding along `text`, the target's greedy tokens.
+@dataclass(frozen=True)
+class Run:
+    """What decoding some prompts together took. ``first``: tokens of the steps that read them."""
 
-    `drafts[i]` is the draft's continuation after `text[:i]`. As an engine does, a draft is cut so
-    that it and the target's own token fit into what is left of the text.
-    """
-    at = 0
-    while at < len(text):
-        want = min(length, len(text) - at - 1)
-        run = 0
-        while run < want and drafts[at][run] == text[at + run]:
-            run += 1
-        into.steps += 1
-        into.drafted += want
-        into.accepted += run
-        into.committed += run + 1
-        for i in range(want):
-            into.tried[i] += i <= run
-            into.by_position[i] += i < run
-        at += run + 1
+    tokens: int
+    steps: int
+    seconds: float
+    drafted: int
+    accepted: int
+    reached_at: Sequence[int]
+    accepted_at: Sequence[int]
+    requests: int
+    first: int
+
+    @property
+    def length(self) -> float:
+        """Tokens per target step."""
+        return self.tokens / self.steps
+
+    @property
+    def decoding_length(self) -> float | None:
+        """The same without the steps that read a prompt, as Spec-Bench's mean accepted tokens."""
+        steps = self.steps - self.requests
+        return (self.tokens - self.first) / steps if steps > 0 else None
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """Of the drafts that had a token to try there, the share whose token was accepted."""
+        pairs = zip(self.accepted_at, self.reached_at, strict=True)
+        return [rounded(accepted / reached, 4) for accepted, reached in pairs if reached]
 
 
-@torch.inference_mode()
-def greedy_texts(
-    model: Any, prompts: list[list[int]], tokens: int, stops: frozenset[int]
-) -> list[list[int]]:
-    """The greedy continuations of a batch, each cut after its first stop token."""
-    width = max(len(p) for p in prompts)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=tokens,
-        do_sample=False,
-        eos_token_id=sorted(stops) or None,
-        pad_token_id=0,
-        use_cache=True,
+def rows(args: argparse.Namespace) -> list[Row]:
+    """Chains and trees of all drafts that are here."""
+    if args.pairs != real.NAME:
+        draft = resolve(args.draft or "paceline/tiny-draft")
+        return [Row("draft", f"model:{draft}", args.length)]
+    chain, nodes = f"chain {args.length}", f"tree {args.nodes}"
+    tree = f",nodes={args.nodes},width={args.width}"
+    found = []
+    if eagle3 := real.find("eagle3", args.eagle3):
+        found.append(Row(f"eagle3 {chain}", f"eagle3:{eagle3},nodes=0", args.length))
+        found.append(Row(f"eagle3 {nodes}", f"eagle3:{eagle3}{tree}", args.depth))
+    if draft := real.find("draft", args.draft):
+        found.append(Row(f"draft {chain}", f"model:{draft}", args.length))
+        found.append(Row(f"draft {nodes}", f"tree:{draft}{tree}", args.depth))
+    if medusa := real.find("medusa", args.medusa):
+        found.append(Row(f"medusa {nodes}", f"medusa:{medusa},nodes={args.nodes}", args.depth))
+    if not found:
+        raise SystemExit("error: no drafts to measure; name some with --eagle3, --draft, --medusa")
+    return found
+
+
+def ends_of(llm: LLM, args: argparse.Namespace) -> frozenset[int]:
+    return frozenset() if args.ignore_eos else llm.end_tokens
+
+
+def decode(llm: LLM, prompts: Sequence[list[int]], args: argparse.Namespace) -> Run:
+    """At most ``--batch`` prompts together, prefill included."""
+    ends = ends_of(llm, args)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    seqs = [sequence(ids, params, ends) for ids in prompts]
+    drive = Drive(llm.engine, seqs, args.batch).run()
+    counts = drive.counts
+    return Run(
+        drive.tokens,
+        counts.target_steps,
+        drive.seconds,
+        counts.drafted,
+        counts.accepted,
+        counts.reached_at,
+        counts.accepted_at,
+        len(seqs),
+        sum(seq.arrivals[0][1] for seq in seqs),
     )
-    texts = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
-        texts.append(row[:end])
-    return texts
 
 
-@torch.inference_mode()
-def greedy_drafts(model: Any, prompt: list[int], text: list[int], length: int) -> list[list[int]]:
-    """The draft's greedy continuation of every prefix `prompt + text[:i]`, `length` tokens each.
-
-    One forward over the text gives every first token and all keys and values. The further tokens
-    of all prefixes are decoded together: as rows of one packed sequence with a block mask, so
-    that row i sees the text before i and its own tokens only.
-    """
-    n, start = len(text), len(prompt)
-    known = torch.tensor([prompt + text[:-1]], device=model.device)
-    out = model(known, use_cache=True)
-    token = out.logits[0, start - 1 :].argmax(-1)  # [n]
-    drafts, cache = [token], out.past_key_values
-    device, dtype = model.device, model.dtype
-    seen = (
-        torch.arange(known.shape[1], device=device)
-        < torch.arange(start, start + n, device=device)[:, None]
-    )  # [n, text]: prefix i ends before position start + i
-    own = torch.eye(n, dtype=torch.bool, device=device)
-    for depth in range(length - 1):
-        seen = torch.cat([seen, own], dim=1)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        mask.masked_fill_(~seen, torch.finfo(dtype).min)
-        positions = torch.arange(start, start + n, device=device) + depth
-        out = model(
-            token[None],
-            position_ids=positions[None],
-            attention_mask=mask[None, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        token, cache = out.logits[0].argmax(-1), out.past_key_values
-        drafts.append(token)
-    columns: Tensor = torch.stack(drafts, dim=1)
-    return columns.tolist()
+Figures = dict[str, dict[str, Run]]  # row -> set -> what it did
 
 
-def measure(
-    target: Any, draft: Any, suites: dict[str, list[Prompt]], args: argparse.Namespace
-) -> dict[str, Any]:
-    """Walk all suites; returns {suite: summary}."""
-    stops: frozenset[int] = frozenset()
-    if not args.ignore_eos:
-        eos = target.generation_config.eos_token_id
-        stops = frozenset([eos] if isinstance(eos, int) else eos or [])
+def measure(args: argparse.Namespace, figures: Figures, about: dict[str, Any]) -> None:
+    """Fills ``figures`` row by row, so that Ctrl-C leaves what was measured."""
+    todo = rows(args)
+    is_real = args.pairs == real.NAME
+    folder = real.target_folder(args.target) if is_real else resolve(args.target or "paceline/tiny")
+    base = LLM(
+        str(folder), draft="none", dtype=args.dtype, device=args.device, max_batch_size=args.batch
+    )
+    limit = base.target.max_positions - args.max_tokens - max(row.length for row in todo) - 1
+    load = real.load_suites if is_real else load_suites
+    names = [name for name in args.suites.split(",") if name]
+    sets = load(args.prompts_dir, names, base.tokenizer, args.per_suite, limit)
+    about["prompts"] = {name: len(prompts) for name, prompts in sets.items()}
+    about["from_spec_bench"] = [name for name in sets if name in PARTS]
     console = Console(stderr=True)
+    for row in todo:
+        llm = base.beside(
+            row.spec, draft_length=row.length, prefix_sharing=False, max_batch_size=args.batch
+        )
+        figures[row.name] = {}
+        for name, ids in track([*sets.items()], row.name, console=console, transient=True):
+            run = figures[row.name][name] = decode(llm, ids, args)
+            length = run.decoding_length if is_real else run.length
+            console.print(f"{row.name}, {name}: {rounded(length, 2)} tokens a step")
+        llm.close()
+
+
+def real_record(figures: Figures) -> dict[str, Any]:
+    """row -> set -> figures, and their mean over the sets."""
     result: dict[str, Any] = {}
-    for suite, entries in suites.items():
-        counts = Walk(args.length)
-        # Similar lengths share a batch, so that little of it is padding.
-        ordered = sorted((e.token_ids for e in entries), key=len)
-        batches = [ordered[i : i + args.batch] for i in range(0, len(ordered), args.batch)]
-        for batch in track(batches, description=f"{suite:10}", console=console, transient=True):
-            for prompt, text in zip(
-                batch, greedy_texts(target, batch, args.max_tokens, stops), strict=True
-            ):
-                drafts = greedy_drafts(draft, prompt, text, args.length)
-                walk(text, drafts, args.length, counts)
-        result[suite] = counts.summary()
-        console.print(f"{suite:10} {result[suite]}", highlight=False)
+    for row, sets in figures.items():
+        result[row] = {
+            name: {
+                "mean_accepted_length": rounded(run.decoding_length),
+                "per_position": run.by_position,
+                "tokens": run.tokens,
+                "requests": run.requests,
+                "seconds": rounded(run.seconds, 1),
+            }
+            for name, run in sets.items()
+        }
+        lengths = mean([run.decoding_length for run in sets.values()])
+        result[row]["mean"] = {"mean_accepted_length": rounded(lengths)}
     return result
+
+
+def small_record(figures: Figures) -> dict[str, Any]:
+    """set -> figures of the one draft, and their mean."""
+    runs = figures.get("draft", {})
+    result: dict[str, Any] = {
+        name: {
+            "acceptance": round(run.accepted / max(1, run.drafted), 4),
+            "mean_accepted_length": round(run.length, 4),
+            "per_position": run.by_position,
+            "drafted": run.drafted,
+            "accepted": run.accepted,
+        }
+        for name, run in runs.items()
+    }
+    keys = ("acceptance", "mean_accepted_length")
+    means = {key: rounded(mean([own[key] for own in result.values()]), 4) for key in keys}
+    return result | {"mean": means}
+
+
+def verdicts(figures: Figures) -> list[str]:
+    """Each expectation of the EAGLE-3 head, met or missed."""
+    lines = []
+    for row, sets in figures.items():
+        lengths = {n: r.decoding_length for n, r in sets.items() if r.decoding_length is not None}
+        wanted = next((value for name, value in WANTED.items() if row.startswith(name)), None)
+        if wanted is None or not lengths:
+            continue
+        least = min(lengths, key=lambda name: lengths[name])
+        for what, value, goal in (
+            (f"mean of {len(lengths)} sets", mean([*lengths.values()]) or 0.0, wanted),
+            (f"least, {least}", lengths[least], WANTED_EVERYWHERE),
+        ):
+            verdict = "met" if value >= goal else "MISSED"
+            lines.append(f"{verdict}: {row}: {what}: {value:.2f} against {goal:.2f} tokens a step")
+    return lines
+
+
+def report(figures: Figures, is_real: bool) -> Report:
+    sets = list(dict.fromkeys(name for row in figures.values() for name in row))
+    cells = []
+    for row, runs in figures.items():
+        found = [runs.get(name) for name in sets]
+        lengths = [run and (run.decoding_length if is_real else run.length) for run in found]
+        shown = [None if value is None else number(value) for value in (*lengths, mean(lengths))]
+        cells.append([row, *shown])
+    made = Report("Acceptance")
+    table = Table(["", *sets, "mean"], cells)
+    made.add("Tokens per target step, bonus token included", table, *map(Text, verdicts(figures)))
+    return made
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; what is not given is the pair's own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", default="tiny", choices=["tiny", real.NAME])
-    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    add = parser.add_argument
+    add("--pairs", default="tiny", choices=["tiny", real.NAME])
+    add("--target", help=f"default: paceline/tiny, or {real.TARGET}")
     real.add_weights(parser)
-    parser.add_argument("--length", type=int, default=4, help="draft length of chains")
-    parser.add_argument("--nodes", type=int, default=16, help="of a tree (the real model)")
-    parser.add_argument("--depth", type=int, default=6, help="levels of a tree (the real model)")
-    parser.add_argument("--width", type=int, default=4, help="of a tree (the real model)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the real model")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, help="prompts together; default: 16, or 8")
-    parser.add_argument("--per-suite", type=int, help="prompts; 0: all; default: 20, or 12")
-    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
-    parser.add_argument("--prompts-dir", default=str(default_folder()))
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="file to write the JSON object to")
+    add("--length", type=int, default=4, help="draft length of chains")
+    add("--nodes", type=int, default=16, help="of a tree (the real model)")
+    add("--depth", type=int, default=6, help="levels of a tree (the real model)")
+    add("--width", type=int, default=4, help="of a tree (the real model)")
+    add("--temperature", type=float, default=0.0, help="of the real model")
+    add("--max-tokens", type=int, default=128)
+    add("--batch", type=int, help="prompts together; default: 16, or 8")
+    add("--per-suite", type=int, help="prompts; 0: all; default: 20, or 12")
+    add("--suites", help="comma-separated; see README.md for the defaults")
+    add("--prompts-dir", default=str(default_folder()))
+    add("--ignore-eos", action="store_true")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
     is_real = args.pairs == real.NAME
     args.batch = args.batch or (8 if is_real else 16)
@@ -211,33 +266,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure as the command line says; the last line of the output is JSON."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    """Measure as the command line says."""
     args = parse(sys.argv[1:])
-    if args.pairs == real.NAME:
-        head_acceptance.run(args)
-    names = args.target or "paceline/tiny", args.draft or "paceline/tiny-draft"
+    is_real, figures, status = args.pairs == real.NAME, Figures(), 0
+    about: dict[str, Any] = {
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+        "bonus_token_counted": True,
+    }
     try:
-        folders = [resolve(name) for name in names]
-    except InflateError as error:
+        measure(args, figures, about)
+    except KeyboardInterrupt:
+        print("interrupted: the figures below are of what was measured", file=sys.stderr)
+        status = 130
+    except (InflateError, PacelineError) as error:
         raise SystemExit(f"error: {error}") from None
-    dtype = getattr(torch, args.dtype)
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval()
-        for folder in folders
-    )
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    limit = target.config.max_position_embeddings - args.max_tokens - args.length
-    suites = load_suites(args.prompts_dir, args.suites.split(","), tokenizer, args.per_suite, limit)
-    result = measure(target, draft, suites, args)
-    mean = sum(s["acceptance"] for s in result.values()) / len(result)
-    length = sum(s["mean_accepted_length"] for s in result.values()) / len(result)
-    result["mean"] = {"acceptance": round(mean, 4), "mean_accepted_length": round(length, 4)}
-    line = json.dumps(result)
-    if args.json:
-        Path(args.json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print_report(report(figures, is_real), Console(width=max(100, Console().width)))
+    record = real_record(figures) | {"settings": about} if is_real else small_record(figures)
+    finish(record, args.json)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 Pairs: `tiny`, the embedded pair as it is, `inflated`, the same functions at the cost of real models
 (see inflate.py), and `smollm2`, a real model, whose answers end where it ends them (see real.py).
-Every contestant gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new
+Every engine gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new
 tokens (the end token is ignored by all, but for `smollm2`), and is timed from prompt to last token,
-prefill included. Within each round all contestants decode a prompt one after another, in an order
-that rotates; a figure is the median over rounds. Prefix sharing between rounds is off.
+prefill included. All engines decode a prompt one after another, in an order that rotates; a figure
+is the median over rounds. Prefix sharing between rounds is off.
 
     python benchmarks/decoding.py --quick
     python benchmarks/decoding.py --pairs tiny --rounds 5 --json tiny.json
@@ -17,12 +17,9 @@ The last line of the output is one JSON object. Ctrl-C prints what was measured 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,60 +28,69 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local folders
 import torch
 from rich.console import Console
 
-import contestants as c
 import inflate
 import real
+from decoding_figures import (
+    ADAPTIVE,
+    ASSISTED,
+    BATCH,
+    FIXED,
+    LOOKUP,
+    PLAIN,
+    SAMPLED,
+    THEIRS,
+    Record,
+    agreement,
+    figures,
+    show,
+)
+from harness import finish, machine, progress
+from paceline import LLM, PacelineError
+from paceline.core.params import SamplingParams
+from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.runner import BenchJob, HeatRecord, take_turns
 from paceline.lab.bench.runs import Ask, BenchEngine
-from prompts import SUITES, Prompt, default_folder, load_suites
-from record import Record, kinships
-from report import ADAPTIVE, BATCH, FIXED, PLAIN, SAMPLED, THEIRS, figures, machine, progress, show
+from prompts import SUITES, default_folder, load_suites
 
 RULES = ("token", "block", "coupled")
+DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs
+TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Job:
-    """One prompt (or batch) that a set of contestants decodes in every round."""
+class Pair:
+    """Folders of a target and its draft model, where there is one: transformers knows no other
+    draft. ``spec``: what ours drafts with. ``ends``: whether answers end by themselves."""
 
-    suite: str
-    index: int
-    asks: tuple[Ask, ...]
-    contestants: list[BenchEngine]
-
-
-@dataclass
-class Field:
-    """The loaded contestants of one pair."""
-
-    single: list[BenchEngine]
-    batched: list[BenchEngine]
-    sampled: list[BenchEngine]
-    judge: Any  # the transformers module, for near ties
-    fixed: Any  # the LLM whose steps are timed last
+    name: str
+    target: str
+    draft: str | None
+    spec: str
+    ends: bool = False
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few prompts, 2 rounds, some minutes")
-    parser.add_argument(
-        "--pairs", default="tiny,inflated", help=f"tiny, inflated, both, or {real.NAME}"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few prompts, 2 rounds, some minutes")
+    add("--pairs", default="tiny,inflated", help=f"tiny, inflated, both, or {real.NAME}")
     real.add_perturb(parser)
-    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
-    parser.add_argument("--draft", help="a draft model; default: the target's, with -draft")
-    parser.add_argument("--eagle3", help=f"head of {real.NAME}, or none; default: the published")
-    parser.add_argument("--presets", default="target,draft", help="sizes of the inflated pair")
-    parser.add_argument("--suites", help="comma-separated; see README.md for the defaults")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--per-suite", type=int, help="prompts a suite")
-    parser.add_argument("--prompts-dir", default=str(default_folder()))
-    parser.add_argument("--lookup", action="store_true", help="also transformers' prompt lookup")
-    parser.add_argument("--rules", action=argparse.BooleanOptionalAction, help="sampled rules too")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--json", help="file to write the JSON object to")
+    add("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    add("--draft", help="a draft model; default: the target's, with -draft")
+    add("--eagle3", help=f"head of {real.NAME}, or none; default: the published")
+    add("--presets", default="target,draft", help="sizes of the inflated pair")
+    add("--suites", help="comma-separated; see README.md for the defaults")
+    add("--rounds", type=int)
+    add("--max-tokens", type=int)
+    add("--per-suite", type=int, help="prompts a suite")
+    add("--prompts-dir", default=str(default_folder()))
+    add("--lookup", action="store_true", help="also transformers' prompt lookup")
+    add("--rules", action=argparse.BooleanOptionalAction, help="sampled rules too")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
     defaults = (2, 64, 2, False) if args.quick else (3, 128, 4, True)
     for name, value in zip(("rounds", "max_tokens", "per_suite", "rules"), defaults, strict=True):
@@ -106,137 +112,122 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def find_pair(name: str, args: argparse.Namespace) -> c.Pair:
+def find_pair(name: str, args: argparse.Namespace) -> Pair:
     """The folders of a pair; inflated ones are written on first use.
 
     The real model drafts with its EAGLE-3 head, else its draft model, else n-grams.
     """
     if name == real.NAME:
         folder = real.target_folder(args.target, args.perturb)
-        draft = real.find("draft", args.draft)
-        head = real.find("eagle3", args.eagle3)
-        spec = f"eagle3:{head}" if head else "" if draft else "ngram"
-        ends = real.ends_of(folder)
-        return c.Pair(
-            name, folder, Path(draft) if draft else None, args.device, args.dtype, spec, ends
-        )
-    target, draft = inflate.resolve(args.target), inflate.resolve(args.draft)
+        draft, head = real.find("draft", args.draft), real.find("eagle3", args.eagle3)
+        spec = f"eagle3:{head}" if head else draft or "ngram"
+        return Pair(name, str(folder), draft, spec, ends=True)
+    folders = [inflate.resolve(args.target), inflate.resolve(args.draft)]
     if name == "inflated":
         sizes = [inflate.PRESETS[preset] for preset in args.presets.split(",")]
-        target, draft = inflate.inflate(target, sizes[0]), inflate.inflate(draft, sizes[1])
-    return c.Pair(name, target, draft, args.device, args.dtype)
+        folders = [inflate.inflate(*both) for both in zip(folders, sizes, strict=True)]
+    target, draft = map(str, folders)
+    return Pair(name, target, draft, draft)
 
 
-def load(pair: c.Pair, args: argparse.Namespace) -> Field:
-    """Load every contestant of a pair."""
-    judge = c.load_transformers(pair.target, pair)
-    theirs: list[BenchEngine] = [c.theirs(THEIRS, judge, pair.ends)]
-    if pair.draft is not None:
-        theirs.append(c.assisted(judge, c.load_transformers(pair.draft, pair), pair.ends))
-    if args.lookup:
-        theirs.append(c.lookup(judge, pair.ends))
-    fixed = c.build_llm(pair, rule="token")  # at temperature 0 the rule makes no difference
-    plain = c.ours(PLAIN, c.build_llm(pair, draft=False))
-    adaptive = c.ours(ADAPTIVE, c.build_llm(pair, length="auto"))
-    sampled: list[BenchEngine] = []
-    if args.rules:
-        sampled.append(plain)
-        for rule in RULES:
-            llm = fixed if rule == "token" else c.build_llm(pair, rule=rule)
-            sampled.append(c.ours(f"rule {rule}", llm))
-    ours: list[BenchEngine] = [plain, c.ours(FIXED, fixed), adaptive]
-    return Field([*theirs, *ours], [plain, adaptive], sampled, judge, fixed)
+class Engines:
+    """The engines of one pair: those that decode alone, eight prompts together, and sampled."""
+
+    def __init__(self, llm: LLM, pair: Pair, args: argparse.Namespace) -> None:
+        self.llm = llm
+
+        def starter(rule: str) -> Starter:
+            return Starter(llm, pair.target, rule=rule)
+
+        def ours(name: str, length: int | Any, rule: str = "auto") -> BenchEngine:
+            method = Method(name, pair.spec if length else None, length)
+            return starter(rule).open(method, TOGETHER)
+
+        theirs = starter("auto")
+        methods = [Method(THEIRS, variant="plain")]
+        if pair.draft is not None:
+            methods.append(Method(ASSISTED, pair.draft, DRAFT_LENGTH, "assisted"))
+        if args.lookup:
+            methods.append(Method(LOOKUP, None, DRAFT_LENGTH, "lookup"))
+        plain, adaptive = ours(PLAIN, 0), ours(ADAPTIVE, "auto")
+        fixed = ours(FIXED, DRAFT_LENGTH, "token")  # greedily the rule makes no difference
+        self.single = [*(theirs.open(method, 1) for method in methods), plain, fixed, adaptive]
+        self.batched = [plain, adaptive]
+        self.sampled = []
+        if args.rules:
+            sampled = [ours(f"rule {rule}", DRAFT_LENGTH, rule) for rule in RULES]
+            self.sampled = [plain, *sampled]
 
 
 def jobs(
-    field: Field, suites: dict[str, list[Prompt]], max_tokens: int, ends: bool = False
-) -> Iterator[Job]:
-    """All prompts alone, then sampled, then eight together. `ends`: answers end by themselves."""
-    for suite, prompts in suites.items():
-        for index, prompt in enumerate(prompts):
-            asks = c.asks([prompt.token_ids], max_tokens, ends=ends)
-            yield Job(suite, index, asks, field.single)
-    if field.sampled:
-        for suite, prompts in suites.items():
-            for index, prompt in enumerate(prompts):
-                asks = c.asks([prompt.token_ids], max_tokens, 1.0, ends)
-                yield Job(SAMPLED + suite, index, asks, field.sampled)
-    together = [p.token_ids for prompts in suites.values() for p in prompts]
-    together = (together * 8)[:: max(1, len(together) // 8)][:8]  # of all suites alike
-    yield Job(BATCH, 0, c.asks(together, max_tokens, ends=ends), field.batched)
+    suites: dict[str, list[list[int]]], tokens: int, ends: bool, temperature: float = 0.0
+) -> list[BenchJob]:
+    """All prompts alone."""
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=not ends)
+    prefix = SAMPLED if temperature else ""
+    return [
+        BenchJob(prefix + suite, 1, temperature, index, (Ask(tuple(ids), params),))
+        for suite, prompts in suites.items()
+        for index, ids in enumerate(prompts)
+    ]
 
 
-def _shortened(asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
-    """The same for some tokens only, to warm up with."""
-    few = min(16, asks[0].params.max_tokens)
-    return tuple(replace(ask, params=replace(ask.params, max_tokens=few)) for ask in asks)
+def together(alone: list[BenchJob]) -> BenchJob:
+    """Eight prompts at once, of all suites alike."""
+    every = [job.asks[0] for job in alone]
+    chosen = (every * TOGETHER)[:: max(1, len(every) // TOGETHER)][:TOGETHER]
+    return BenchJob(BATCH, TOGETHER, 0.0, 0, tuple(chosen))
 
 
-def measure(pair: str, todo: list[Job], args: argparse.Namespace, record: Record) -> None:
-    """Decode everything `--rounds` times, contestants taking turns; fills the record."""
-    warm: set[tuple[int, int, float]] = set()
+def measure(
+    name: str, engines: Engines, parts: dict[str, list[BenchJob]], rounds: int, record: HeatRecord
+) -> None:
+    """Every part's jobs by the engines of its name, ``rounds`` times."""
+    groups = [(todo, getattr(engines, part)) for part, todo in parts.items()]
     with progress() as bar:
-        task = bar.add_task(pair, total=args.rounds * sum(len(j.contestants) for j in todo))
-        for turn in range(args.rounds):
-            for job in todo:
-                shift = (turn + job.index) % len(job.contestants)
-                for contestant in job.contestants[shift:] + job.contestants[:shift]:
-                    key = (id(contestant), len(job.asks), job.asks[0].params.temperature)
-                    bar.update(task, description=f"{pair} {job.suite}: {contestant.name}")
-                    if key not in warm:  # buffers, kernels, lazy imports
-                        contestant.run(_shortened(job.asks))
-                        warm.add(key)
-                    outcome = contestant.run(job.asks)
-                    wanted = args.max_tokens * len(job.asks)
-                    ends = not job.asks[0].params.ignore_eos
-                    assert outcome.tokens == wanted or (ends and outcome.tokens < wanted), (
-                        f"{contestant.name} wrote {outcome.tokens} tokens, not {wanted}"
-                    )
-                    record.add(job.suite, contestant.name, job.index, outcome)
-                    bar.advance(task)
+        task = bar.add_task(name, total=rounds * sum(len(t) * len(group) for t, group in groups))
+
+        def advance(steps: int, what: str) -> None:
+            bar.update(task, advance=steps, description=f"{name} {what}")
+
+        for todo, group in groups:
+            if group:
+                take_turns(todo, group, rounds, record, advance)
 
 
 def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: Console) -> None:
-    """Measure one pair and put its figures into `result`, also when interrupted."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    from stepclock import overhead
-
+    """Measure one pair and put its figures into ``result``, also when interrupted."""
     pair = find_pair(name, args)
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    positions = AutoConfig.from_pretrained(pair.target).max_position_embeddings
-    limit = positions - args.max_tokens - 2 * c.DRAFT_LENGTH
+    llm = LLM(pair.target, draft="none", dtype=args.dtype, device=args.device, max_batch_size=1)
+    limit = llm.target.max_positions - args.max_tokens - 2 * DRAFT_LENGTH
+    load = real.load_suites if name == real.NAME else load_suites
     names = args.suites.split(",")
-    if name == real.NAME:
-        suites = real.load_suites(args.prompts_dir, names, tokenizer, args.per_suite, limit)
-    else:
-        suites = load_suites(args.prompts_dir, names, tokenizer, args.per_suite, limit)
-    field = load(pair, args)
-    record = Record()
+    suites = load(args.prompts_dir, names, llm.tokenizer, args.per_suite, limit)
+    alone = jobs(suites, args.max_tokens, pair.ends)
+    parts = {
+        "single": alone,
+        "sampled": jobs(suites, args.max_tokens, pair.ends, 1.0),
+        "batched": [together(alone)],
+    }
+    heats = HeatRecord()
     try:
-        measure(name, list(jobs(field, suites, args.max_tokens, bool(pair.ends))), args, record)
-    except KeyboardInterrupt:
+        measure(name, Engines(llm, pair, args), parts, args.rounds, heats)
+    finally:
+        record = Record.of(heats)
         result[name] = figures(record)
-        show(name, record, result[name], out)
-        raise
-    result[name] = figures(record)
-    ids = {suite: [p.token_ids for p in prompts] for suite, prompts in suites.items()}
+        if sys.exc_info()[0] is not None:
+            show(name, record, result[name], out)
     for key, names in {
         "plain_equals_transformers": (THEIRS, PLAIN),
         "speculative_equals_plain": (PLAIN, FIXED),
         "adaptive_equals_plain": (PLAIN, ADAPTIVE),
     }.items():
-        result[name][key] = {s: kinships(record, s, names, ids[s], field.judge) for s in ids}
-    if pair.device == "cpu":  # a GPU's calls return before the work is done
-        prompts = [rows[0] for rows in ids.values()]
-        result[name] |= overhead(field.fixed, prompts, args.max_tokens)
+        result[name][key] = agreement(llm, heats, list(suites), *names)
     show(name, record, result[name], out)
 
 
 def main() -> None:
     """Measure as the command line says."""
-    from paceline.errors import PacelineError
-
     args = parse(sys.argv[1:])
     out = Console(width=max(100, Console().width))
     result: dict[str, Any] = {}
@@ -251,10 +242,7 @@ def main() -> None:
         status = 130
     except (inflate.InflateError, PacelineError) as error:
         raise SystemExit(f"error: {error}") from None
-    line = json.dumps(result | {"machine": about})
-    if args.json:
-        Path(args.json).write_text(line + "\n")
-    print(line)
+    finish(result | {"machine": about}, args.json)
     raise SystemExit(status)
 
 

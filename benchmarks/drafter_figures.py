@@ -25,7 +25,7 @@ def speed(waves: Waves, name: str) -> float:
 
 
 def figures(waves: Waves, name: str) -> dict[str, Any]:
-    """Of one contestant in one pass: speed by plain decoding's, in all, in the median wave and in
+    """Of one engine in one pass: speed by plain decoding's, in all, in the median wave and in
     the worst set (of batches: the worst batch), and what its drafts were."""
     by_set = {key: speed(own, name) / speed(own, PLAIN) for key, own in _sets(waves).items()}
     worst = min(by_set, key=lambda key: by_set[key])
@@ -108,7 +108,7 @@ def target_of(record: Record) -> str:
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """{target: {cell: {pass: {contestant: figures}}}}; a drafter has ``of_best`` where its lengths
+    """{target: {cell: {pass: {engine: figures}}}}; a drafter has ``of_best`` where its lengths
     were chosen, too."""
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     best: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
@@ -130,7 +130,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def ratios(records: Iterable[Record]) -> dict[str, Any]:
-    """{target: {cell: {pass: {contestant: speed by plain decoding's}}}}."""
+    """{target: {cell: {pass: {engine: speed by plain decoding's}}}}."""
     return {
         target: {
             cell: {name: {one: own["ratio"] for one, own in by.items()} for name, by in own.items()}

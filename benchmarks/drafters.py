@@ -46,16 +46,15 @@ from rich.console import Console
 import inflate
 import real
 from drafter_figures import PLAIN, as_report, brief, ratios
-from entrants import Entry, Weights, entries, weights_of, write_useless
-from neighbours import Neighbours, wait_until_quiet
+from harness import OtherLoad, append_record, machine, read_records, rotated, wait_until_quiet
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, at_hand, default_folder, encode, read_texts
-from report import machine
-from waves import Contestant, Run, together
+from rows import Entry, Weights, entries, weights_of, write_useless
+from waves import Run, WaveEngine, together
 
 FORMS = {"bf16": ("bfloat16", None), "float32": ("float32", None)} | {
     bits: ("bfloat16", bits) for bits in ("int8", "int4")
@@ -68,7 +67,7 @@ WARM_UP = 4  # tokens that plain decoding writes before anything counts: kernels
 
 @dataclass(frozen=True)
 class Cell:
-    """What all contestants do in turn."""
+    """What all engines do in turn."""
 
     batch: int
     mode: str
@@ -78,7 +77,7 @@ class Cell:
         return f"b{self.batch}/{self.mode}"
 
     def params(self, index: int, tokens: int) -> SamplingParams:
-        """Of the prompt number ``index``; where a request ends is told by the contestants."""
+        """Of the prompt number ``index``; where a request ends is told by the engines."""
         return SamplingParams(
             temperature=0.0 if self.mode == "greedy" else 1.0,
             seed=index if self.mode == "seeded" else None,
@@ -189,7 +188,7 @@ class Bench:
             "fixed": args.fixed,
             "native": os.environ.get("PACELINE_NATIVE", "auto"),
         }
-        self.records = read(args.json)
+        self.records = read_records(args.json)
         self.scratch, self._longest = scratch, 0.0
 
     def say(self, line: str) -> None:
@@ -270,7 +269,7 @@ class Bench:
             found[name] = [ids for ids in every if len(ids) <= limit]
         return found
 
-    def contestants(self, cell: Cell) -> Iterator[Contestant]:
+    def engines(self, cell: Cell) -> Iterator[WaveEngine]:
         """Plain decoding and LLMs without any history."""
         named: dict[str, tuple[str | None, int | str]] = {PLAIN: (None, 0)}
         for entry in self.entries:
@@ -290,18 +289,18 @@ class Bench:
             except PacelineError as error:
                 self.say(f"left out {name}: {error}")
                 continue
-            yield Contestant(name, llm, self.ends)
+            yield WaveEngine(name, llm, self.ends)
 
     def measure(self, cell: Cell) -> None:
         """One round of a cell: all its passes, appended to the records."""
         start = time.perf_counter()
         passes = self.prompts(cell)
-        everyone = list(self.contestants(cell))
+        everyone = list(self.engines(cell))
         self._warm_up(cell, passes["first"][: cell.batch])
         startup = time.perf_counter() - start
         wait_until_quiet(self.args.wait, self.say)
         gc.collect()
-        others = Neighbours()
+        others = OtherLoad()
         waves = [
             self._wave(name, cell, everyone, own[n : n + cell.batch], n // cell.batch)
             for name, own in passes.items()
@@ -319,21 +318,20 @@ class Bench:
             "waves": waves,
         }
         self.records.append(record)
-        append(self.args.json, record)
+        append_record(self.args.json, record)
         self.say(f"{cell.key}: {brief(record)}")
 
     def _warm_up(self, cell: Cell, prompts: list[Prompt]) -> None:
         plain = self.base.beside(None, max_batch_size=cell.batch, prefix_sharing=False)
         params = [cell.params(prompt.index, WARM_UP) for prompt in prompts]
-        together([Contestant(PLAIN, plain)], [prompt.ids for prompt in prompts], params)
+        together([WaveEngine(PLAIN, plain)], [prompt.ids for prompt in prompts], params)
         plain.close()
 
     def _wave(
-        self, name: str, cell: Cell, everyone: list[Contestant], wave: list[Prompt], number: int
+        self, name: str, cell: Cell, everyone: list[WaveEngine], wave: list[Prompt], number: int
     ) -> dict[str, Any]:
         """What all do with some prompts at once, in an order that rotates."""
-        shift = number % len(everyone)
-        order = everyone[shift:] + everyone[:shift]
+        order = rotated(everyone, number)
         params = [cell.params(prompt.index, self.args.tokens) for prompt in wave]
         runs = together(order, [prompt.ids for prompt in wave], params)
         by_name = {one.name: run for one, run in zip(order, runs, strict=True)}
@@ -352,26 +350,11 @@ def _without_texts(run: Run, plain: list[tuple[int, ...]]) -> dict[str, Any]:
     return found | {"same": sum(a == b for a, b in zip(texts, plain, strict=True))}
 
 
-def read(path: str | None) -> list[dict[str, Any]]:
-    """The records of a file; none where there is none. A last line that was cut off is none."""
-    if path is None or not Path(path).is_file():
-        return []
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-
-
-def append(path: str | None, record: dict[str, Any]) -> None:
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
 def main() -> None:
     """Measure as the command line says."""
     args = parse(sys.argv[1:])
     status = 0
-    records = read(args.json)
+    records = read_records(args.json)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(args, Path(scratch))

@@ -3,7 +3,7 @@
 The model is copied in float32 into a folder that no other process has open. Before every forward of
 the target that copy is dropped from the page cache (posix_fadvise DONTNEED), so that each forward
 reads its layers from the disk; the bytes that did come from there are the kernel's count
-(read_bytes of /proc/self/io, Linux). All contestants decode the same chats greedily, one at a
+(read_bytes of /proc/self/io, Linux). All engines decode the same chats greedily, one at a
 time, over the same weights; drafts must yield the tokens of plain decoding.
 
 The draft length is fixed: the costs that "auto" measures at start-up would be those of files in the
@@ -32,12 +32,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from harness import machine
 from paceline.config import parse_bytes
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.loading import load_module, load_tokenizer, weight_files
-from report import machine
 
 CHATS = (
     "Repeat this list and add two more: apples, pears, plums, apples, pears, plums.",
@@ -107,7 +107,7 @@ def large(model: str, folder: Path, layers: int) -> Path:
 
 @dataclass(frozen=True)
 class Figures:
-    """One contestant over all chats."""
+    """One engine over all chats."""
 
     draft: str
     tokens: int

@@ -2,7 +2,7 @@
 
 Unlike the small pair it ends its answers, and what it writes after the end token is no text that
 anybody would read (and is easy, or hard, to draft). So answers end where the model ends them, and
-contestants are compared by tokens a second: of greedy requests all write the same tokens.
+engines are compared by tokens a second: of greedy requests all write the same tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import inflate
 from paceline.lab.bench.prompts import evenly
 from perturbed import perturbed
-from prompts import Prompt, encode, read_texts
-
-if TYPE_CHECKING:
-    from paceline.draft.spec import Loading
-    from paceline.llm import LLM
+from prompts import encode, read_texts
 
 NAME = "smollm2"
 TARGET = "paceline/smollm2"
@@ -98,43 +94,10 @@ def load_sets(
 
 def load_suites(
     folder: str | Path, sets: Sequence[str], tokenizer: Any, per_set: int, limit: int
-) -> dict[str, list[Prompt]]:
-    """{set: ``per_set`` prompts, evenly spread (0: all)}."""
+) -> dict[str, list[list[int]]]:
+    """{set: token ids of ``per_set`` prompts, evenly spread (0: all)}."""
     every = load_sets(folder, sets, lambda text: encode(tokenizer, "chat", text), limit)
-    return {
-        name: [Prompt(name, ids) for ids in evenly(found, per_set or None)]
-        for name, found in every.items()
-    }
-
-
-def mixed(llm: LLM, folder: str | Path, sets: str | None, limit: int) -> list[list[int]]:
-    """One prompt of each set in turn, as long as there are any."""
-
-    def render(text: str) -> list[int]:
-        return llm.render_chat([{"role": "user", "content": text}])
-
-    columns = load_sets(folder, sets.split(",") if sets else SETS, render, limit).values()
-    longest = max(map(len, columns))
-    return [column[n] for n in range(longest) for column in columns if n < len(column)]
-
-
-def end_tokens(loading: Loading) -> frozenset[int]:
-    """Where answers end, as ``LLM.end_tokens``."""
-    own = loading.tokenizer.eos_token_id
-    return loading.target.eos_token_ids | (
-        frozenset([own]) if isinstance(own, int) else frozenset()
-    )
-
-
-def ends_of(folder: Path) -> frozenset[int]:
-    """The same of a folder, without loading the model."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    found = [AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)]
-    if (folder / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(folder))
-    ids = [one.eos_token_id for one in found]
-    return frozenset(n for own in ids for n in ([own] if isinstance(own, int) else own or []))
+    return {name: evenly(found, per_set or None) for name, found in every.items()}
 
 
 def add_perturb(parser: argparse.ArgumentParser) -> None:

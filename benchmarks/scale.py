@@ -7,7 +7,6 @@ Plain decoding stands beside drafts of three tokens and the engine's own choice.
     python benchmarks/scale.py                        # all of docs/scale.md: some minutes
     python benchmarks/scale.py --chips h100 --models 8b --seconds 5
     python benchmarks/scale.py --capacity --chips h100 --models 8b    # a sheet, by formula
-    python benchmarks/scale.py --check smollm2    # the same simulation of this machine, against it
 
 The last line of the output is one JSON object.
 """
@@ -15,7 +14,6 @@ The last line of the output is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from harness import finish
 from paceline.lab.report.document import Report, Table, Text
 from paceline.lab.report.render import print_report
-from scale_check import PAIRS, check
 from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows
 from scale_replica import Figures, Replica, Settings, Traffic
 
@@ -218,17 +216,13 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
     own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
     own.add_argument("--capacity", action="store_true", help="a sheet, by a formula")
-    own.add_argument("--check", choices=PAIRS, help="predict this machine, and measure it")
-    own.add_argument("--rounds", type=int, default=3, help="of --check (3)")
     own.add_argument("--json", help="also write the figures here")
     return own
 
 
 def main() -> None:
     args = parser().parse_args()
-    if args.check:
-        figures = check(Console(), args.check, args.rounds)
-    elif args.capacity:
+    if args.capacity:
         figures = capacity(args)
     else:
         console = Console(stderr=True)
@@ -238,17 +232,9 @@ def main() -> None:
         print_report(report(found, args), Console())
         figures = {
             "assumed": asdict(machine(args.chips[0], args.models[0])),
-            "cells": [
-                {
-                    **asdict(cell),
-                }
-                for cell in found
-            ],
+            "cells": [asdict(cell) for cell in found],
         }
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=1)
-    print(json.dumps(figures))
+    finish(figures, args.json)
 
 
 if __name__ == "__main__":

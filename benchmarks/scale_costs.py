@@ -1,4 +1,4 @@
-"""What forwards would take: a roofline of a chip and a model's shape, or what was measured here.
+"""What forwards would take: a roofline of a chip and a model's shape.
 
 A part of a forward takes as long as the slower of its bytes and its arithmetic (Williams et al.,
 2009, "Roofline")::
@@ -164,42 +164,6 @@ class Roofline:
         free = 0.9 * self.chip.memory * self.chips - self.target.bytes - table - own
         per_token = self.target.kv_bytes + (self.drafter.kv_bytes if self.drafter else 0)
         return int(free / per_token)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A machine as it was seen: parts of steps, by sequences and rows of each; ``prompt``, of a
-    whole step by tokens of prompts; ``passes`` of a drafter, by sequences, and by tokens read."""
-
-    target: TargetCosts
-    rest: TargetCosts
-    passes: CostCurve
-    prompt: CostCurve
-    read: CostCurve
-
-    def forward(self, work: Sequence[Rows]) -> float:
-        short, read = self._split(work)
-        seconds = self.target(len(short), self._each(short)) if short else 0.0
-        # In one forward with others a prompt adds what its further rows take.
-        return seconds + (self.prompt(read) - (self.prompt(1) if short else 0.0) if read else 0.0)
-
-    def draft_pass(self, work: Sequence[Rows]) -> float:
-        short, read = self._split(work)
-        return (self.passes(len(short)) if short else 0.0) + (self.read(read) if read else 0.0)
-
-    def host(self, work: Sequence[Rows]) -> float:
-        short, _ = self._split(work)
-        return self.rest(len(short), self._each(short)) if short else 0.0
-
-    @staticmethod
-    def _split(work: Sequence[Rows]) -> tuple[list[Rows], int]:
-        """Those that decode, and the tokens of prompts."""
-        short = [own for own in work if own.rows <= MOST_DRAFTED]
-        return short, sum(own.rows for own in work if own.rows > MOST_DRAFTED)
-
-    @staticmethod
-    def _each(work: Sequence[Rows]) -> float:
-        return sum(own.rows for own in work) / len(work)
 
 
 def as_start_up_measures(costs: Costs, batch: int, longest: int) -> TargetCosts:

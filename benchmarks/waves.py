@@ -1,4 +1,4 @@
-"""Contestants over one loaded target that decode the same requests, taking turns."""
+"""Engines over one loaded target that decode the same requests, taking turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """What one contestant did with a wave of requests. Seconds are wall time, prefill included."""
+    """What one engine did with a wave of requests. Seconds are wall time, prefill included."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -29,7 +29,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class WaveEngine:
     """An LLM under a name. ``ends`` are tokens that end a request before its limit."""
 
     name: str
@@ -38,10 +38,10 @@ class Contestant:
 
 
 class _Wave:
-    """Requests that one contestant decodes together, on a clock that runs while it works."""
+    """Requests that one engine decodes together, on a clock that runs while it works."""
 
     def __init__(
-        self, one: Contestant, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+        self, one: WaveEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> None:
         pairs = zip(prompts, params, strict=True)
         self.drive = Drive(one.llm.engine, [sequence(ids, own, one.ends) for ids, own in pairs])
@@ -72,17 +72,17 @@ class _Wave:
 
 
 def together(
-    contestants: Sequence[Contestant],
+    engines: Sequence[WaveEngine],
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
     turn: float = 0.1,
 ) -> list[Run]:
-    """All of ``prompts`` at once by every contestant; they take turns of ``turn`` seconds.
+    """All of ``prompts`` at once by every engine; they take turns of ``turn`` seconds.
 
     Each has a clock of its own. So the machine's moods meet all of them alike: where runs one after
     another differ by 10 % for no reason, these differ by 1 %.
     """
-    waves = [_Wave(one, prompts, params) for one in contestants]
+    waves = [_Wave(one, prompts, params) for one in engines]
     try:
         while any(wave.drive.busy for wave in waves):
             for wave in waves:

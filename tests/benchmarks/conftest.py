@@ -32,7 +32,7 @@ def start(
 
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, int], None]:
-    """Ctrl-C in the ``run`` behind so many runs of a kind of contestant."""
+    """Ctrl-C in the ``run`` behind so many runs of a kind of engine."""
 
     def planted(kind: type, after: int) -> None:
         calls: list[str] = []

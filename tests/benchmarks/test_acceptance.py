@@ -1,10 +1,21 @@
-"""The independent measurement of draft acceptance."""
+"""Draft acceptance of the small pair: what the engine counts is what transformers says."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from acceptance import Walk, greedy_drafts, greedy_texts, walk
+import acceptance
+from paceline import LLM
+from prompts import load_suites
+from support.engine_models import write_pair
 from support.tiny_models import SMALL
+from support.walked_drafts import Walk, greedy_drafts, greedy_texts, walk
+
+Start = Callable[..., tuple[Any, str, Any]]
 
 
 def tiny(seed: int) -> LlamaForCausalLM:
@@ -54,3 +65,24 @@ def test_texts_end_after_a_stop_token() -> None:
     stop = free[5]
     cut = greedy_texts(model, [[3, 9, 4, 1]], 16, frozenset([stop]))[0]
     assert cut == free[: free.index(stop) + 1]
+
+
+def test_the_engine_accepts_what_transformers_says(tmp_path: Path, start: Start) -> None:
+    target, draft = write_pair(tmp_path)
+    line = ["--target", target, "--draft", draft, "--prompts-dir", str(tmp_path), "--batch", "2"]
+    line += ["--suites", "arith", "--per-suite", "3", "--max-tokens", "16", "--dtype", "float32"]
+    code, out, found = start(acceptance, *line)
+    assert code == 0 and "Tokens per target step" in out
+    llm = LLM(target, draft="none", dtype="float32")
+    limit = llm.target.max_positions - 16 - 4 - 1
+    ids = load_suites(tmp_path, ["arith"], llm.tokenizer, 3, limit)["arith"]
+    models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (target, draft)]
+    counts = Walk(4)
+    for prompt in ids:
+        (text,) = greedy_texts(models[0].eval(), [prompt], 16, llm.end_tokens)
+        walk(text, greedy_drafts(models[1].eval(), prompt, text, 4), 4, counts)
+    expected = counts.summary()
+    for key in ("acceptance", "mean_accepted_length"):
+        assert found["arith"][key] == pytest.approx(expected[key], abs=1e-3)
+        assert found["mean"][key] == pytest.approx(expected[key], abs=1e-3)
+    assert found["arith"]["drafted"] == expected["drafted"]

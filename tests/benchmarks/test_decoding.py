@@ -9,15 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import contestants
 import decoding
+from decoding_figures import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, Record, figures
+from paceline import LLM, SamplingParams
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.prompts import evenly
-from paceline.lab.bench.runs import TimedAnswer, TimedRun
-from prompts import ALL_SUITES, BUILT_IN, encode, load_suites, read_texts
-from record import Record, kinship
-from report import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, figures
-from stepclock import StepClock, shares
+from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
+from prompts import ALL_SUITES, SHIPPED, encode, load_suites, read_texts
 
 Start = Callable[..., tuple[Any, str, Any]]
 
@@ -53,7 +51,7 @@ def test_figures_are_ratios_of_medians() -> None:
 def test_figures_of_an_interrupted_run() -> None:
     record = Record()
     record.add("arith", THEIRS, 0, outcome(1.0))
-    record.add("arith", THEIRS, 1, outcome(50.0))  # only one contestant came to this prompt
+    record.add("arith", THEIRS, 1, outcome(50.0))  # only one engine came to this prompt
     record.add("arith", PLAIN, 0, outcome(0.5))
     result = figures(record)
     assert result["plain_vs_transformers"] == 2.0
@@ -70,35 +68,9 @@ def tiny(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_kinship_tells_ties_from_errors() -> None:
-    model = tiny()
-    prompt = [5, 6, 7]
-    logits = model(torch.tensor([prompt])).logits[0, -1]
-    order = logits.argsort(descending=True).tolist()
-    best, worst = order[0], order[-1]
-    with torch.no_grad():
-        model.lm_head.weight[worst] = model.lm_head.weight[best] * (1 + 1e-7)
-    assert kinship(model, prompt, [best, 1], [best, 1]) == "identical"
-    assert kinship(model, prompt, [best, 1], [worst, 2]) == "near tie"
-    assert kinship(model, prompt, [best, 1], [order[1], 1]) == "different"
-    assert kinship(model, prompt, [best], [best, 1]) == "different"
-
-
-def test_clock_gives_own_time_only() -> None:
-    clock = StepClock()
-    inner = clock.wrap("inner", lambda: sum(range(200_000)))
-    outer = clock.wrap("outer", lambda: inner())
-    outer()
-    assert clock.own["inner"] > clock.own["outer"] > 0
-    assert shares([{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 2.0}, {"b": 4.0}]) == {
-        "a": 0.25,
-        "b": 0.75,
-    }
-
-
 def test_prompts(tmp_path: Path) -> None:
-    assert set(BUILT_IN) == set(ALL_SUITES)
-    assert read_texts(tmp_path, "arith") == BUILT_IN["arith"]
+    assert set(SHIPPED) == set(ALL_SUITES)
+    assert {form for form, _ in read_texts(tmp_path, "arith")} == {"chat"}
     record = {"id": "x", "format": "completion", "turns": ["first", "second"]}
     (tmp_path / "arith.jsonl").write_text(json.dumps(record) + "\n")
     assert read_texts(tmp_path, "arith") == [("completion", "first")]
@@ -125,8 +97,11 @@ def test_chats_go_through_the_template(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     assert tokenizer.decode(encode(tokenizer, "chat", "hi")) == "U:hiA:"
     assert tokenizer.decode(encode(tokenizer, "completion", "hi")) == "hi"
-    suites = load_suites(tmp_path, ["arith"], tokenizer, 0, limit=30)
-    assert [len(p.token_ids) for p in suites["arith"]] == [22]  # the others are longer
+    texts = ("What is 345 + 278?", "What is 345 + 278 + 4567?")
+    lines = [json.dumps({"format": "chat", "turns": [text]}) for text in texts]
+    (tmp_path / "arith.jsonl").write_text("\n".join(lines) + "\n")
+    suites = load_suites(tmp_path, ["arith"], tokenizer, 0, limit=25)
+    assert [len(ids) for ids in suites["arith"]] == [22]  # the other is longer
 
 
 @pytest.fixture
@@ -178,7 +153,7 @@ def test_ctrl_c_prints_what_was_measured(
     pair: tuple[str, str], start: Start, interrupt: Callable[[type, int], None]
 ) -> None:
     pytest.importorskip("paceline.llm")
-    interrupt(Paceline, 4)
+    interrupt(Paceline, 7)
     code, _, result = start(decoding, *arguments(pair, "--pairs", "tiny", "--no-rules"))
     assert code == 130
     assert result["tiny"]["plain_vs_transformers"] > 0
@@ -186,21 +161,22 @@ def test_ctrl_c_prints_what_was_measured(
 
 
 def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
-    pytest.importorskip("paceline.llm")
-    found = contestants.Pair("tiny", Path(pair[0]), Path(pair[1]), "cpu", "float32")
-    llm = contestants.build_llm(found)
-    contestant = contestants.ours("x", llm)
+    llm = LLM(pair[0], draft="none", dtype="float32")
+    args = decoding.parse(arguments(pair, "--no-rules"))
+    engines = decoding.Engines(llm, decoding.Pair("tiny", *pair, pair[1]), args)
+    (fixed,) = (engine for engine in engines.single if engine.name == FIXED)
+    assert isinstance(fixed, Paceline)
     scheduled: list[int] = []
-    inner = llm.engine.batch
+    inner = fixed.llm.engine.batch
 
     def watched(plan: Any, trees: Any) -> Any:
         scheduled.append(max(item.scheduled for item in plan.slices))
         return inner(plan, trees)
 
-    llm.engine.batch = watched
-    prompt = list(range(1, 81))
-    contestant.run(contestants.asks([prompt], 4))
-    contestant.run(contestants.asks([prompt], 4))
+    fixed.llm.engine.batch = watched  # type: ignore[method-assign]
+    ask = Ask(tuple(range(1, 81)), SamplingParams(max_tokens=4, ignore_eos=True))
+    fixed.run([ask])
+    fixed.run([ask])
     assert scheduled.count(80) == 2
 
 

@@ -9,16 +9,15 @@ import pytest
 
 import drafters
 from drafter_figures import as_report, figures, of_best, ratios, summary
-from entrants import Run, Weights, entries, skip_option, weights_of
 from inflate import Sizes
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
 from paceline.lab.report.render import write
 from paceline.llm import LLM
-from prompts import ALL_SUITES, BUILT_IN, at_hand
+from prompts import ALL_SUITES, SHIPPED, at_hand
+from rows import Weights, entries, skip_option, weights_of
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
-from waves import Contestant, together
+from waves import WaveEngine, together
 
 Start = Callable[..., tuple[Any, str, Any]]
 
@@ -26,15 +25,6 @@ ISSUE = (
     "draft,draft_tree,ngram,suffix,lookahead,recycling,early_exit,quantized,layer_skip,medusa,"
     "eagle,eagle2,eagle3,hybrid,auto"
 )
-
-
-def test_a_run_sums_what_sequences_did() -> None:
-    total = Run()
-    total.add(DraftCounts(target_steps=4, reached_at=[4, 2], accepted_at=[2, 1]), tokens=7)
-    total.add(DraftCounts(target_steps=2, reached_at=[2, 2, 2], accepted_at=[2, 2, 2]), tokens=8)
-    assert total.length == 2.5
-    assert total.by_position == [4 / 6, 3 / 4, 1.0]
-    assert Run().length is None and Run().by_position == []
 
 
 def wave(sets: str, seconds: dict[str, float], name: str = "first") -> dict[str, Any]:
@@ -199,9 +189,9 @@ def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
     cell = drafters.Cell(2, "greedy")
     prompts = [prompt.ids for prompt in bench.prompts(cell)["first"][:2]]
     params = [cell.params(n, 12) for n in range(2)]
-    first = [one for one in bench.contestants(cell) if one.name.endswith("@4")]
+    first = [one for one in bench.engines(cell) if one.name.endswith("@4")]
     drafted = [(run.drafted, run.accepted) for run in together(first, prompts, params)]
-    anew = [one for one in bench.contestants(cell) if one.name.endswith("@4")]
+    anew = [one for one in bench.engines(cell) if one.name.endswith("@4")]
     for old, new in zip(first, anew, strict=True):
         assert old.llm.engine.drafter is not new.llm.engine.drafter
         assert old.llm.engine.controller is not new.llm.engine.controller
@@ -213,20 +203,20 @@ def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> 
     cell = drafters.Cell(2, "seeded")
     llm = LLM(pair[0], draft="none", dtype="float32")
     both = [
-        Contestant("plain", llm),
-        Contestant("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
+        WaveEngine("plain", llm),
+        WaveEngine("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
     ]
     plain, fast = together(both, [[3, 4, 5], [6, 7]], [cell.params(n, 9) for n in (5, 6)])
     assert plain.texts == fast.texts and fast.drafted > 0
     assert plain.tokens == 18 and plain.steps == 18 and plain.drafting == 0
 
 
-def test_answers_end_where_the_contestant_says(pair: tuple[str, str]) -> None:
+def test_answers_end_where_the_engine_says(pair: tuple[str, str]) -> None:
     llm = LLM(pair[0], draft="none", dtype="float32", prefix_sharing=False)
     prompts, params = [[3, 4, 5], [6, 7]], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
-    (whole,) = together([Contestant("a", llm)], prompts, params)
+    (whole,) = together([WaveEngine("a", llm)], prompts, params)
     stop = whole.texts[0][5]
-    (ended,) = together([Contestant("a", llm, frozenset([stop]))], prompts, params)
+    (ended,) = together([WaveEngine("a", llm, frozenset([stop]))], prompts, params)
     expected = [text.index(stop) + 1 if stop in text else 12 for text in whole.texts]
     assert [len(text) for text in ended.texts] == expected
     assert ended.tokens == sum(expected) < 24
@@ -252,8 +242,8 @@ def test_sets_that_are_not_there_are_left_out(
     (tmp_path / "spec_bench.jsonl").write_text("{}")
     assert at_hand(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
     assert f"left out gsm8k: not in {tmp_path}\n" in capsys.readouterr().err
-    assert at_hand(tmp_path, ["gsm8k"]) == [*BUILT_IN]
-    assert "taking our own few prompts of stories" in capsys.readouterr().err
+    assert at_hand(tmp_path, ["gsm8k"]) == [*SHIPPED]
+    assert "taking shipped prompts of stories" in capsys.readouterr().err
 
 
 def test_bad_arguments_are_refused(

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import acceptance
-import head_acceptance
 import real
-from entrants import Run, load_target
+from acceptance import Run
+from paceline import LLM
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
 from support.real_prompts import write_prompts
+from support.walked_drafts import Walk, greedy_drafts, greedy_texts, walk
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,13 @@ def arguments(folders: dict[str, str], *more: str) -> list[str]:
 
 
 def test_the_step_that_reads_the_prompt_does_not_count() -> None:
-    plain = Run(tokens=20, steps=20, requests=2, first=2)
-    assert plain.decoding_length == 1.0
-    assert Run(tokens=20, steps=8, requests=2, first=2).decoding_length == 3.0
-    assert Run(tokens=20, steps=8, requests=2, first=8).decoding_length == 2.0
-    assert Run(tokens=2, steps=2, requests=2, first=2).decoding_length is None  # of one token
-    whole = Run()
-    whole.merge(plain)
-    assert (whole.requests, whole.first) == (2, 2)
+    def length(tokens: int, steps: int, first: int) -> float | None:
+        return Run(tokens, steps, 1.0, 0, 0, (), (), 2, first).decoding_length
+
+    assert length(20, 20, 2) == 1.0
+    assert length(20, 8, 2) == 3.0
+    assert length(20, 8, 8) == 2.0
+    assert length(2, 2, 2) is None  # answers of one token
 
 
 def test_the_engine_accepts_what_transformers_says(
@@ -71,22 +71,19 @@ def test_the_engine_accepts_what_transformers_says(
     assert list(found) == [*rows, "settings"]
     assert "MISSED: eagle3 chain 4: mean of 4 sets:" in out
 
-    loading = load_target(folders["target"], "float32", "cpu")
+    llm = LLM(folders["target"], draft="none", dtype="float32")
     models = [
         AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32).eval()
         for name in ("target", "draft")
     ]
-    ends = real.end_tokens(loading)
-    suites = real.load_suites(
-        folders["prompts-dir"], real.ACCEPTANCE_SETS, loading.tokenizer, 0, 120
-    )
+    ends = llm.end_tokens
+    suites = real.load_suites(folders["prompts-dir"], real.ACCEPTANCE_SETS, llm.tokenizer, 0, 120)
     for name, prompts in suites.items():
-        counts = acceptance.Walk(4)
-        ids = [prompt.token_ids for prompt in prompts]
-        texts = acceptance.greedy_texts(models[0], ids, 24, ends)
-        for prompt, text in zip(ids, texts, strict=True):
-            drafts = acceptance.greedy_drafts(models[1], prompt, text, 4)
-            acceptance.walk(text, drafts, 4, counts)
+        counts = Walk(4)
+        texts = greedy_texts(models[0], prompts, 24, ends)
+        for prompt, text in zip(prompts, texts, strict=True):
+            drafts = greedy_drafts(models[1], prompt, text, 4)
+            walk(text, drafts, 4, counts)
             # The step that reads the prompt drafts, too, but does not count.
             run = next((n for n in range(4) if drafts[0][n] != text[n]), 4)
             counts.steps, counts.committed = counts.steps - 1, counts.committed - run - 1
@@ -105,11 +102,11 @@ def test_answers_end_where_the_model_ends_them(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loading = load_target(folders["target"], "float32", "cpu")
-    suites = real.load_suites(folders["prompts-dir"], ["gsm8k"], loading.tokenizer, 0, 120)
+    llm = LLM(folders["target"], draft="none", dtype="float32")
+    suites = real.load_suites(folders["prompts-dir"], ["gsm8k"], llm.tokenizer, 0, 120)
     model = AutoModelForCausalLM.from_pretrained(folders["target"], dtype=torch.float32).eval()
-    free = acceptance.greedy_texts(model, [p.token_ids for p in suites["gsm8k"]], 24, frozenset())
-    monkeypatch.setattr(real, "end_tokens", lambda loading: frozenset([free[0][5]]))
+    free = greedy_texts(model, suites["gsm8k"], 24, frozenset())
+    monkeypatch.setattr(acceptance, "ends_of", lambda *_: frozenset([free[0][5]]))
     line = arguments(folders, "--suites", "gsm8k", "--medusa", "none")
     _, _, _, found = start(monkeypatch, capsys, line)
     stop = free[0][5]
@@ -133,7 +130,7 @@ def test_what_is_not_here_is_left_out_or_refused(
     assert found["settings"]["from_spec_bench"] == ["qa"]
     for bad, words in (
         (["--eagle3", "nowhere"], "error: --eagle3: 'nowhere' has no config.json"),
-        (["--suites", "alpaca"], "no built-in prompts for 'alpaca'"),
+        (["--suites", "alpaca"], "no shipped prompts for 'alpaca'"),
         (["--target", "nowhere"], "'nowhere' has no config.json"),
         (["--draft", "none", "--eagle3", "none", "--medusa", "none"], "no drafts to measure"),
     ):
@@ -163,15 +160,15 @@ def test_ctrl_c_prints_what_was_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    inner, calls = head_acceptance.Entrant.run, []
+    inner, calls = acceptance.decode, []
 
-    def interrupted(self: Any, *call: Any) -> Run:
+    def interrupted(*given: Any) -> Run:
         calls.append(1)
         if len(calls) > 2:
             raise KeyboardInterrupt
-        return inner(self, *call)
+        return inner(*given)
 
-    monkeypatch.setattr(head_acceptance.Entrant, "run", interrupted)
+    monkeypatch.setattr(acceptance, "decode", interrupted)
     code, _, _, found = start(monkeypatch, capsys, arguments(folders, "--medusa", "none"))
     assert code == 130
     assert set(found["eagle3 chain 4"]) == {"mt_bench", "gsm8k", "mean"}

@@ -1,7 +1,9 @@
 """An inflated checkpoint computes the same function, at another size."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from checkpoint import ShardWriter
 from inflate import InflateError, Sizes, inflate, resolve
-from record import kinship
 from support.tiny_models import SMALL
 
 EXACT = Sizes(hidden=128, layers=5, ffn=112)  # 4 x 32: norms are rescaled by a power of two
+
+
+@torch.inference_mode()
+def kinship(model: Any, prompt: list[int], reference: list[int], other: list[int]) -> str:
+    """ "identical", "near tie" or "different" for two greedy texts of one prompt.
+
+    A near tie: at the first difference `model` (of transformers) gives the two tokens logits no
+    more than two rounding steps of its dtype apart, so that the order of a sum decides.
+    """
+    if reference == other:
+        return "identical"
+    at = next((i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), None)
+    if at is None:
+        return "different"  # one is longer
+    ids = torch.tensor([prompt + reference[:at]], device=model.device)
+    logits = model(ids).logits[0, -1]
+    step = torch.finfo(logits.dtype).eps * 2 ** math.floor(math.log2(float(logits.abs().max())))
+    gap = abs(float(logits[reference[at]]) - float(logits[other[at]]))
+    return "near tie" if gap <= 2 * step else "different"
+
+
 ROUNDED = Sizes(hidden=144, layers=4, ffn=100)
 
 

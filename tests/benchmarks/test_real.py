@@ -14,7 +14,8 @@ import drafters
 import perturbed
 import real
 import serving
-from report import ADAPTIVE, FIXED, THEIRS
+from decoding_figures import ADAPTIVE, FIXED, THEIRS
+from paceline import LLM
 from support.random_heads import write_eagle
 from support.real_prompts import write_prompts
 
@@ -68,14 +69,14 @@ PLAIN_OURS = "paceline plain"
 def test_decoding_without_a_draft_model_has_no_assistant(folders: dict[str, str]) -> None:
     arguments = ["--pairs", "smollm2", *line(folders, "target", "eagle3"), "--draft", "none"]
     pair = decoding.find_pair("smollm2", decoding.parse([*arguments, "--dtype", "float32"]))
-    assert pair.draft is None and pair.ours.startswith("eagle3:") and pair.ends
-    names = [one.name for one in decoding.load(pair, decoding.parse(arguments)).single]
+    assert pair.draft is None and pair.spec.startswith("eagle3:") and pair.ends
+    llm = LLM(pair.target, draft="none", dtype="float32")
+    engines = decoding.Engines(llm, pair, decoding.parse([*arguments, "--no-rules"]))
+    names = [one.name for one in engines.single]
     assert names == [THEIRS, PLAIN_OURS, FIXED, ADAPTIVE]
 
 
 def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) -> None:
-    from paceline.llm import LLM
-
     arguments = ["--pairs", "smollm2", *line(folders, "target", "prompts-dir"), "--draft", "ngram"]
     work = serving.work_of(serving.parse([*arguments, "--suites", FEW, "--max-tokens", "6"]))
     assert len(work.prompts) == 8 and work.ends and work.draft == "ngram"

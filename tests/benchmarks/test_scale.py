@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 import scale
-from paceline.core.costs import CostCurve, TargetCosts
-from scale_check import Case, predicted
-from scale_costs import Measured, Rows
+from scale_costs import Rows
 from scale_replica import Arrival, Replica, Settings, Traffic
 
 H100 = scale.machine("h100", "8b")
@@ -73,22 +71,6 @@ def test_traffic_has_the_means_that_were_asked_for() -> None:
         spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2
         assert spread == pytest.approx(burst, rel=0.2)
         assert sum(r.rate for r in requests) / 4000 == pytest.approx(0.7, rel=0.02)
-
-
-def test_a_measured_machine_is_simulated_as_it_was_seen() -> None:
-    def flat(one: float, eight: float) -> TargetCosts:
-        return TargetCosts(
-            (1, 8), (CostCurve((1, 4), (one, one)), CostCurve((1, 4), (eight, eight)))
-        )
-
-    reading = CostCurve((32, 96), (0.02, 0.05))
-    costs = Measured(
-        flat(0.01, 0.08), flat(0.001, 0.008), CostCurve((1, 8), (0.0, 0.0)), reading, reading
-    )
-    asked = [Arrival(0.0, 32, 51, 0.0)]
-    found = predicted(Case(0, 1), costs, 0.5, asked)
-    assert found.first_token == pytest.approx(0.02)
-    assert found.token_gap == pytest.approx(0.011)
 
 
 def test_the_command(

@@ -1,30 +1,22 @@
-"""The rows of the drafters' benchmark: specs, engines around one loaded target, and timed runs."""
+"""The rows of the drafters' benchmark: a spec for each drafter whose weights are here."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import inflate
 import real
 from inflate_heads import inflate_heads
-from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
-from paceline.draft.spec import Loading, NoDraft
 from paceline.draft.swift import skippable, spread
-from paceline.drafters import DRAFTERS, prepare_one
-from paceline.engine.driver import Drive, column_sums, sequence
-from paceline.errors import ConfigError
+from paceline.drafters import DRAFTERS, NoDraft
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import EMBEDDED
-from paceline.model.target import CausalModel
 
 _NAMES = {"model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
 
@@ -43,11 +35,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row. ``levels`` is the draft length of the runs at a fixed length."""
+    """One row of the tables."""
 
     name: str
     spec: str
-    levels: int = 4
 
 
 def skip_option(old: int, new: int) -> str:
@@ -138,97 +129,3 @@ def find(name: str | None, pad: Callable[[Path], Path]) -> str | None:
         return str(pad(inflate.resolve(name)))
     except inflate.InflateError:
         return None
-
-
-@dataclass
-class Run:
-    """What one or more calls did: new tokens, target steps, wall seconds, acceptance by level."""
-
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    reached: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    requests: int = 0
-    first: int = 0  # tokens that the steps gave which read the prompts
-
-    def add(self, counts: DraftCounts, tokens: int, first: int = 0) -> None:
-        self.tokens += tokens
-        self.first += first
-        self.steps += counts.target_steps
-        self.reached = list(column_sums([self.reached, counts.reached_at]))
-        self.accepted = list(column_sums([self.accepted, counts.accepted_at]))
-
-    def merge(self, other: Run) -> None:
-        self.tokens += other.tokens
-        self.steps += other.steps
-        self.seconds += other.seconds
-        self.requests += other.requests
-        self.first += other.first
-        self.reached = list(column_sums([self.reached, other.reached]))
-        self.accepted = list(column_sums([self.accepted, other.accepted]))
-
-    @property
-    def length(self) -> float | None:
-        """Tokens per target step."""
-        return self.tokens / self.steps if self.steps else None
-
-    @property
-    def decoding_length(self) -> float | None:
-        """Tokens per target step, without the step that reads the prompt: heads cannot draft
-        before it, and models of their own can.
-
-        It is what Spec-Bench calls mean accepted tokens: 1 for plain decoding.
-        """
-        steps = self.steps - self.requests
-        return (self.tokens - self.first) / steps if steps > 0 else None
-
-    @property
-    def by_position(self) -> list[float]:
-        """Of the drafts that had a token to try at a level, the share whose token was accepted."""
-        return [a / r for a, r in zip(self.accepted, self.reached, strict=True) if r]
-
-
-class Entrant:
-    """An engine with one drafter, around a target that others use as well.
-
-    Requests without a seed share a generator that starts at 0, so a run can be repeated.
-    Raises PacelineError if the drafter cannot be had.
-    """
-
-    def __init__(self, entry: Entry, loading: Loading, length: int | str, batch: int) -> None:
-        self.name = entry.name
-        kind = entry.spec.partition(":")[0]
-        if kind not in DRAFTERS:
-            reason = f"{kind!r} is not among the drafters" if kind else "its weights are not here"
-            raise ConfigError(reason)
-        target = loading.target
-        prepared = prepare_one(entry.spec, loading)
-        options = EngineOptions(max_batch_size=batch, draft_length=length, prefix_sharing=False)
-        self.engine: Any = build_engine(
-            target, prepared, options, seeded_generator(target.device, 0)
-        )
-
-    def run(
-        self,
-        prompts: Sequence[list[int]],
-        max_tokens: int,
-        temperature: float,
-        ends: frozenset[int] = frozenset(),
-    ) -> Run:
-        """Decode prompts together, prefill included: to exactly ``max_tokens`` new tokens each, or
-        to one of ``ends`` if that comes before."""
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=not ends)
-        drive = Drive(self.engine, [sequence(ids, params, ends) for ids in prompts]).run()
-        result = Run(seconds=drive.seconds, requests=len(drive.seqs))
-        for seq in drive.seqs:
-            whole = seq.generated == max_tokens or seq.tokens[-1] in ends
-            assert whole, f"{self.name} wrote {seq.generated} tokens"
-            result.add(seq.counts, seq.generated, seq.arrivals[0][1])
-        return result
-
-
-def load_target(folder: str, dtype: str, device: str) -> Loading:
-    """The target that all entrants share."""
-    target = CausalModel.load(folder, dtype=dtype, device=device)
-    return Loading(target, load_tokenizer(folder), dtype)

@@ -1,0 +1,156 @@
+"""What the benchmarks share: the machine, turns, a quiet machine, files of records, the last line.
+
+A figure is a median over rounds in which all engines take turns, so that a machine that slows down
+slows all of them; who begins changes from turn to turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Element = TypeVar("Element")
+_STAT = Path("/proc/stat")
+QUIET = 0.15  # cores that others may keep busy
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the figures were measured on."""
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+# -- turns ---------------------------------------------------------------------------------------
+
+
+def rotated(items: Sequence[Element], turn: int) -> list[Element]:
+    """The same, beginning with another one in every turn."""
+    shift = turn % len(items)
+    return [*items[shift:], *items[:shift]]
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """What every run returned in ``rounds`` rounds; those to warm up with do not count."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warm_up + rounds):
+        for name in rotated(list(runs), turn):
+            figure = runs[name]()
+            if turn >= warm_up:
+                found[name].append(figure)
+    return found
+
+
+def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def progress() -> Progress:
+    """A bar on stderr, gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+
+
+# -- a quiet machine -----------------------------------------------------------------------------
+
+
+def _busy() -> float | None:
+    """Processor seconds of all processes since the machine started; None where nothing says."""
+    try:
+        fields = _STAT.read_text().split("\n", 1)[0].split()[1:]
+        user, nice, system, _idle, _wait, *interrupts = (int(field) for field in fields)
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + sum(interrupts[:3])) / os.sysconf("SC_CLK_TCK")
+
+
+class OtherLoad:
+    """Cores that other processes kept busy since it was made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), time.process_time(), _busy()
+
+    def cores(self) -> float | None:
+        """None where the system does not say."""
+        start, own, before = self._began
+        now, all_now = time.perf_counter(), _busy()
+        if before is None or all_now is None or now <= start:
+            return None
+        return max(0.0, (all_now - before - (time.process_time() - own)) / (now - start))
+
+
+def wait_until_quiet(most: float, say: Callable[[str], None], window: float = 1.0) -> None:
+    """Return when others leave the machine alone for ``window`` seconds, or after ``most``."""
+    until, said = time.perf_counter() + most, False
+    while time.perf_counter() < until:
+        others = OtherLoad()
+        time.sleep(window)
+        cores = others.cores()
+        if cores is None or cores <= QUIET:
+            return
+        if not said:
+            say(f"waiting for a quiet machine: others keep {cores:.1f} cores busy")
+            said = True
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+def read_records(path: str | None) -> list[dict[str, Any]]:
+    """The records of a file, one a line; none where there is none. A last line that was cut off
+    is none."""
+    if path is None or not Path(path).is_file():
+        return []
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+
+
+def append_record(path: str | None, record: Mapping[str, Any]) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def finish(record: Mapping[str, Any], path: str | Path | None) -> None:
+    """The last line of the output: one JSON object, also written to ``path``."""
+    line = json.dumps(record)
+    if path:
+        Path(path).write_text(line + "\n", encoding="utf-8")
+    print(line)
